@@ -1,0 +1,145 @@
+"""The tensors of one forward pass over several sequences of different lengths, packed into one row.
+
+Each entry is (sequence's slots so far, new token ids): decoding rows bring one token or a few, prompts a
+chunk. Nothing is padded in the model's linear layers; only attention groups rows of similar size.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from engine.block_manager import BlockTable
+
+# Rows with up to this many query tokens share one padded attention call; longer chunks get their own.
+MAX_GROUPED_QUERIES = 33
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """New tokens of one sequence: they are stored after ``table.num_computed_tokens`` others.
+
+    ``num_logits`` of its last tokens need logits: 0 inside a prompt, 1 at its end, k + 1 when scoring.
+    """
+
+    table: BlockTable
+    token_ids: list[int]
+    num_logits: int
+
+
+@dataclass
+class AttentionGroup:
+    """Spans attended together, padded to the longest: ``rows`` spans, ``queries``, ``keys`` positions."""
+
+    rows: int
+    queries: int
+    keys: int
+    query_index: torch.Tensor | None  # [rows * queries] into the packed tokens; None: all, in order
+    output_index: torch.Tensor | None  # [real queries] into rows * queries; None: all, in order
+    key_slots: torch.Tensor  # [rows * keys]
+    query_positions: torch.Tensor  # [rows, queries]
+
+    def mask(self, sliding_window: int | None) -> torch.Tensor | None:
+        """Boolean [rows, 1, queries, keys], True where a query may look; None if everywhere."""
+        if sliding_window is None:
+            return self._causal_mask
+        window_start = self.query_positions[:, None, :, None] - sliding_window
+        return self._visible & (self._key_positions > window_start)
+
+    @cached_property
+    def _causal_mask(self) -> torch.Tensor | None:
+        # One query of the newest position sees every key; so does a lone decoding row.
+        return None if self.rows == self.queries == 1 else self._visible
+
+    @cached_property
+    def _visible(self) -> torch.Tensor:
+        return self._key_positions <= self.query_positions[:, None, :, None]
+
+    @cached_property
+    def _key_positions(self) -> torch.Tensor:
+        return torch.arange(self.keys, device=self.key_slots.device)
+
+
+@dataclass
+class ForwardBatch:
+    """Packed inputs of one forward: ``tokens`` is the sum of all spans' new tokens."""
+
+    token_ids: torch.Tensor  # [1, tokens]
+    positions: torch.Tensor  # [1, tokens]
+    slots: torch.Tensor  # [tokens], where the new keys and values go
+    logits_index: torch.Tensor  # [rows with logits] into the packed tokens
+    groups: list[AttentionGroup]
+
+    @classmethod
+    def build(cls, spans: list[Span], block_size: int, device: torch.device) -> "ForwardBatch":
+        starts = [span.table.num_computed_tokens for span in spans]
+        lengths = [len(span.token_ids) for span in spans]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        slots = [
+            _slots(span.table, start + length, block_size)
+            for span, start, length in zip(spans, starts, lengths, strict=True)
+        ]
+        logits = [np.arange(end - span.num_logits, end) for span, end in zip(spans, offsets[1:], strict=True)]
+
+        def tensor(parts: list[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(parts)).to(device)
+
+        return cls(
+            token_ids=torch.tensor([[i for span in spans for i in span.token_ids]], device=device),
+            positions=tensor(positions)[None],
+            slots=tensor([s[start:] for s, start in zip(slots, starts, strict=True)]),
+            logits_index=tensor(logits),
+            groups=[
+                _group(members, offsets, positions, slots, device) for members in _group_members(lengths)
+            ],
+        )
+
+
+def _slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:
+    """Slots of the first ``num_tokens`` tokens."""
+    blocks = np.asarray(table.block_ids[: -(-num_tokens // block_size)], dtype=np.int64)
+    return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:num_tokens]
+
+
+def _group_members(lengths: list[int]) -> list[list[int]]:
+    short = [i for i, length in enumerate(lengths) if length <= MAX_GROUPED_QUERIES]
+    long = [[i] for i, length in enumerate(lengths) if length > MAX_GROUPED_QUERIES]
+    return ([short] if short else []) + long
+
+
+def _group(
+    members: list[int],
+    offsets: np.ndarray,
+    positions: list[np.ndarray],
+    slots: list[np.ndarray],
+    device: torch.device,
+) -> AttentionGroup:
+    """Pad the members' queries with their own last one and their keys with slot 0, which is masked."""
+    rows = len(members)
+    queries = max(len(positions[m]) for m in members)
+    keys = max(len(slots[m]) for m in members)
+    query_index = np.zeros((rows, queries), dtype=np.int64)
+    query_positions = np.zeros((rows, queries), dtype=np.int64)
+    key_slots = np.zeros((rows, keys), dtype=np.int64)
+    output_index = []
+    for row, m in enumerate(members):
+        num_queries = len(positions[m])
+        query_index[row] = offsets[m + 1] - 1
+        query_index[row, :num_queries] = np.arange(offsets[m], offsets[m + 1])
+        query_positions[row] = positions[m][-1]
+        query_positions[row, :num_queries] = positions[m]
+        key_slots[row, : len(slots[m])] = slots[m]
+        output_index.append(np.arange(row * queries, row * queries + num_queries))
+    every_query = rows * queries == offsets[-1]
+    all_outputs = rows * queries == sum(len(part) for part in output_index)
+    return AttentionGroup(
+        rows=rows,
+        queries=queries,
+        keys=keys,
+        query_index=None if every_query else torch.from_numpy(query_index.reshape(-1)).to(device),
+        output_index=None if all_outputs else torch.from_numpy(np.concatenate(output_index)).to(device),
+        key_slots=torch.from_numpy(key_slots.reshape(-1)).to(device),
+        query_positions=torch.from_numpy(query_positions).to(device),
+    )

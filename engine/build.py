@@ -1,0 +1,84 @@
+"""The one place where configuration becomes concrete objects."""
+
+import torch
+
+from engine.block_manager import BlockPool
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.models.decoder_only import DecoderModel
+from engine.models.loader import ModelLoadError, load_causal_model, resolve_device, resolve_dtype
+from engine.proposers.base import NoProposer, Proposer
+from engine.proposers.draft_model import DraftModelProposer
+from engine.scheduler import Scheduler
+
+
+def build_engine(config: EngineConfig) -> EngineCore:
+    """Load the models, allocate the caches, wire the engine. ``ModelLoadError`` if that cannot be."""
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    assert config.target is not None  # filled in by EngineConfig
+    target = DecoderModel(load_causal_model(config.target, dtype, device), dtype, device)
+    draft = None
+    if config.draft is not None and config.num_speculative_tokens > 0:
+        draft = DecoderModel(load_causal_model(config.draft, dtype, device), dtype, device)
+        _check_pair(target, draft)
+
+    max_model_len = _max_model_len(config, target)
+    num_blocks = _num_blocks(config, [target] if draft is None else [target, draft], max_model_len)
+    target.allocate_cache(num_blocks, config.block_size)
+    proposer: Proposer = NoProposer()
+    max_draft_len = 0
+    if draft is not None:
+        draft.allocate_cache(num_blocks, config.block_size)
+        max_draft_len = min(max_model_len, draft.max_position or max_model_len)
+        proposer = DraftModelProposer(draft, max_draft_len, target.vocab_size)
+    scheduler = Scheduler(
+        target_pool=BlockPool(num_blocks, config.block_size),
+        draft_pool=None if draft is None else BlockPool(num_blocks, config.block_size),
+        max_num_sequences=config.max_num_sequences,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_draft_len=max_draft_len,
+    )
+    return EngineCore(
+        target=target,
+        proposer=proposer,
+        scheduler=scheduler,
+        max_model_len=max_model_len,
+        num_speculative_tokens=0 if draft is None else config.num_speculative_tokens,
+        verification=None if config.verification == "auto" else config.verification,
+    )
+
+
+def _max_model_len(config: EngineConfig, target: DecoderModel) -> int:
+    context = target.max_position
+    if config.max_model_len is None:
+        if context is None:
+            raise ModelLoadError("the target does not say how long its context is; set max_model_len")
+        return context
+    if context is not None and config.max_model_len > context:
+        raise ModelLoadError(f"max_model_len is {config.max_model_len}, the target's context only {context}")
+    return config.max_model_len
+
+
+def _num_blocks(config: EngineConfig, models: list[DecoderModel], max_model_len: int) -> int:
+    """Blocks of each pool: what ``cache_memory`` holds, but not more than could ever be used."""
+    bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
+    affordable = config.cache_memory // bytes_per_block
+    longest = -(-max_model_len // config.block_size)
+    if affordable < 1:
+        raise ModelLoadError(
+            f"cache_memory of {config.cache_memory.human_readable()} does not hold one block of "
+            f"{config.block_size} tokens ({bytes_per_block} bytes)"
+        )
+    return min(affordable, longest * config.max_num_sequences)
+
+
+def _check_pair(target: DecoderModel, draft: DecoderModel) -> None:
+    """A draft must speak the target's token ids; padding may differ, by less than padding ever does."""
+    if abs(target.vocab_size - draft.vocab_size) > 1024:
+        raise ModelLoadError(
+            f"the draft's vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}: "
+            "they must share a tokenizer"
+        )

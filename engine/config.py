@@ -1,0 +1,60 @@
+"""What the engine can be told: models, device, speculation, cache, scheduling.
+
+Imported by both processes, so it knows nothing of torch. ``server.config.Settings`` inherits these fields
+and adds HTTP's own; descriptions here become ``--help`` and the docs table.
+"""
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+
+BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
+
+
+class EngineConfig(BaseModel):
+    """Settings of one worker. ``target`` None means the bundled pair."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    target: str | None = Field(
+        None, description="Target model: a folder or hub id. Default: the bundled demo pair."
+    )
+    draft: str | None = Field(
+        None,
+        description="Draft model: a folder or hub id, or 'none'. "
+        "Default: the bundled draft with the bundled target, else none.",
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Weights and activations. auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
+    num_speculative_tokens: int = Field(
+        4, ge=0, le=32, description="Tokens drafted per round; 0 switches speculation off."
+    )
+    verification: Literal["auto", "rejection", "coupled"] = Field(
+        "auto",
+        description="How drafted tokens are verified when sampling. "
+        "auto: coupled for requests with a seed, else rejection.",
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest prompt plus output, in tokens. Default: the target's context."
+    )
+    max_num_sequences: int = Field(32, ge=1, description="Sequences that run at the same time.")
+    max_num_batched_tokens: int = Field(
+        1024, ge=1, description="Tokens scored per step; longer prompts are computed in chunks."
+    )
+    block_size: int = Field(16, ge=1, description="Tokens per cache block.")
+    cache_memory: ByteSize = Field(
+        ByteSize(1 << 30), description="Memory for both KV caches together, such as '2GiB'."
+    )
+
+    @model_validator(mode="after")
+    def _resolve_models(self) -> Self:
+        if self.target is None:
+            self.target = str(BUNDLED_PAIR / "target")
+            self.draft = self.draft or str(BUNDLED_PAIR / "draft")
+        if self.draft == "none":
+            self.draft = None
+        return self

@@ -1,0 +1,41 @@
+"""The tensors behind the blocks: keys and values of every layer, addressed by slot.
+
+Slot = block id * block size + offset. Which slots belong to whom is the block manager's business; this
+module stores and gathers. A model's layers are probed once, so any architecture's shapes fit.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Heads and sizes of one layer's keys and values, per token."""
+
+    key: tuple[int, int]  # [kv heads, key size]
+    value: tuple[int, int]  # [kv heads, value size]
+
+    @property
+    def num_elements(self) -> int:
+        return self.key[0] * self.key[1] + self.value[0] * self.value[1]
+
+
+class KVCache:
+    """Keys and values of one model: per layer two tensors [num_slots, kv heads, size]."""
+
+    def __init__(
+        self, layers: list[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # Zeros, not empty: masked slots are multiplied by zero, which does not silence a NaN.
+        self.keys = [torch.zeros(num_slots, *layer.key, dtype=dtype, device=device) for layer in layers]
+        self.values = [torch.zeros(num_slots, *layer.value, dtype=dtype, device=device) for layer in layers]
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""
+        self.keys[layer].index_copy_(0, slots, key)
+        self.values[layer].index_copy_(0, slots, value)
+
+    def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [slots, kv heads, size] of ``slots``, contiguous."""
+        return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)

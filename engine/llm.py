@@ -1,0 +1,89 @@
+"""The engine as a library: text in, text out, no HTTP and no second process.
+
+llm = LLM()  # the bundled pair; or LLM(target=..., draft=...)
+for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=100)):
+    print(completion.text)
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
+
+
+@dataclass
+class Completion:
+    """One finished sequence. ``text`` leaves out special tokens, ``token_ids`` does not."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; 0 if nothing was drafted."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per round: accepted ones plus the recovered or bonus token."""
+        return len(self.token_ids) / max(1, self.num_rounds)
+
+    def add(self, output: TokenOutput) -> None:
+        self.token_ids += output.token_ids
+        self.finish_reason = output.finish_reason
+        self.num_rounds += 1
+        self.num_draft_tokens += output.num_draft_tokens
+        self.num_accepted_tokens += output.num_accepted_tokens
+
+
+class LLM:
+    """Keyword arguments are ``EngineConfig``'s fields."""
+
+    def __init__(self, **config: Any) -> None:
+        self.config = EngineConfig(**config)
+        self.core = build_engine(self.config)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.config.target)
+        self._request_ids = count()
+
+    def generate(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[Completion]:
+        """One completion per prompt (text or token ids), all decoded together, in the prompts' order."""
+        params_list = params if isinstance(params, list) else [params] * len(prompts)
+        completions = {}
+        for prompt, prompt_params in zip(prompts, params_list, strict=True):
+            completions[self._submit(prompt, prompt_params)] = Completion()
+        while self.core.has_work:
+            for output in self.core.step():
+                completions[output.request_id].add(output)
+        for completion in completions.values():
+            completion.text = self.decode(completion.token_ids)
+        return list(completions.values())
+
+    def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[TokenOutput]:
+        """The rounds of one prompt as they happen; leaving early aborts it."""
+        request_id = self._submit(prompt, params)
+        try:
+            while self.core.has_work:
+                yield from self.core.step()
+        finally:
+            self.core.abort(request_id)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _submit(self, prompt: str | list[int], params: SamplingParams) -> str:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        request_id = f"prompt-{next(self._request_ids)}"
+        self.core.add(Generate(request_id=request_id, prompt_token_ids=token_ids, params=params))
+        return request_id

@@ -1,0 +1,138 @@
+"""The border between front end and worker: msgpack messages of builtins, nothing pickled.
+
+The front end sends ``Generate`` and ``Abort``; the worker answers with ``Ready`` once, then one
+``StepOutput`` per engine step that produced something and ``Failed`` for a request it cannot serve.
+Both processes import this module; it imports neither torch nor HTTP.
+
+Words used here and everywhere: a *request* is what the client asked; each of its ``n`` choices is a
+*sequence*, addressed by (request_id, index). *Drafted* tokens are guesses; *accepted* ones were kept.
+"""
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"]
+Verification = Literal["rejection", "coupled"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request draws its tokens. Ranges are checked by the front end, limits by the engine.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None: the
+    engine draws one. ``num_speculative_tokens`` and ``verification`` None: the engine's own setting.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    num_speculative_tokens: int | None = None
+    verification: Verification | None = None
+
+
+class Generate(msgspec.Struct, frozen=True, tag=True):
+    """Generate ``n`` sequences after ``prompt_token_ids`` (at least one token)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    n: int = 1
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop one sequence of a request, or all of them when ``index`` is None. Unknown ids are ignored."""
+
+    request_id: str
+    index: int | None = None
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave the loop after the current step."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The models are loaded and the caches allocated."""
+
+    target: str
+    draft: str | None
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    num_target_blocks: int
+    num_draft_blocks: int
+    block_size: int
+
+
+class TokenOutput(msgspec.Struct, frozen=True):
+    """What one step gave one sequence: 1 to k + 1 tokens, the last one final if ``finish_reason``.
+
+    An end-of-sequence or stop token is included in ``token_ids``. ``num_draft_tokens`` and
+    ``num_accepted_tokens`` are those of this step's round.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A request ended by an error; all of its sequences are gone. ``code`` names it for the client."""
+
+    request_id: str
+    code: str
+    message: str
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Totals since the worker started, and gauges of this moment. Rates are derived by the reader.
+
+    ``*_per_position[i]`` counts tokens drafted or accepted as the (i+1)-th of their draft.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_speculative_tokens: int
+    cache_usage: dict[str, float]
+    num_preemptions: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    draft_tokens_per_position: list[int]
+    accepted_tokens_per_position: list[int]
+    phase_seconds: dict[str, float]
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag=True):
+    """Everything one engine step produced."""
+
+    outputs: list[TokenOutput]
+    stats: Stats
+
+
+ToWorker = Generate | Abort | Shutdown
+FromWorker = Ready | StepOutput | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    return _to_worker.decode(data)
+
+
+def decode_from_worker(data: bytes) -> FromWorker:
+    return _from_worker.decode(data)

@@ -1,0 +1,84 @@
+"""A decoder-only transformers model with its paged cache: spans of token ids in, logits out."""
+
+from typing import Any
+
+import torch
+
+from engine.batch import ForwardBatch, Span
+from engine.kv_cache import KVCache, LayerShape
+from engine.models.attention import LayerProbe, PagedAttention
+from engine.models.loader import ModelLoadError
+
+
+class DecoderModel:
+    """Target and draft alike. ``allocate_cache`` must be called before the first ``forward``."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.device = device
+        text_config = model.config.get_text_config()
+        self.vocab_size = int(text_config.vocab_size)
+        self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
+        self.eos_token_ids = _eos_token_ids(model)
+        self.layers = self._probe_layers()
+        self.cache: KVCache | None = None
+        self.block_size = 0
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return sum(layer.num_elements for layer in self.layers) * self.dtype.itemsize
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.cache = KVCache(self.layers, num_blocks * block_size, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def forward(self, spans: list[Span]) -> torch.Tensor:
+        """Logits [sum of num_logits, vocab], float32, of each span's last tokens, in span order.
+
+        The spans' tokens are stored in the cache and counted as computed; room must be reserved.
+        """
+        assert self.cache is not None
+        batch = ForwardBatch.build(spans, self.block_size, self.device)
+        logits = self._call(
+            batch.token_ids, batch.positions, batch.logits_index, PagedAttention(batch, self.cache)
+        )
+        for span in spans:
+            span.table.num_computed_tokens += len(span.token_ids)
+        return logits.float()
+
+    def _call(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, context: Any
+    ) -> torch.Tensor:
+        output = self.model(
+            input_ids=token_ids,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=logits_index,
+            attention_context=context,
+        )
+        return output.logits[0]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _probe_layers(self) -> list[LayerShape]:
+        """Ask a one-token forward what each layer would store."""
+        probe = LayerProbe()
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._call(zero, zero, zero[0], probe)
+        num_layers = int(self.model.config.get_text_config().num_hidden_layers)
+        if sorted(probe.layers) != list(range(num_layers)):
+            raise ModelLoadError(
+                f"{self.model.config.model_type} models cannot be served: only {len(probe.layers)} of "
+                f"{num_layers} layers use attention that can be rolled back"
+            )
+        return [probe.layers[i] for i in range(num_layers)]
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """The generation config's list if it has one, else the model config's."""
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

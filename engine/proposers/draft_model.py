@@ -1,0 +1,71 @@
+"""Drafts from a smaller model with its own cache, drawn with each request's own parameters.
+
+Its cache follows the target's: prompt chunks are computed in the same step, and what it missed (the last
+drafted token after a full acceptance, or more after a pause) is caught up in the first pass of a round.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from engine.batch import Span
+from engine.models.decoder_only import DecoderModel
+from engine.sampling.sampler import Drafts, Sampler
+from engine.scheduler import Scheduled
+
+
+class DraftModelProposer:
+    """``max_len`` is the longest sequence the draft model can hold, ``vocab_size`` the target's."""
+
+    name = "draft_model"
+
+    def __init__(self, model: DecoderModel, max_len: int, vocab_size: int) -> None:
+        self.model = model
+        self.max_len = max_len
+        self.vocab_size = vocab_size
+
+    def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
+        completing = [part for part in scheduled if part.completes]
+        lengths = [part.num_draft_tokens for part in completing]
+        spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]
+        logits = self._forward(spans)
+        num_positions = max(lengths, default=0)
+        if num_positions == 0:
+            return Drafts.empty(len(lengths), sampler.device)
+
+        token_ids = torch.zeros(len(lengths), num_positions, dtype=torch.int64, device=sampler.device)
+        probs = None
+        if sampler.uses_draft_probs:
+            probs = torch.zeros(len(lengths), num_positions, sampler.vocab_size, device=sampler.device)
+        for position in range(num_positions):
+            active = [row for row, length in enumerate(lengths) if length > position]
+            if position > 0:
+                logits = self._forward(
+                    [
+                        Span(completing[row].sequence.draft_blocks, [int(token_ids[row, position - 1])], 1)
+                        for row in active
+                    ]
+                )
+            ids, drawn_from = sampler.select(active).draw_drafts(logits, position)
+            token_ids[active, position] = ids
+            if probs is not None and drawn_from is not None:
+                probs[active, position] = drawn_from
+        return Drafts(token_ids, probs, lengths)
+
+    def _catch_up(self, part: Scheduled) -> Span | None:
+        """What the draft has yet to store of the tokens that the target will have stored after this step."""
+        sequence = part.sequence
+        end = sequence.target_blocks.num_computed_tokens + part.num_tokens
+        plain_decoding = part.num_draft_tokens == 0 and part.num_tokens == 1
+        if sequence.num_speculative_tokens == 0 or plain_decoding or end > self.max_len:
+            return None
+        start = sequence.draft_blocks.num_computed_tokens
+        return Span(sequence.draft_blocks, sequence.token_ids[start:end], min(1, part.num_draft_tokens))
+
+    def _forward(self, spans: list[Span]) -> torch.Tensor:
+        """Logits [spans that want them, vocab] in the target's width: ids only one of both knows have
+        probability zero in the draft."""
+        if not spans:
+            return torch.empty(0)
+        logits = self.model.forward(spans)
+        missing = self.vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits

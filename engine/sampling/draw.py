@@ -1,0 +1,24 @@
+"""One exact draw from a distribution, given its random numbers. Pure functions of tensors."""
+
+import torch
+
+
+def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Token ids [...] drawn in proportion to ``weights`` [..., vocab], which need not sum to one.
+
+    ``uniforms`` [...]: float64 in (0, 1). The sum runs in float64, so that rare tokens of a large
+    vocabulary keep their share. A token of weight zero is never drawn.
+    """
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[..., -1:]
+    # Rounding must not lift the goal to the total, beyond which there is no id.
+    goal = torch.minimum(uniforms[..., None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, goal, right=True).squeeze(-1)
+
+
+def race(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The winner [...] of an exponential race: token i arrives at ``noise[i] / probs[i]``, first wins.
+
+    Same law as argmax(log probs + Gumbel noise). ``probs`` and ``noise``: [..., vocab], noise float64.
+    """
+    return (probs / noise).argmax(-1)

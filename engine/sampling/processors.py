@@ -1,0 +1,84 @@
+"""Logits to the distribution that is sampled: temperature, top-k, top-p, min-p, in this order.
+
+The same function makes the target's and the draft's distributions, for every drafted position at once.
+Cuts are thresholds on the probability: tokens that tie with the last one kept are kept as well, so that
+the result does not depend on how a sort breaks ties.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from engine.messages import SamplingParams
+
+# Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
+TOP_P_CANDIDATES = 1024
+
+
+class SamplingTensors(NamedTuple):
+    """One row per sequence, [batch, 1], plus what the host knows of all rows (no device reads later)."""
+
+    temperature: torch.Tensor  # float32, > 0
+    top_k: torch.Tensor  # int64, 0 is off
+    top_p: torch.Tensor  # float32
+    min_p: torch.Tensor  # float32
+    largest_top_k: int  # 0 if no row uses it
+    any_top_p: bool
+    any_min_p: bool
+
+    @classmethod
+    def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
+        """From the rows' parameters; greedy rows get temperature 1, as they never look at it."""
+
+        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        return cls(
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            top_k=column([p.top_k for p in params], torch.int64),
+            top_p=column([p.top_p for p in params], torch.float32),
+            min_p=column([p.min_p for p in params], torch.float32),
+            largest_top_k=max(p.top_k for p in params),
+            any_top_p=any(p.top_p < 1 for p in params),
+            any_min_p=any(p.min_p > 0 for p in params),
+        )
+
+
+def to_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+    """Distributions [batch, positions, vocab], float32, from logits of that shape."""
+    probs = (logits.float() / sampling.temperature[..., None]).softmax(-1)
+    if not (sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p):
+        return probs
+    threshold = _threshold(probs, sampling)
+    probs = torch.where(probs >= threshold, probs, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+    """The smallest probability that is kept: [batch, positions, 1]."""
+    vocab_size = probs.shape[-1]
+    num_candidates = max(1, sampling.largest_top_k)
+    if sampling.any_top_p:
+        num_candidates = max(num_candidates, TOP_P_CANDIDATES)
+    num_candidates = min(num_candidates, vocab_size)
+    top = probs.topk(num_candidates).values
+    if sampling.any_top_p and num_candidates < vocab_size:
+        uncovered = (top.sum(-1) < sampling.top_p) & (sampling.top_k == 0) & (sampling.top_p < 1)
+        if uncovered.any():
+            num_candidates = vocab_size
+            top = probs.sort(-1, descending=True).values
+
+    rank = torch.arange(num_candidates, device=probs.device)
+    top_k = sampling.top_k[..., None]
+    kept = (top_k == 0) | (rank < top_k)
+    if sampling.any_top_p:
+        top_p = sampling.top_p[..., None]
+        mass = torch.where(kept, top, 0.0)
+        total = torch.where(top_k == 0, 1.0, mass.sum(-1, keepdim=True))
+        mass_before = mass.cumsum(-1) - mass
+        kept &= (mass_before < top_p * total) | (top_p >= 1)
+    smallest = torch.where(kept, top, torch.inf).amin(-1, keepdim=True)
+    # A row without top-k and top-p keeps everything, however small; the candidates do not bound it.
+    unbounded = (top_k == 0) & (sampling.top_p[..., None] >= 1)
+    smallest = torch.where(unbounded, 0.0, smallest)
+    return torch.maximum(smallest, sampling.min_p[..., None] * top[..., :1])

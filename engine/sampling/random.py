@@ -1,0 +1,86 @@
+"""Counter-based randomness: every number is a pure function of (seed, position, stream, token id).
+
+Nothing is drawn from a generator that advances, so a sequence's numbers do not depend on who else is in
+the batch, on preemption, or on how many tokens were drafted. The hash is splitmix64 (Steele, Lea and
+Flood 2014, the finaliser by Stafford): a Weyl sequence through a 64-bit mixer, which is counter-based by
+construction. ``position`` is the absolute index, in prompt plus output, of the token to be drawn.
+"""
+
+from enum import IntEnum
+
+import torch
+
+MASK_64 = (1 << 64) - 1
+WEYL = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+
+
+class Stream(IntEnum):
+    """What a number is for. Streams are independent; only RACE is shared by target and draft."""
+
+    DRAFT = 1  # draws a drafted token, under the rejection rule
+    ACCEPT = 2  # accepts or rejects a drafted token
+    RECOVER = 3  # draws the recovered or bonus token
+    RACE = 4  # exponential noise over the vocabulary, under the coupled rule
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of choice ``index`` of a request: the request's own for 0, unrelated ones after it.
+
+    Signed 64-bit, which is what tensors hold.
+    """
+    mixed = seed & MASK_64 if index == 0 else _mix_int((seed & MASK_64) + index * WEYL)
+    return _signed(mixed)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+    """Uniform float64 numbers in the open interval (0, 1).
+
+    ``seeds`` and ``positions``: int64, of shapes that broadcast; the result has the broadcast shape.
+    """
+    return _to_unit_interval(_mix(_keys(seeds, positions, stream)))
+
+
+def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Exponential(1) noise for every token id: float64 [..., vocab_size] for int64 seeds and positions.
+
+    Token i's noise does not depend on ``vocab_size``, so models with differently padded vocabularies
+    share it.
+    """
+    keys = _keys(seeds, positions, Stream.RACE)
+    counters = torch.arange(1, vocab_size + 1, device=keys.device) * _signed(WEYL)
+    return -_to_unit_interval(_mix(keys[..., None] + counters)).log_()
+
+
+def _keys(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+    return _mix(_mix(seeds + _signed(stream * WEYL)) + positions * _signed(WEYL))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """splitmix64's finaliser on int64 tensors, whose arithmetic wraps as unsigned numbers do."""
+    x = (x ^ _shift(x, 30)) * _signed(MIX_1)
+    x = (x ^ _shift(x, 27)) * _signed(MIX_2)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift: torch's own is arithmetic on signed integers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _to_unit_interval(x: torch.Tensor) -> torch.Tensor:
+    """The top 52 bits, centred: all exact in float64, and neither 0 nor 1 can occur."""
+    return (_shift(x, 12).double() + 0.5) * 2.0**-52
+
+
+def _mix_int(x: int) -> int:
+    x &= MASK_64
+    x = (x ^ (x >> 30)) * MIX_1 & MASK_64
+    x = (x ^ (x >> 27)) * MIX_2 & MASK_64
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    x &= MASK_64
+    return x - (1 << 64) if x >> 63 else x

@@ -1,0 +1,56 @@
+"""One stream of token ids and what the engine knows about it. Plain integers, no tensors.
+
+A request with ``n`` choices is ``n`` sequences. The last of a running sequence's ``token_ids`` is
+*pending*: emitted, but not yet stored in any cache; the next step computes it first.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.block_manager import BlockTable
+from engine.messages import FinishReason, SamplingParams, Verification
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``seed`` is always set (drawn at admission if the client gave none), as is ``verification``."""
+
+    request_id: str
+    index: int
+    params: SamplingParams
+    seed: int
+    verification: Verification
+    num_speculative_tokens: int
+    stop_token_ids: frozenset[int]
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_num_tokens: int  # prompt plus output, the context included
+    target_blocks: BlockTable = field(default_factory=BlockTable)
+    draft_blocks: BlockTable = field(default_factory=BlockTable)
+    finish_reason: FinishReason | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.temperature == 0 or self.params.top_k == 1
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens the target has yet to store: 1 while decoding, more in the prompt."""
+        return len(self.token_ids) - self.target_blocks.num_computed_tokens
+
+    def append(self, token_ids: list[int]) -> list[int]:
+        """Append newly emitted tokens up to the first that ends the sequence; return those appended.
+
+        A stop token is kept, as the last one. It wins over the length limit if it is within it.
+        """
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            if token_id in self.stop_token_ids:
+                self.finish_reason = "stop"
+            elif len(self.token_ids) >= self.max_num_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return token_ids[:count]
+        return token_ids

@@ -1,0 +1,39 @@
+"""Counters of the engine since it started; rates are derived by whoever reads them."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+MAX_POSITIONS = 32
+
+
+class EngineStats:
+    """A *draft* is one sequence's guess in one round; ``phase_seconds`` are wall time by phase."""
+
+    def __init__(self) -> None:
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.draft_tokens_per_position = [0] * MAX_POSITIONS
+        self.accepted_tokens_per_position = [0] * MAX_POSITIONS
+        self.phase_seconds = dict.fromkeys(("draft", "score", "verify", "host"), 0.0)
+
+    def count_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """One row's verdict; rows that drafted nothing are not drafts."""
+        if num_draft_tokens == 0:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        for position in range(num_draft_tokens):
+            self.draft_tokens_per_position[position] += 1
+        for position in range(num_accepted_tokens):
+            self.accepted_tokens_per_position[position] += 1
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phase_seconds[name] += time.perf_counter() - started

@@ -1,0 +1,115 @@
+"""The worker process: owns the device, runs the engine behind a ZeroMQ socket.
+
+    python -m engine.worker --socket ipc:///path --config '{"target": ...}'
+
+Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when its
+parent is gone. A model that cannot be loaded ends it with exit code 2 and one line on stderr.
+"""
+
+import argparse
+import os
+import signal
+import sys
+
+import zmq
+from transformers.utils import logging as transformers_logging
+
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.core import EngineCore, RequestError
+from engine.messages import (
+    Abort,
+    Failed,
+    FromWorker,
+    Generate,
+    Ready,
+    Shutdown,
+    StepOutput,
+    decode_to_worker,
+    encode,
+)
+from engine.models.loader import ModelLoadError
+
+IDLE_POLL_MILLISECONDS = 1000
+
+
+class Worker:
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+        self.core = core
+        self.socket = socket
+        self.running = True
+
+    def run(self) -> None:
+        parent = os.getppid()
+        while self.running and os.getppid() == parent:
+            self._drain_inbox()
+            if self.core.has_work:
+                outputs = self.core.step()
+                if outputs:
+                    self._send(StepOutput(outputs, self.core.snapshot()))
+
+    def _drain_inbox(self) -> None:
+        """Handle what has arrived; with nothing to do, wait for something, but not for ever."""
+        timeout = 0 if self.core.has_work else IDLE_POLL_MILLISECONDS
+        while self.socket.poll(timeout):
+            self._handle(self.socket.recv())
+            timeout = 0
+
+    def _handle(self, data: bytes) -> None:
+        message = decode_to_worker(data)
+        match message:
+            case Generate():
+                try:
+                    self.core.add(message)
+                except RequestError as error:
+                    self._send(Failed(message.request_id, error.code, str(error)))
+            case Abort():
+                self.core.abort(message.request_id, message.index)
+            case Shutdown():
+                self.running = False
+
+    def _send(self, message: FromWorker) -> None:
+        self.socket.send(encode(message))
+
+
+def describe(core: EngineCore, config: EngineConfig) -> Ready:
+    target_pool, draft_pool = core.scheduler.target_pool, core.scheduler.draft_pool
+    assert config.target is not None
+    return Ready(
+        target=config.target,
+        draft=config.draft if draft_pool is not None else None,
+        device=str(core.target.device),
+        dtype=str(core.target.dtype).removeprefix("torch."),
+        vocab_size=core.target.vocab_size,
+        max_model_len=core.max_model_len,
+        num_target_blocks=target_pool.num_blocks,
+        num_draft_blocks=draft_pool.num_blocks if draft_pool is not None else 0,
+        block_size=target_pool.block_size,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.worker")
+    parser.add_argument("--socket", required=True, help="address of the front end's PAIR socket")
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    args = parser.parse_args()
+    # Ctrl-C reaches the whole process group; when to leave is the front end's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    transformers_logging.disable_progress_bar()
+    config = EngineConfig.model_validate_json(args.config)
+    try:
+        core = build_engine(config)
+    except ModelLoadError as error:
+        print(f"foretoken worker: {error}", file=sys.stderr)
+        return 2
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.linger = 0
+        socket.connect(args.socket)
+        worker = Worker(core, socket)
+        socket.send(encode(describe(core, config)))
+        worker.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
