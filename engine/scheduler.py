@@ -81,15 +81,15 @@ class Scheduler:
                 scheduled.append(part)
                 budget -= part.num_tokens + part.num_draft_tokens
         while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
-            if not self._has_room(self.waiting[0], len(self.waiting[0])):
-                break
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            # The whole prompt is reserved at once: half-admitted prompts could block each other.
-            self._reserve(sequence, len(sequence))
+            sequence = self.waiting[0]
             part = self._plan(sequence, budget)
+            # The whole prompt is reserved at once: half-admitted prompts could block each other.
+            if not self._has_room(sequence, len(sequence) + part.num_draft_tokens):
+                break
+            self._reserve(sequence, len(sequence) + part.num_draft_tokens)
+            self.running.append(self.waiting.popleft())
             scheduled.append(part)
-            budget -= part.num_tokens
+            budget -= part.num_tokens + part.num_draft_tokens
         return scheduled
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:

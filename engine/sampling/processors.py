@@ -76,7 +76,7 @@ def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
         mass = torch.where(kept, top, 0.0)
         total = torch.where(top_k == 0, 1.0, mass.sum(-1, keepdim=True))
         mass_before = mass.cumsum(-1) - mass
-        kept &= (mass_before < top_p * total) | (top_p >= 1)
+        kept = kept & ((mass_before < top_p * total) | (top_p >= 1))
     smallest = torch.where(kept, top, torch.inf).amin(-1, keepdim=True)
     # A row without top-k and top-p keeps everything, however small; the candidates do not bound it.
     unbounded = (top_k == 0) & (sampling.top_p[..., None] >= 1)

@@ -1,0 +1,36 @@
+"""Model folders that several engine tests share, made once per run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import save_perturbed, save_random_llama
+
+
+@dataclass(frozen=True)
+class Models:
+    target: str
+    close_draft: str  # the target with noise on its weights: accepted often
+    random_draft: str  # unrelated, smaller
+    padded_draft: str  # unrelated, with a larger padded vocabulary
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Vocabulary of 16 tokens, context 256, no end-of-sequence token."""
+    root: Path = tmp_path_factory.mktemp("models")
+    target = save_random_llama(root / "target", seed=1)
+    return Models(
+        target=target,
+        close_draft=save_perturbed(root / "close", target, seed=2, noise=0.02),
+        random_draft=save_random_llama(root / "random", seed=3, layers=1, hidden=16),
+        padded_draft=save_random_llama(root / "padded", seed=4, layers=1, hidden=16, vocab_size=24),
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Products this small only wait for a second thread."""
+    torch.set_num_threads(1)

@@ -1,0 +1,137 @@
+"""Block pool and scheduler under random histories: no block lost, doubled or leaked. No tensors."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.block_manager import BlockPool, BlockTable
+from engine.messages import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+
+def assert_partition(pool: BlockPool, tables: list[BlockTable]) -> None:
+    owned = [block for table in tables for block in table.block_ids]
+    assert sorted(owned + pool._free) == list(range(pool.num_blocks))
+    for table in tables:
+        assert len(table.block_ids) >= pool.blocks_for(table.num_computed_tokens)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.booleans()), max_size=60))
+def test_blocks_are_always_either_free_or_owned_once(history: list[tuple[int, int, bool]]) -> None:
+    pool = BlockPool(num_blocks=12, block_size=4)
+    tables = [BlockTable() for _ in range(4)]
+    for which, num_tokens, grow in history:
+        table = tables[which]
+        if not grow:
+            pool.truncate(table, num_tokens)
+            assert table.num_computed_tokens <= num_tokens
+        elif pool.can_reserve(table, num_tokens):
+            pool.reserve(table, num_tokens)
+            table.num_computed_tokens = max(table.num_computed_tokens, num_tokens)
+        assert_partition(pool, tables)
+
+
+def make_sequence(name: int, prompt: int, max_tokens: int, k: int) -> Sequence:
+    return Sequence(
+        request_id=str(name),
+        index=0,
+        params=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        verification="rejection",
+        num_speculative_tokens=k,
+        stop_token_ids=frozenset(),
+        token_ids=[0] * prompt,
+        num_prompt_tokens=prompt,
+        max_num_tokens=prompt + max_tokens,
+    )
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 20), st.integers(1, 12), st.integers(0, 4), st.integers(0, 4), st.integers(0, 10)
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(REQUESTS, st.integers(8, 20), st.integers(3, 40), st.data())
+def test_every_sequence_finishes_and_every_block_comes_back(
+    requests: list[tuple[int, int, int, int, int]], num_blocks: int, budget: int, data: st.DataObject
+) -> None:
+    """Drafts accepted at random; few blocks, so that sequences are preempted; small budgets."""
+    scheduler = Scheduler(
+        target_pool=BlockPool(num_blocks, 4),
+        draft_pool=BlockPool(num_blocks, 4),
+        max_num_sequences=4,
+        max_num_batched_tokens=budget,
+        max_draft_len=1000,
+    )
+    sequences = [
+        make_sequence(i, prompt, max_tokens, k) for i, (prompt, max_tokens, k, *_) in enumerate(requests)
+    ]
+    assert all(scheduler.can_ever_fit(sequence.max_num_tokens) for sequence in sequences)
+    for sequence in sequences:
+        scheduler.add(sequence)
+    for _ in range(4000):
+        if not (scheduler.running or scheduler.waiting):
+            break
+        parts = scheduler.schedule()
+        assert parts, "a step with work must do some"
+        assert sum(part.num_tokens + part.num_draft_tokens for part in parts) <= budget
+        for part in parts:
+            simulate(scheduler, part.sequence, part.num_tokens, part.num_draft_tokens, data)
+        assert_partition(scheduler.target_pool, [s.target_blocks for s in sequences])
+        assert_partition(scheduler.draft_pool, [s.draft_blocks for s in sequences])
+    assert all(sequence.finish_reason == "length" for sequence in sequences)
+    assert [len(s) for s in sequences] == [s.max_num_tokens for s in sequences]
+    assert scheduler.target_pool.num_free == scheduler.draft_pool.num_free == num_blocks
+
+
+def simulate(
+    scheduler: Scheduler, sequence: Sequence, num_tokens: int, num_draft: int, data: st.DataObject
+) -> None:
+    """What the engine core does to the bookkeeping, with a made-up verdict."""
+    completes = num_tokens == sequence.num_uncomputed_tokens
+    table = sequence.target_blocks
+    table.num_computed_tokens += num_tokens + num_draft
+    assert scheduler.target_pool.blocks_for(table.num_computed_tokens) <= len(table.block_ids)
+    if not completes:
+        return
+    num_accepted = data.draw(st.integers(0, num_draft))
+    sequence.append([0] * (num_accepted + 1))
+    if sequence.finish_reason:
+        scheduler.finish(sequence)
+    else:
+        scheduler.truncate(sequence, len(sequence) - 1)
+        assert sequence.num_uncomputed_tokens == 1
+
+
+def test_a_long_prompt_does_not_stall_running_sequences() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), None, 4, max_num_batched_tokens=10, max_draft_len=0)
+    short, long = make_sequence(0, 1, 50, 0), make_sequence(1, 100, 1, 0)
+    scheduler.add(short)
+    scheduler.schedule()
+    short.target_blocks.num_computed_tokens = 1
+    short.append([0])
+    scheduler.add(long)
+    parts = {part.sequence.request_id: part for part in scheduler.schedule()}
+    assert parts["0"].completes
+    assert parts["1"].num_tokens == 9
+    assert not parts["1"].completes
+
+
+def test_the_youngest_gives_way_and_comes_back_first() -> None:
+    scheduler = Scheduler(BlockPool(4, 4), None, 4, max_num_batched_tokens=100, max_draft_len=0)
+    old, young, late = (make_sequence(i, 7, 9, 0) for i in range(3))
+    for sequence in (old, young, late):
+        scheduler.add(sequence)
+    for part in scheduler.schedule():
+        part.sequence.target_blocks.num_computed_tokens = 7
+        part.sequence.append([0, 0])
+        part.sequence.target_blocks.num_computed_tokens = 8
+    assert [part.sequence for part in scheduler.schedule()] == [old]
+    assert list(scheduler.waiting) == [young, late]
+    assert scheduler.num_preemptions == 1
+    assert young.target_blocks.num_computed_tokens == 0
