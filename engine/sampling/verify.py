@@ -1,10 +1,10 @@
 """Verification rules: which drafted tokens stand, and the token that follows them.
 
-Words: a drafted token is *accepted* or not; after the first that is not, a *recovered* token is drawn in
-its place; if all are accepted, a *bonus* token follows. Each round thus emits num_accepted + 1 tokens.
+Words: a drafted token is *accepted* or not; in place of the first that is not, a *recovered* token is
+drawn; if all are accepted, a *bonus* token follows. Each round thus emits num_accepted + 1 tokens.
 All functions are pure and treat their rows alike. Shapes: batch B, drafted positions K, vocabulary V;
 row b drafted ``num_draft[b]`` <= K tokens, what lies beyond is padding. Position K of the target's
-rows is the one after the last drafted token.
+rows is the one after the last drafted token. A deterministic draft has one-hot ``draft_probs``.
 """
 
 from typing import NamedTuple
@@ -52,32 +52,101 @@ def verify_rejection(
 ) -> Verdict:
     """Speculative sampling (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, alg. 2).
 
-    ``target_probs`` [B, K+1, V]; ``draft_ids`` [B, K] were drawn from ``draft_probs`` [B, K, V] (one-hot
-    rows for a deterministic draft); ``accept_uniforms`` [B, K] and ``recover_uniforms`` [B, K+1], both
-    float64. One number per position, whichever of them turns out to be needed.
+    ``target_probs`` [B, K+1, V]; ``draft_ids`` [B, K] were drawn from ``draft_probs`` [B, K, V];
+    ``accept_uniforms`` [B, K] and ``recover_uniforms`` [B, K+1], both float64 in (0, 1). There is one
+    number per position, whichever of them turns out to be needed.
     """
     # Step 1: accept x if u * draft(x) < target(x). No division, so draft(x) = 0 is no special case.
-    target_of_draft = target_probs[:, :-1].gather(-1, draft_ids[..., None]).squeeze(-1)
-    draft_of_draft = draft_probs.gather(-1, draft_ids[..., None]).squeeze(-1)
-    accepted = accept_uniforms * draft_of_draft < target_of_draft
-    num_accepted = _leading(accepted, num_draft)
+    target_of_draft, draft_of_draft = probs_of_draft(target_probs, draft_ids, draft_probs)
+    num_accepted = _leading(accept_uniforms * draft_of_draft < target_of_draft, num_draft)
+    # Steps 2 and 3: draw from what the draft left of the target, or from the target after the last.
+    weights = torch.ones_like(num_accepted, dtype=torch.float64)
+    return _draw_next(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
 
-    # Step 2: the row after the accepted ones, less the draft's there unless all were accepted.
-    rows = torch.arange(len(draft_ids), device=draft_ids.device)
-    target_row = target_probs[rows, num_accepted]
-    if draft_ids.shape[1] == 0:
-        residual = target_row
-    else:
-        draft_row = draft_probs[rows, num_accepted.clamp(max=draft_ids.shape[1] - 1)]
+
+def verify_block(
+    target_probs: torch.Tensor,
+    draft_ids: torch.Tensor,
+    draft_probs: torch.Tensor,
+    num_draft: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+    recover_uniforms: torch.Tensor,
+) -> Verdict:
+    """Block verification (Sun et al. 2403.10444): the same distribution, never fewer tokens expected.
+
+    Arguments as ``verify_rejection``. All lengths are tried independently and the longest one kept.
+    """
+    prefix_weights, stand_probs = block_stand_probs(target_probs, draft_ids, draft_probs, num_draft)
+    num_positions = draft_ids.shape[1]
+    lengths = torch.arange(1, num_positions + 1, device=draft_ids.device)
+    stands = (accept_uniforms < stand_probs[:, 1:]) & (lengths <= num_draft[:, None])
+    num_accepted = (stands * lengths).amax(-1) if num_positions else torch.zeros_like(num_draft)
+    weights = prefix_weights.gather(1, num_accepted[:, None]).squeeze(1)
+    return _draw_next(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
+
+
+def block_stand_probs(
+    target_probs: torch.Tensor, draft_ids: torch.Tensor, draft_probs: torch.Tensor, num_draft: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For lengths 0..K: prefix weights w and the probability h that a length stands. float64 [B, K+1].
+
+    w_0 = 1, w_i = min(1, w_{i-1} * target(x_i) / draft(x_i)). With R_i the mass of
+    max(w_i * target - draft, 0) at the next position: h_i = R_i / (R_i + 1 - w_i), and h = w for the
+    full length, where there is no next draft.
+    """
+    target_of_draft, draft_of_draft = probs_of_draft(target_probs, draft_ids, draft_probs)
+    weight = torch.ones(len(draft_ids), dtype=torch.float64, device=draft_ids.device)
+    weights = [weight]
+    for i in range(draft_ids.shape[1]):
+        scaled = weight * target_of_draft[:, i]
+        weight = torch.where(scaled >= draft_of_draft[:, i], 1.0, scaled / draft_of_draft[:, i])
+        weight = torch.where(scaled == 0, 0.0, weight)
+        weights.append(weight)
+    prefix_weights = torch.stack(weights, dim=1)
+    scaled_target = prefix_weights[:, :-1, None] * target_probs[:, :-1]
+    mass = (scaled_target - draft_probs).clamp(min=0).sum(-1)
+    slack = mass + 1 - prefix_weights[:, :-1]
+    stand = torch.where(slack > 0, mass / slack, 1.0)
+    stand = torch.cat([stand, prefix_weights[:, -1:]], dim=1)
+    full_length = torch.arange(stand.shape[1], device=stand.device) == num_draft[:, None]
+    return prefix_weights, torch.where(full_length, prefix_weights, stand)
+
+
+def residual(target_row: torch.Tensor, draft_row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What the draft left of the target, max(weight * target - draft, 0), not normalised: [..., V].
+
+    ``weight`` [...] is 1 except under block verification. Equal rows leave rounding dust at most; a
+    rejection there has probability zero in exact arithmetic, and the target's row is the limit.
+    """
+    left = (weight[..., None] * target_row - draft_row).clamp(min=0)
+    return torch.where(left.sum(-1, keepdim=True) > 0, left, target_row.double())
+
+
+def _draw_next(
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    num_draft: torch.Tensor,
+    num_accepted: torch.Tensor,
+    weights: torch.Tensor,
+    recover_uniforms: torch.Tensor,
+) -> Verdict:
+    """Draw the recovered token, or the bonus token of rows whose drafts all stand."""
+    rows = torch.arange(len(num_draft), device=num_draft.device)
+    row = target_probs[rows, num_accepted].double()
+    num_positions = draft_probs.shape[1]
+    if num_positions:
+        draft_row = draft_probs[rows, num_accepted.clamp(max=num_positions - 1)]
         rejected = num_accepted < num_draft
-        residual = torch.where(rejected[:, None], (target_row - draft_row).clamp(min=0), target_row)
-        # Equal rows leave rounding dust at most; a rejection there has probability zero in exact
-        # arithmetic, and the target's own row is the limit of what to draw from.
-        no_mass = residual.sum(-1, keepdim=True) <= 0
-        residual = torch.where(no_mass, target_row, residual)
+        row = torch.where(rejected[:, None], residual(row, draft_row, weights), row)
+    return Verdict(num_accepted, inverse_cdf(row, recover_uniforms[rows, num_accepted]))
 
-    # Step 3: draw the recovered or bonus token.
-    return Verdict(num_accepted, inverse_cdf(residual, recover_uniforms[rows, num_accepted]))
+
+def probs_of_draft(
+    target_probs: torch.Tensor, draft_ids: torch.Tensor, draft_probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both models' probability of each drafted token: [B, K] each."""
+    ids = draft_ids[..., None]
+    return target_probs[:, :-1].gather(-1, ids).squeeze(-1), draft_probs.gather(-1, ids).squeeze(-1)
 
 
 def _accept_while_equal(

@@ -1,0 +1,126 @@
+"""The real worker process at the other end of a socket."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zmq
+
+from engine.config import EngineConfig
+from engine.messages import (
+    Abort,
+    Failed,
+    FromWorker,
+    Generate,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    StepOutput,
+    TokenOutput,
+    ToWorker,
+    decode_from_worker,
+    encode,
+)
+from tests.engine.conftest import Models
+
+TIMEOUT = 60_000  # milliseconds, for a machine that is busy
+
+
+def spawn(address: str, config: EngineConfig) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "engine.worker", "--socket", address]
+    return subprocess.Popen(
+        [*command, "--config", config.model_dump_json()], stderr=subprocess.PIPE, text=True
+    )
+
+
+@dataclass
+class Connection:
+    socket: zmq.Socket[bytes]
+    process: subprocess.Popen[str]
+
+    def send(self, message: ToWorker) -> None:
+        self.socket.send(encode(message))
+
+    def receive(self) -> FromWorker:
+        assert self.socket.poll(TIMEOUT), "the worker is silent"
+        return decode_from_worker(self.socket.recv())
+
+    def outputs(self) -> list[TokenOutput]:
+        message = self.receive()
+        assert isinstance(message, StepOutput)
+        return message.outputs
+
+
+@pytest.fixture(scope="module")
+def worker(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connection]:
+    address = f"ipc://{tmp_path_factory.mktemp('socket')}/w"
+    config = EngineConfig(target=models.target, draft=models.close_draft, device="cpu", num_threads=1)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(address)
+        with spawn(address, config) as process:
+            connection = Connection(socket, process)
+            ready = connection.receive()
+            assert isinstance(ready, Ready)
+            assert (ready.vocab_size, ready.max_model_len, ready.dtype) == (16, 256, "float32")
+            yield connection
+            connection.send(Shutdown())
+            assert process.wait(30) == 0
+
+
+def test_a_request_runs_to_its_end_and_is_counted(worker: Connection) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0)
+    worker.send(Generate(request_id="a", prompt_token_ids=[1, 2, 3], params=params))
+    tokens: list[int] = []
+    finish_reason = None
+    while finish_reason is None:
+        message = worker.receive()
+        assert isinstance(message, StepOutput)
+        for output in message.outputs:
+            tokens += output.token_ids
+            finish_reason = output.finish_reason
+    assert (len(tokens), finish_reason) == (40, "length")
+    assert message.stats.num_running == 0
+    assert message.stats.num_draft_tokens == sum(message.stats.draft_tokens_per_position)
+    assert message.stats.cache_usage == {"target": 0, "draft": 0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [([], "empty_prompt"), ([99], "invalid_token_id"), ([1] * 256, "context_length_exceeded")],
+)
+def test_what_cannot_be_served_fails_alone(worker: Connection, prompt: list[int], code: str) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0)
+    worker.send(Generate(request_id="bad", prompt_token_ids=prompt, params=params))
+    worker.send(Generate(request_id="good", prompt_token_ids=[1], params=params))
+    failed = worker.receive()
+    assert isinstance(failed, Failed)
+    assert (failed.request_id, failed.code) == ("bad", code)
+    outputs = worker.outputs()
+    while outputs[-1].finish_reason is None:
+        outputs = worker.outputs()
+    assert outputs[-1].request_id == "good"
+
+
+def test_abort_stops_the_outputs(worker: Connection) -> None:
+    params = SamplingParams(max_tokens=250, temperature=0)
+    worker.send(Generate(request_id="long", prompt_token_ids=[1], params=params))
+    worker.outputs()
+    worker.send(Abort("long"))
+    worker.send(
+        Generate(request_id="next", prompt_token_ids=[1], params=SamplingParams(max_tokens=1, temperature=0))
+    )
+    outputs = worker.outputs()
+    while outputs[0].request_id == "long":
+        outputs = worker.outputs()
+    assert [(output.request_id, output.finish_reason) for output in outputs] == [("next", "length")]
+
+
+def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
+    process = spawn("ipc:///nowhere", EngineConfig(target=str(tmp_path / "none"), draft="none"))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "is not a model folder" in stderr
+    assert "Traceback" not in stderr
