@@ -2,6 +2,7 @@
 
 import torch
 
+from engine.admission import Admission
 from engine.block_manager import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -45,9 +46,13 @@ def build_engine(config: EngineConfig) -> EngineCore:
         target=target,
         proposer=proposer,
         scheduler=scheduler,
-        max_model_len=max_model_len,
-        num_speculative_tokens=0 if draft is None else config.num_speculative_tokens,
-        verification=None if config.verification == "auto" else config.verification,
+        admission=Admission(
+            vocab_size=target.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=target.eos_token_ids,
+            num_speculative_tokens=0 if draft is None else config.num_speculative_tokens,
+            verification=None if config.verification == "auto" else config.verification,
+        ),
     )
 
 

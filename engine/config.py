@@ -33,7 +33,7 @@ class EngineConfig(BaseModel):
     num_speculative_tokens: int = Field(
         4, ge=0, le=32, description="Tokens drafted per round; 0 switches speculation off."
     )
-    verification: Literal["auto", "rejection", "coupled"] = Field(
+    verification: Literal["auto", "rejection", "block", "coupled"] = Field(
         "auto",
         description="How drafted tokens are verified when sampling. "
         "auto: coupled for requests with a seed, else rejection.",

@@ -4,79 +4,44 @@
 text nor processes: ``worker`` runs it behind a socket, ``llm`` in place.
 """
 
-import secrets
-
 import torch
 
+from engine.admission import Admission, RequestError
 from engine.batch import Span
-from engine.messages import Generate, SamplingParams, Stats, TokenOutput, Verification
+from engine.messages import Failed, Generate, RoundTrace, Stats, TokenLogprob, TokenOutput
 from engine.models.decoder_only import DecoderModel
-from engine.proposers.base import NoProposer, Proposer
-from engine.sampling.random import sequence_seed
-from engine.sampling.sampler import Drafts, Row, Rule, Sampler
-from engine.sampling.verify import Verdict
+from engine.proposers.base import Proposer
+from engine.sampling.adjust import History
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.sampler import Drafts, Judgement, Row, Rule, Sampler
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
 
 
-class RequestError(Exception):
-    """A request the engine cannot serve; ``code`` names the reason for the client."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
 class EngineCore:
-    """``num_speculative_tokens`` and ``verification`` are what requests get that do not say."""
+    """Models, proposer and scheduler are made by ``build``."""
 
     def __init__(
-        self,
-        target: DecoderModel,
-        proposer: Proposer,
-        scheduler: Scheduler,
-        max_model_len: int,
-        num_speculative_tokens: int,
-        verification: Verification | None,
+        self, target: DecoderModel, proposer: Proposer, scheduler: Scheduler, admission: Admission
     ) -> None:
         self.target = target
         self.proposer = proposer
         self.scheduler = scheduler
-        self.max_model_len = max_model_len
-        self.num_speculative_tokens = num_speculative_tokens
-        self.verification = verification
+        self.admission = admission
         self.stats = EngineStats()
 
     def add(self, request: Generate) -> None:
         """Queue a request's sequences; ``RequestError`` if it can never be served."""
-        params, prompt = request.params, request.prompt_token_ids
-        self._check(prompt)
-        max_num_tokens = min(len(prompt) + params.max_tokens, self.max_model_len)
-        if not self.scheduler.can_ever_fit(max_num_tokens):
+        sequences = self.admission.sequences(request)
+        longest = sequences[0].max_num_tokens
+        if not self.scheduler.can_ever_fit(longest):
             raise RequestError(
                 "context_length_exceeded",
-                f"{max_num_tokens} tokens do not fit into the cache; lower max_tokens or raise cache_memory",
+                f"{longest} tokens do not fit into the cache; lower max_tokens or raise cache_memory",
             )
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop_token_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_token_ids |= self.target.eos_token_ids
-        for index in range(request.n):
-            self.scheduler.add(
-                Sequence(
-                    request_id=request.request_id,
-                    index=index,
-                    params=params,
-                    seed=sequence_seed(seed, index),
-                    verification=self._verification(params),
-                    num_speculative_tokens=self._draft_limit(params),
-                    stop_token_ids=stop_token_ids,
-                    token_ids=list(prompt),
-                    num_prompt_tokens=len(prompt),
-                    max_num_tokens=max_num_tokens,
-                )
-            )
+        for sequence in sequences:
+            self.scheduler.add(sequence)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forget a request's sequences, or one of them; unknown ones are ignored."""
@@ -88,65 +53,85 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
-    def step(self) -> list[TokenOutput]:
+    def step(self) -> list[TokenOutput | Failed]:
         with self.stats.phase("host"):
             scheduled = self.scheduler.schedule()
             if not scheduled:
                 return []
-            completing = [part for part in scheduled if part.completes]
-            sampler = self._sampler(completing)
+            drawing = [part.sequence for part in scheduled if part.completes]
+            sampler = self._sampler(drawing)
         with self.stats.phase("draft"):
             drafts = self.proposer.propose(scheduled, sampler)
         with self.stats.phase("score"):
             logits = self._score(scheduled, drafts)
         with self.stats.phase("verify"):
-            verdict = sampler.verify(logits, drafts)
+            judgement = sampler.verify(logits, drafts)
         with self.stats.phase("host"):
-            return self._commit(completing, drafts, verdict)
+            return self._commit(drawing, sampler, drafts, logits, judgement)
 
-    def _sampler(self, completing: list[Scheduled]) -> Sampler:
+    def _sampler(self, drawing: list[Sequence]) -> Sampler:
         rows = [
             Row(
-                params=part.sequence.params,
-                rule=_rule(part.sequence),
-                seed=part.sequence.seed,
-                position=len(part.sequence),
+                rule=_rule(sequence),
+                seed=sequence.seed,
+                history=History(
+                    params=sequence.params,
+                    token_ids=sequence.token_ids,
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                    stop_token_ids=sequence.stop_token_ids,
+                ),
             )
-            for part in completing
+            for sequence in drawing
         ]
         return Sampler(rows, self.target.vocab_size, self.target.device)
 
     def _score(self, scheduled: list[Scheduled], drafts: Drafts) -> torch.Tensor:
-        """Target logits of every drawing row's pending token and drafted tokens, packed."""
+        """Target logits of every drawing sequence's pending token and drafted tokens, packed."""
         drafted = iter(_drafted_ids(drafts))
-        spans = []
+        spans, num_drawing_rows = [], []
         for part in scheduled:
             table = part.sequence.target_blocks
             start = table.num_computed_tokens
             token_ids = part.sequence.token_ids[start : start + part.num_tokens]
-            if part.completes:
-                draft = next(drafted)
-                spans.append(Span(table, token_ids + draft, num_logits=len(draft) + 1))
-            else:
-                spans.append(Span(table, token_ids, num_logits=0))
-        return self.target.forward(spans)
+            draft = next(drafted) if part.completes else []
+            num_rows = len(draft) + 1 if part.completes else 0
+            wants_all = part.sequence.wants_prompt_logprobs
+            num_logits = len(token_ids) + len(draft) if wants_all else num_rows
+            spans.append(Span(table, token_ids + draft, num_logits))
+            num_drawing_rows.append(num_rows)
+        logits = self.target.forward(spans)
+        if len(logits) == sum(num_drawing_rows):
+            return logits
+        return _take_prompt_logprobs(scheduled, spans, num_drawing_rows, logits)
 
-    def _commit(self, completing: list[Scheduled], drafts: Drafts, verdict: Verdict) -> list[TokenOutput]:
+    def _commit(
+        self,
+        drawing: list[Sequence],
+        sampler: Sampler,
+        drafts: Drafts,
+        logits: torch.Tensor,
+        judgement: Judgement,
+    ) -> list[TokenOutput | Failed]:
         """Append what was emitted and bring both caches back to all tokens but the pending one."""
-        outputs = []
-        rows = zip(
-            completing,
-            _drafted_ids(drafts),
-            verdict.num_accepted.tolist(),
-            verdict.next_token.tolist(),
-            strict=True,
-        )
-        for part, draft, num_accepted, next_token in rows:
-            sequence = part.sequence
-            emitted = sequence.append([*draft[:num_accepted], next_token])
+        traces = _traces(self.proposer.name, sampler, drafts, logits, judgement)
+        drafted = _drafted_ids(drafts)
+        num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
+        outputs: list[TokenOutput | Failed] = []
+        first_row = 0
+        for i, (sequence, failed) in enumerate(zip(drawing, judgement.failed.tolist(), strict=True)):
+            rows = logits[first_row : first_row + len(drafted[i]) + 1]
+            first_row += len(rows)
+            if sequence not in self.scheduler.running:
+                continue  # another choice of its request has just failed
+            if failed:
+                self.abort(sequence.request_id)
+                outputs.append(_failure(sequence))
+                continue
+            is_first = len(sequence) == sequence.num_prompt_tokens
+            emitted = sequence.append([*drafted[i][: num_accepted[i]], next_token[i]])
             # A stop inside the accepted run ends the sequence there: what follows was never said.
-            num_accepted = min(num_accepted, len(emitted))
-            self.stats.count_draft(len(draft), num_accepted)
+            num_kept = min(num_accepted[i], len(emitted))
+            self.stats.count_draft(len(drafted[i]), num_kept)
             if sequence.finish_reason:
                 self.scheduler.finish(sequence)
             else:
@@ -157,8 +142,12 @@ class EngineCore:
                     index=sequence.index,
                     token_ids=emitted,
                     finish_reason=sequence.finish_reason,
-                    num_draft_tokens=len(draft),
-                    num_accepted_tokens=num_accepted,
+                    num_draft_tokens=len(drafted[i]),
+                    num_accepted_tokens=num_kept,
+                    seed=sequence.seed,
+                    logprobs=_logprobs(sequence, rows, emitted),
+                    prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+                    trace=traces[i] if sequence.params.trace else None,
                 )
             )
         return outputs
@@ -168,7 +157,7 @@ class EngineCore:
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_speculative_tokens=self.num_speculative_tokens,
+            num_speculative_tokens=self.admission.num_speculative_tokens,
             cache_usage=scheduler.cache_usage(),
             num_preemptions=scheduler.num_preemptions,
             num_drafts=stats.num_drafts,
@@ -179,34 +168,69 @@ class EngineCore:
             phase_seconds=dict(stats.phase_seconds),
         )
 
-    def _check(self, prompt: list[int]) -> None:
-        if not prompt:
-            raise RequestError("empty_prompt", "the prompt has no tokens")
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                "context_length_exceeded",
-                f"the prompt has {len(prompt)} tokens, the model's context {self.max_model_len}",
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self.target.vocab_size:
-            raise RequestError("invalid_token_id", f"token ids must be in 0..{self.target.vocab_size - 1}")
-
-    def _verification(self, params: SamplingParams) -> Verification:
-        by_seed: Verification = "rejection" if params.seed is None else "coupled"
-        return params.verification or self.verification or by_seed
-
-    def _draft_limit(self, params: SamplingParams) -> int:
-        if isinstance(self.proposer, NoProposer):
-            return 0
-        wanted = params.num_speculative_tokens
-        return self.num_speculative_tokens if wanted is None else wanted
-
 
 def _rule(sequence: Sequence) -> Rule:
-    if sequence.greedy:
-        return Rule.EXACT_MATCH
-    return Rule.COUPLED if sequence.verification == "coupled" else Rule.REJECTION
+    return Rule.EXACT_MATCH if sequence.greedy else Rule(sequence.verification)
 
 
 def _drafted_ids(drafts: Drafts) -> list[list[int]]:
     """Each row's drafted ids, without padding."""
     return [ids[:length] for ids, length in zip(drafts.token_ids.tolist(), drafts.lengths, strict=True)]
+
+
+def _take_prompt_logprobs(
+    scheduled: list[Scheduled], spans: list[Span], num_drawing_rows: list[int], logits: torch.Tensor
+) -> torch.Tensor:
+    """Keep the prompts' log-probabilities with their sequences; return the drawing rows alone."""
+    drawing_rows = []
+    for part, rows, num_drawing in zip(
+        scheduled, torch.split(logits, [span.num_logits for span in spans]), num_drawing_rows, strict=True
+    ):
+        sequence = part.sequence
+        if sequence.wants_prompt_logprobs:
+            first = sequence.target_blocks.num_computed_tokens - len(rows)
+            # The row of token i predicted token i + 1.
+            known = sequence.token_ids[first + 1 : min(first + 1 + len(rows), sequence.num_prompt_tokens)]
+            assert sequence.params.prompt_logprobs is not None
+            sequence.add_prompt_logprobs(
+                first + 1, token_logprobs(rows[: len(known)], known, sequence.params.prompt_logprobs)
+            )
+        drawing_rows.append(rows[len(rows) - num_drawing :])
+    return torch.cat(drawing_rows)
+
+
+def _logprobs(sequence: Sequence, rows: torch.Tensor, emitted: list[int]) -> list[TokenLogprob] | None:
+    num_top = sequence.params.logprobs
+    return None if num_top is None else token_logprobs(rows[: len(emitted)], emitted, num_top)
+
+
+def _traces(
+    source: str, sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
+) -> list[RoundTrace | None]:
+    """One per drawing sequence; Nones where nobody asked."""
+    if not any(row.params.trace for row in sampler.rows):
+        return [None] * len(sampler.rows)
+    target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
+    num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
+    return [
+        RoundTrace(
+            position=row.position,
+            source=source if drafts.lengths[i] else "none",
+            rule=row.rule.value,
+            draft_ids=_drafted_ids(drafts)[i],
+            target_probs=target_probs[i][: drafts.lengths[i]],
+            draft_probs=draft_probs[i][: drafts.lengths[i]],
+            num_accepted=num_accepted[i],
+            next_token=next_token[i],
+        )
+        for i, row in enumerate(sampler.rows)
+    ]
+
+
+def _failure(sequence: Sequence) -> Failed:
+    return Failed(
+        request_id=sequence.request_id,
+        code="invalid_logits",
+        message=f"the model gave no distribution (NaN, infinity or nothing allowed) after "
+        f"{len(sequence)} tokens",
+    )

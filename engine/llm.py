@@ -12,9 +12,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from engine.admission import RequestError
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
+from engine.messages import Failed, FinishReason, Generate, SamplingParams, TokenLogprob, TokenOutput
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Completion:
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -44,6 +47,8 @@ class Completion:
         self.num_rounds += 1
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += output.num_accepted_tokens
+        self.logprobs += output.logprobs or []
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
 
 
 class LLM:
@@ -64,7 +69,7 @@ class LLM:
         for prompt, prompt_params in zip(prompts, params_list, strict=True):
             completions[self._submit(prompt, prompt_params)] = Completion()
         while self.core.has_work:
-            for output in self.core.step():
+            for output in self._step():
                 completions[output.request_id].add(output)
         for completion in completions.values():
             completion.text = self.decode(completion.token_ids)
@@ -75,9 +80,15 @@ class LLM:
         request_id = self._submit(prompt, params)
         try:
             while self.core.has_work:
-                yield from self.core.step()
+                yield from self._step()
         finally:
             self.core.abort(request_id)
+
+    def _step(self) -> Iterator[TokenOutput]:
+        for result in self.core.step():
+            if isinstance(result, Failed):
+                raise RequestError(result.code, result.message)
+            yield result
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

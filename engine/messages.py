@@ -13,14 +13,16 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length"]
-Verification = Literal["rejection", "coupled"]
+Verification = Literal["rejection", "block", "coupled"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one request draws its tokens. Ranges are checked by the front end, limits by the engine.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None: the
-    engine draws one. ``num_speculative_tokens`` and ``verification`` None: the engine's own setting.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look at the
+    prompt and the output so far. ``seed`` None: the engine draws one. ``logprobs`` n: the chosen token's
+    and the n likeliest ones'; ``prompt_logprobs`` likewise for the prompt. ``num_speculative_tokens`` and
+    ``verification`` None: the engine's own setting.
     """
 
     max_tokens: int
@@ -28,11 +30,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
     seed: int | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
+    trace: bool = False
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -69,11 +79,37 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token under the target's raw logits, and the likeliest (id, logprob) there."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class RoundTrace(msgspec.Struct, frozen=True):
+    """Everything needed to verify one round again: who drafted what, and how it was judged.
+
+    ``target_probs`` and ``draft_probs`` are those of each drafted token, as processed by the request's
+    parameters (one-hot at temperature 0). ``position`` is the absolute index of the round's first token.
+    """
+
+    position: int
+    source: str
+    rule: str
+    draft_ids: list[int]
+    target_probs: list[float]
+    draft_probs: list[float]
+    num_accepted: int
+    next_token: int
+
+
 class TokenOutput(msgspec.Struct, frozen=True):
     """What one step gave one sequence: 1 to k + 1 tokens, the last one final if ``finish_reason``.
 
     An end-of-sequence or stop token is included in ``token_ids``. ``num_draft_tokens`` and
-    ``num_accepted_tokens`` are those of this step's round.
+    ``num_accepted_tokens`` are those of this step's round. ``seed`` is the sequence's own, given or drawn.
+    ``prompt_logprobs`` come with the first output; the first prompt token has none.
     """
 
     request_id: str
@@ -82,6 +118,10 @@ class TokenOutput(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     num_draft_tokens: int
     num_accepted_tokens: int
+    seed: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    trace: RoundTrace | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ A request with ``n`` choices is ``n`` sequences. The last of a running sequence'
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
-from engine.messages import FinishReason, SamplingParams, Verification
+from engine.messages import FinishReason, SamplingParams, TokenLogprob, Verification
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +27,7 @@ class Sequence:
     target_blocks: BlockTable = field(default_factory=BlockTable)
     draft_blocks: BlockTable = field(default_factory=BlockTable)
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -39,6 +40,19 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens the target has yet to store: 1 while decoding, more in the prompt."""
         return len(self.token_ids) - self.target_blocks.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some of the prompt's log-probabilities are asked for and not yet known."""
+        known = len(self.prompt_logprobs or [None])
+        return self.params.prompt_logprobs is not None and known < self.num_prompt_tokens
+
+    def add_prompt_logprobs(self, first: int, logprobs: list[TokenLogprob]) -> None:
+        """Those of prompt tokens ``first``, ``first`` + 1, ...; ones already known (before a preemption)
+        are not taken twice. The first prompt token has none."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = [None]
+        self.prompt_logprobs += logprobs[max(0, len(self.prompt_logprobs) - first) :]
 
     def append(self, token_ids: list[int]) -> list[int]:
         """Append newly emitted tokens up to the first that ends the sequence; return those appended.

@@ -14,9 +14,10 @@ import sys
 import zmq
 from transformers.utils import logging as transformers_logging
 
+from engine.admission import RequestError
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore, RequestError
+from engine.core import EngineCore
 from engine.messages import (
     Abort,
     Failed,
@@ -25,6 +26,7 @@ from engine.messages import (
     Ready,
     Shutdown,
     StepOutput,
+    TokenOutput,
     decode_to_worker,
     encode,
 )
@@ -44,9 +46,15 @@ class Worker:
         while self.running and os.getppid() == parent:
             self._drain_inbox()
             if self.core.has_work:
-                outputs = self.core.step()
-                if outputs:
-                    self._send(StepOutput(outputs, self.core.snapshot()))
+                self._send_step(self.core.step())
+
+    def _send_step(self, results: list[TokenOutput | Failed]) -> None:
+        outputs = [result for result in results if isinstance(result, TokenOutput)]
+        if outputs:
+            self._send(StepOutput(outputs, self.core.snapshot()))
+        for result in results:
+            if isinstance(result, Failed):
+                self._send(result)
 
     def _drain_inbox(self) -> None:
         """Handle what has arrived; with nothing to do, wait for something, but not for ever."""
@@ -81,7 +89,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         device=str(core.target.device),
         dtype=str(core.target.dtype).removeprefix("torch."),
         vocab_size=core.target.vocab_size,
-        max_model_len=core.max_model_len,
+        max_model_len=core.admission.max_model_len,
         num_target_blocks=target_pool.num_blocks,
         num_draft_blocks=draft_pool.num_blocks if draft_pool is not None else 0,
         block_size=target_pool.block_size,

@@ -83,6 +83,7 @@ def run_engine(
             i = pending.pop(0)
             core.add(Generate(request_id=str(i), prompt_token_ids=prompts[i], params=each[i]))
         for output in core.step():
+            assert isinstance(output, TokenOutput)
             outputs[int(output.request_id)] += output.token_ids
         step += 1
     return outputs
@@ -93,6 +94,7 @@ def outputs_by_choice(core: EngineCore) -> dict[tuple[str, int], list[int]]:
     collected: dict[tuple[str, int], list[int]] = {}
     while core.has_work:
         for output in core.step():
+            assert isinstance(output, TokenOutput)
             collect(collected, output)
     return collected
 

@@ -45,7 +45,7 @@ class DraftModelProposer:
                         for row in active
                     ]
                 )
-            ids, drawn_from = sampler.select(active).draw_drafts(logits, position)
+            ids, drawn_from = sampler.select(active).draw_drafts(logits, token_ids[active, :position])
             token_ids[active, position] = ids
             if probs is not None and drawn_from is not None:
                 probs[active, position] = drawn_from

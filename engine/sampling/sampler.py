@@ -1,36 +1,59 @@
 """The sequences that draw tokens in one step, as tensors; drafts and verifies them by their own rules.
 
-Each row follows one rule: exact match (temperature 0), coupled or rejection. Rows of one rule are handled
-together, and all of it is a function of each row's own parameters, seed and positions. Knows nothing of
-models and schedules: logits come in, token ids go out.
+Each row follows one rule: exact match (temperature 0), coupled, rejection or block. Rows of one rule are
+handled together, and all of it is a function of each row's own parameters, seed, history and positions.
+Knows nothing of models and schedules: logits come in, token ids go out.
 """
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from engine.messages import SamplingParams
+from engine.sampling.adjust import History, adjust_logits
 from engine.sampling.draw import inverse_cdf, race
 from engine.sampling.processors import SamplingTensors, to_probs
 from engine.sampling.random import Stream, exponential_noise, uniform
-from engine.sampling.verify import Verdict, verify_coupled, verify_exact_match, verify_rejection
+from engine.sampling.verify import (
+    Verdict,
+    probs_of_draft,
+    verify_block,
+    verify_coupled,
+    verify_exact_match,
+    verify_rejection,
+)
 
 
 class Rule(Enum):
     EXACT_MATCH = "exact_match"
     COUPLED = "coupled"
     REJECTION = "rejection"
+    BLOCK = "block"
+
+    @property
+    def uses_draft_probs(self) -> bool:
+        return self in (Rule.REJECTION, Rule.BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence that draws: ``position`` is the absolute index of the first token it will draw."""
+    """One sequence that draws: its next token follows ``history``."""
 
-    params: SamplingParams
     rule: Rule
     seed: int
-    position: int
+    history: History
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.history.params
+
+    @property
+    def position(self) -> int:
+        """Absolute index of the first token that this step draws."""
+        return len(self.history.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +61,7 @@ class Drafts:
     """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
-    deterministic or no row's rule asks for them.
+    deterministic or no row asks for them.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
@@ -49,6 +72,13 @@ class Drafts:
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
         ids = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         return cls(token_ids=ids, probs=None, lengths=[0] * num_rows)
+
+
+class Judgement(NamedTuple):
+    """A step's verdict, and which rows met logits that are no distribution (NaN, nothing allowed). [B]"""
+
+    verdict: Verdict
+    failed: torch.Tensor
 
 
 class Sampler:
@@ -62,53 +92,66 @@ class Sampler:
         self.positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
         members = {rule: [i for i, row in enumerate(rows) if row.rule is rule] for rule in Rule}
         self.groups = {rule: indices for rule, indices in members.items() if indices}
-
-    @property
-    def uses_draft_probs(self) -> bool:
-        return Rule.REJECTION in self.groups
+        self.traced = any(row.params.trace for row in rows)
+        self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
 
     def select(self, indices: list[int]) -> "Sampler":
         if len(indices) == len(self.rows):
             return self
         return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device)
 
-    def draw_drafts(self, logits: torch.Tensor, offset: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw each row's draft ``offset`` tokens after its position, from the draft's ``logits`` [B, V].
+    def draw_drafts(
+        self, logits: torch.Tensor, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far].
 
-        Returns ids [B] and, if a row's rule asks for them, distributions [B, V] (others' rows are zero).
+        Returns ids [B] and, if a row asks for them, the distributions drawn from [B, V].
         """
+        offset = drafted.shape[1]
+        # A draft model that has lost its mind may still be asked: any guess is a guess.
+        logits, _ = _replace_broken(self._adjust(logits[:, None], drafted, offset))
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
-        probs = logits.new_zeros(logits.shape) if self.uses_draft_probs else None
+        probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
         for rule, indices in self.groups.items():
             members = self._index(indices)
+            rule_probs = None
             if rule is Rule.EXACT_MATCH:
-                ids[members] = logits[members].argmax(-1)
-                continue
-            rule_probs = self._probs(logits[members][:, None], indices)[:, 0]
-            seeds, positions = self.seeds[members], self.positions[members] + offset
-            if rule is Rule.COUPLED:
-                ids[members] = race(rule_probs, exponential_noise(seeds, positions, self.vocab_size))
+                ids[members] = logits[members, 0].argmax(-1)
             else:
-                ids[members] = inverse_cdf(rule_probs, uniform(seeds, positions, Stream.DRAFT))
-                assert probs is not None
-                probs[members] = rule_probs
+                rule_probs = self._probs(logits[members], indices)[:, 0]
+                seeds, positions = self.seeds[members], self.positions[members] + offset
+                if rule is Rule.COUPLED:
+                    ids[members] = race(rule_probs, exponential_noise(seeds, positions, self.vocab_size))
+                else:
+                    ids[members] = inverse_cdf(rule_probs, uniform(seeds, positions, Stream.DRAFT))
+            if probs is not None:
+                one_hot = F.one_hot(ids[members], self.vocab_size)
+                probs[members] = one_hot.float() if rule_probs is None else rule_probs
         return ids, probs
 
-    def verify(self, logits: torch.Tensor, drafts: Drafts) -> Verdict:
+    def verify(self, logits: torch.Tensor, drafts: Drafts) -> Judgement:
         """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row."""
-        num_positions = drafts.token_ids.shape[1] + 1
+        padded, broken = self._target_logits(logits, drafts)
         num_draft = torch.tensor(drafts.lengths, dtype=torch.int64, device=self.device)
-        padded = _pad_rows(logits, drafts.lengths, num_positions)
-        num_accepted = torch.empty_like(num_draft)
-        next_token = torch.empty_like(num_draft)
+        num_accepted, next_token = torch.empty_like(num_draft), torch.empty_like(num_draft)
         for rule, indices in self.groups.items():
             members = self._index(indices)
-            verdict = self._verify_group(rule, indices, padded[members], drafts, num_draft[members])
+            verdict = self._judge(rule, indices, padded[members], drafts, num_draft[members])
             num_accepted[members] = verdict.num_accepted
             next_token[members] = verdict.next_token
-        return Verdict(num_accepted, next_token)
+        reached = torch.arange(padded.shape[1], device=self.device) <= num_accepted[:, None]
+        return Judgement(Verdict(num_accepted, next_token), (broken & reached).any(-1))
 
-    def _verify_group(
+    def drafted_probs(self, logits: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the trace: target's and draft's processed probability of each drafted token, [B, K] each."""
+        padded, _ = self._target_logits(logits, drafts)
+        target_probs = self._probs(padded, list(range(len(self.rows))))
+        greedy = torch.tensor([row.rule is Rule.EXACT_MATCH for row in self.rows], device=self.device)
+        one_hot = F.one_hot(padded.argmax(-1), self.vocab_size).float()
+        target_probs = torch.where(greedy[:, None, None], one_hot, target_probs)
+        return probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(drafts, slice(None)))
+
+    def _judge(
         self, rule: Rule, indices: list[int], logits: torch.Tensor, drafts: Drafts, num_draft: torch.Tensor
     ) -> Verdict:
         """One rule's rows; ``logits`` [members, K+1, V]."""
@@ -122,19 +165,42 @@ class Sampler:
         if rule is Rule.COUPLED:
             noise = exponential_noise(seeds, positions, self.vocab_size)
             return verify_coupled(target_probs, draft_ids, num_draft, noise)
-        return verify_rejection(
+        verify = verify_rejection if rule is Rule.REJECTION else verify_block
+        return verify(
             target_probs,
             draft_ids,
-            _draft_probs(drafts, members, target_probs),
+            self._draft_probs(drafts, members),
             num_draft,
             accept_uniforms=uniform(seeds, positions[:, :-1], Stream.ACCEPT),
             recover_uniforms=uniform(seeds, positions, Stream.RECOVER),
         )
 
+    def _target_logits(self, logits: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adjusted logits [B, K+1, V], and where they were broken [B, K+1]."""
+        padded = _pad_rows(logits, drafts.lengths, drafts.token_ids.shape[1] + 1)
+        return _replace_broken(self._adjust(padded, drafts.token_ids, offset=0))
+
+    def _adjust(self, logits: torch.Tensor, drafted: torch.Tensor, offset: int) -> torch.Tensor:
+        """Bias, penalties and minimum length where a row asks for them. ``logits`` [B, positions, V]."""
+        indices = [i for i, row in enumerate(self.rows) if row.history.needs_adjustment]
+        if not indices:
+            return logits
+        members = self._index(indices)
+        histories = [self.rows[i].history for i in indices]
+        adjusted = logits.clone()
+        adjusted[members] = adjust_logits(logits[members], histories, drafted[members], offset)
+        return adjusted
+
     def _probs(self, logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
         """Processed distributions of the rows ``indices``, whose logits are [members, positions, V]."""
         params = [self.rows[i].params for i in indices]
         return to_probs(logits, SamplingTensors.build(params, self.device))
+
+    def _draft_probs(self, drafts: Drafts, members: slice | torch.Tensor) -> torch.Tensor:
+        """The distributions the members' drafts were drawn from; one-hot for deterministic drafts."""
+        if drafts.probs is not None:
+            return drafts.probs[members]
+        return F.one_hot(drafts.token_ids[members], self.vocab_size).float()
 
     def _index(self, indices: list[int]) -> slice | torch.Tensor:
         if len(indices) == len(self.rows):
@@ -142,12 +208,10 @@ class Sampler:
         return torch.tensor(indices, device=self.device)
 
 
-def _draft_probs(drafts: Drafts, members: slice | torch.Tensor, target_probs: torch.Tensor) -> torch.Tensor:
-    """The distributions the members' drafts were drawn from; one-hot for deterministic drafts."""
-    if drafts.probs is not None:
-        return drafts.probs[members]
-    one_hot = torch.zeros_like(target_probs[:, :-1])
-    return one_hot.scatter_(-1, drafts.token_ids[members][..., None], 1.0)
+def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with NaN, infinity or nothing allowed become flat, and are named: [B, positions]."""
+    broken = ~logits.amax(-1).isfinite()
+    return torch.where(broken[..., None], 0.0, logits), broken
 
 
 def _pad_rows(logits: torch.Tensor, lengths: list[int], num_positions: int) -> torch.Tensor:

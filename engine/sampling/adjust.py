@@ -1,0 +1,94 @@
+"""What is added to or taken from raw logits before temperature: bias, penalties, the minimum length.
+
+In this order: logit_bias, repetition penalty, frequency and presence penalties, then stop tokens are
+forbidden below ``min_tokens``. Every position sees the text as it would stand there: prompt, output and
+the drafted tokens before it, each counted once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What one row's adjustments depend on. ``token_ids`` is prompt and output, pending token included."""
+
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    stop_token_ids: frozenset[int]
+
+    @property
+    def penalized(self) -> bool:
+        params = self.params
+        return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+    @property
+    def below_minimum(self) -> bool:
+        return len(self.token_ids) - self.num_prompt_tokens < self.params.min_tokens
+
+    @property
+    def needs_adjustment(self) -> bool:
+        return bool(self.params.logit_bias) or self.penalized or self.below_minimum
+
+
+def adjust_logits(
+    logits: torch.Tensor, histories: list[History], drafted: torch.Tensor, offset: int
+) -> torch.Tensor:
+    """Adjusted float32 logits, of the shape of ``logits`` [rows, positions, V], which stay as they are.
+
+    Position j of a row predicts the token that follows its history and ``drafted[row, : offset + j]``;
+    ``drafted`` is [rows, at least offset + positions - 1].
+    """
+    logits = logits.float().clone()
+    for row, history in enumerate(histories):
+        if history.params.logit_bias:
+            bias = history.params.logit_bias
+            ids = torch.tensor(list(bias), device=logits.device)
+            logits[row, :, ids] += torch.tensor(list(bias.values()), device=logits.device)
+    penalized = [row for row, history in enumerate(histories) if history.penalized]
+    if penalized:
+        members = [histories[row] for row in penalized]
+        counts = _counts(members, drafted[penalized], offset, logits.shape[1], logits.shape[2])
+        logits[penalized] = _penalize(logits[penalized], members, counts)
+    for row, history in enumerate(histories):
+        num_output = len(history.token_ids) - history.num_prompt_tokens + offset
+        num_forbidden = max(0, min(history.params.min_tokens - num_output, logits.shape[1]))
+        if num_forbidden and history.stop_token_ids:
+            ids = torch.tensor(sorted(history.stop_token_ids), device=logits.device)
+            logits[row, :num_forbidden].index_fill_(-1, ids, -torch.inf)
+    return logits
+
+
+def _counts(
+    histories: list[History], drafted: torch.Tensor, offset: int, num_positions: int, vocab_size: int
+) -> torch.Tensor:
+    """How often each token stands before each position: float32 [rows, positions, V]."""
+    base = torch.stack(
+        [
+            torch.bincount(torch.tensor(history.token_ids), minlength=vocab_size).float()
+            for history in histories
+        ]
+    ).to(drafted.device)
+    one_hot = F.one_hot(drafted[:, : offset + num_positions - 1], vocab_size).float()
+    before_first = base + one_hot[:, :offset].sum(1)
+    later = before_first[:, None] + one_hot[:, offset:].cumsum(1)
+    return torch.cat([before_first[:, None], later], dim=1)
+
+
+def _penalize(logits: torch.Tensor, histories: list[History], counts: torch.Tensor) -> torch.Tensor:
+    """Repetition as Keskar et al. 2019 (1909.05858) define it; frequency and presence as OpenAI does."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=logits.device)[:, None, None]
+
+    seen = counts > 0
+    repetition = column([h.params.repetition_penalty for h in histories])
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    logits = logits - column([h.params.frequency_penalty for h in histories]) * counts
+    return logits - column([h.params.presence_penalty for h in histories]) * seen

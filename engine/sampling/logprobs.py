@@ -1,0 +1,19 @@
+"""Log-probabilities for the client: of the target's raw logits, before any sampling parameter."""
+
+import torch
+
+from engine.messages import TokenLogprob
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:
+    """One entry per token: ``logits`` [tokens, V] are the rows that predicted ``token_ids``."""
+    logprobs = logits.float().log_softmax(-1)
+    ids = torch.tensor(token_ids, device=logits.device)
+    chosen = logprobs.gather(-1, ids[:, None]).squeeze(-1).tolist()
+    top = logprobs.topk(min(num_top, logits.shape[-1]))
+    return [
+        TokenLogprob(token_id, logprob, list(zip(ids, values, strict=True)))
+        for token_id, logprob, ids, values in zip(
+            token_ids, chosen, top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    ]
