@@ -1,0 +1,73 @@
+"""Puts the HTTP application together: services, middleware, error handlers, routes.
+
+``create_app`` is the only place that knows all of them. ``server.launch`` runs what it returns; tests do too,
+with an engine client of their own.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from server.auth import BearerAuthMiddleware
+from server.body_limit import BodyLimitMiddleware
+from server.config import Settings
+from server.engine_client import EngineClient
+from server.errors import install_error_handlers
+from server.metrics import Metrics
+from server.request_id import RequestIdMiddleware
+from server.routes import chat, completions, models, ops
+from server.services import Services, TokenizerLoader
+from server.tokenizer import load_tokenizer
+from server.version import package_version
+
+
+def create_app(
+    settings: Settings,
+    engine: EngineClient,
+    metrics: Metrics,
+    load: TokenizerLoader | None = None,
+) -> FastAPI:
+    """``load`` replaces the way to get a tokenizer; by default it is the target's."""
+    load = load or partial(load_tokenizer, str(settings.target), settings.chat_template)
+    services = Services(settings, engine, metrics, load)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await services.start()
+        try:
+            yield
+        finally:
+            await services.stop()
+
+    app = FastAPI(
+        title="Foretoken",
+        summary="OpenAI-compatible inference with exact speculative sampling.",
+        version=package_version(),
+        lifespan=lifespan,
+    )
+    app.state.services = services
+    for route in (chat, completions, models, ops):
+        app.include_router(route.router)
+    install_error_handlers(app, metrics.count_error)
+    _add_middleware(app, settings, metrics)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
+    """Innermost first: a preflight must pass CORS without a key, and every answer gets a request id."""
+    app.add_middleware(BodyLimitMiddleware, max_body_size=settings.max_body_size)
+    if settings.api_keys:
+        keys = [key.get_secret_value() for key in settings.api_keys]
+        app.add_middleware(BearerAuthMiddleware, api_keys=keys, count_error=metrics.count_error)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-foretoken-ignored"],
+        )
+    app.add_middleware(RequestIdMiddleware, count_error=metrics.count_error)

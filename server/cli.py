@@ -1,0 +1,84 @@
+"""The ``foretoken`` command: picks the subcommand, reads settings, turns failures into messages.
+
+``serve`` is done by ``server.launch``; ``generate`` belongs to ``engine.terminal``, which is imported only
+when asked for, because it loads torch.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from prometheus_client import disable_created_metrics
+
+from server.config import ConfigError, load_settings
+from server.engine_client import WorkerFailedError
+from server.help import serve_help
+from server.launch import StartError, launch
+from server.logs import configure_logging
+from server.services import TokenizerFailedError
+from server.version import package_version
+
+HELP = """\
+usage: foretoken COMMAND [OPTIONS]
+
+OpenAI-compatible inference with exact speculative sampling.
+
+commands:
+  serve       start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000
+  generate    generate text in the terminal, without a server
+
+options:
+  --version   print the version
+  --help      print this help; 'foretoken COMMAND --help' lists the options of a command
+
+examples:
+  foretoken serve
+  foretoken serve --target ./my-model --draft ./my-small-model --port 9000
+  foretoken generate "Once upon a time"
+"""
+
+OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    match arguments:
+        case ["serve", *flags] if {"--help", "-h"} & set(flags):
+            print(serve_help(), end="")
+            return OK
+        case ["serve", *flags]:
+            return serve(flags)
+        case ["generate", *flags]:
+            from engine.terminal import main as generate
+
+            return generate(flags)
+        case ["--version" | "-V"]:
+            print(f"foretoken {package_version()}")
+            return OK
+        case [] | ["--help" | "-h" | "help"]:
+            print(HELP, end="")
+            return OK
+    _complain("foretoken", f"Unknown command {arguments[0]}. See 'foretoken --help'.")
+    return WRONG_USAGE
+
+
+def serve(flags: Sequence[str]) -> int:
+    try:
+        settings = load_settings(flags)
+    except ConfigError as error:
+        _complain("foretoken serve", str(error))
+        return WRONG_USAGE
+    configure_logging(settings.log_level)
+    # The *_created series would double the size of /metrics for nothing.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    try:
+        launch(settings)
+    except (StartError, WorkerFailedError, TokenizerFailedError) as error:
+        _complain("foretoken serve", str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return OK
+
+
+def _complain(command: str, message: str) -> None:
+    print(f"{command}: error: {message}", file=sys.stderr)

@@ -1,0 +1,70 @@
+"""What the engine produces for one HTTP request: all of its prompts' sequences on one queue.
+
+Filled by ``server.engine_client``, read by ``server.generation``. ``close`` is synchronous on purpose:
+it must work inside a cancelled task.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from engine.messages import Generate, TokenOutput
+
+AbortSequence = Callable[[str, int | None], None]
+
+
+class EngineStream:
+    """Async iterator of ``TokenOutput``; ends when every sequence has finished or was stopped."""
+
+    def __init__(self, requests: Sequence[Generate], abort: AbortSequence) -> None:
+        self._abort = abort
+        self._queue: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
+        self._open = {request.request_id: set(range(request.n)) for request in requests}
+
+    def deliver(self, output: TokenOutput) -> None:
+        """Called by the engine client. Late tokens of a stopped sequence are dropped."""
+        if not self._is_open(output.request_id, output.index):
+            return
+        if output.finish_reason is not None:
+            self._end(output.request_id, output.index)
+        self._queue.put_nowait(output)
+
+    def fail(self, error: Exception) -> None:
+        """Called by the engine client: one lost prompt ends the whole HTTP request."""
+        self.close()
+        self._queue.put_nowait(error)
+
+    def has_open_sequences(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def stop(self, request_id: str, index: int) -> None:
+        """The caller needs no more of this sequence (its stop string is complete)."""
+        if self._is_open(request_id, index):
+            self._end(request_id, index)
+            self._abort(request_id, index)
+
+    def close(self) -> None:
+        """Abort whatever is unfinished. Harmless when everything has finished."""
+        request_ids = list(self._open)
+        self._open.clear()
+        for request_id in request_ids:
+            self._abort(request_id, None)
+
+    def _is_open(self, request_id: str, index: int) -> bool:
+        return index in self._open.get(request_id, ())
+
+    def _end(self, request_id: str, index: int) -> None:
+        self._open[request_id].discard(index)
+        if not self._open[request_id]:
+            del self._open[request_id]
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenOutput:
+        if self._queue.empty() and not self._open:
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return item

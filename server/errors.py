@@ -1,0 +1,194 @@
+"""Every error a client can get: one exception tree, and its body in OpenAI's shape.
+
+Raise an ``ApiError`` anywhere below a route; ``install_error_handlers`` turns it, FastAPI's validation
+errors and unknown routes into ``{"error": {message, type, param, code}}``.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+ErrorBody = dict[str, dict[str, str | None]]
+
+
+class ApiError(Exception):
+    """An error with an HTTP status. Subclasses fix status, type and code."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+    retry_after: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.code
+
+    def body(self) -> ErrorBody:
+        return error_body(self.message, self.type, self.param, self.code)
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+
+class InvalidRequestError(ApiError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class UnsupportedParameterError(InvalidRequestError):
+    code = "unsupported_parameter"
+
+
+class UnknownParameterError(InvalidRequestError):
+    code = "unknown_parameter"
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class ModelNotFoundError(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+
+class UnsupportedMediaTypeError(ApiError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class QueueFullError(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+    retry_after = 1
+
+
+class ClientDisconnectedError(ApiError):
+    """Nobody reads this answer; the status is for the log. Counted as aborted, not as an error."""
+
+    status = 499
+    type = "invalid_request_error"
+    code = "client_disconnected"
+
+
+class NotReadyError(ApiError):
+    status = 503
+    type = "service_unavailable_error"
+    code = "not_ready"
+    retry_after = 2
+
+
+class WorkerLostError(ApiError):
+    """The worker died while it held the request; trying again is safe."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "worker_lost"
+    retry_after = 2
+
+
+class EngineError(ApiError):
+    """The engine gave up on one request."""
+
+    code = "engine_error"
+
+
+class InternalError(ApiError):
+    code = "internal_error"
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def internal_error(request_id: str) -> InternalError:
+    """What a client may know about a bug of ours; the log has the rest under the same id."""
+    return InternalError(f"The server failed to handle this request. Its id in the log is {request_id}.")
+
+
+# Statuses that the framework itself raises, as codes.
+_FRAMEWORK_CODES = {
+    400: "invalid_json",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+}
+
+# pydantic's error types as OpenAI's codes; anything else is "invalid_value".
+_VALIDATION_CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "json_invalid": "invalid_json",
+}
+
+
+def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> None:
+    def respond(
+        error: ApiError, status: int | None = None, headers: dict[str, str] | None = None
+    ) -> JSONResponse:
+        count_error(error.code or error.type)
+        return JSONResponse(error.body(), status or error.status, headers or error.headers())
+
+    async def on_api_error(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ApiError)
+        if isinstance(error, ClientDisconnectedError):
+            return JSONResponse(error.body(), error.status)
+        return respond(error)
+
+    async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return respond(_from_validation(error))
+
+    async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        message = _framework_message(error, request)
+        translated = InvalidRequestError(message, code=_FRAMEWORK_CODES.get(error.status_code))
+        return respond(translated, error.status_code, dict(error.headers or {}))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+
+
+def _framework_message(error: HTTPException, request: Request) -> str:
+    if error.status_code == 400:
+        return "The request body is not valid JSON in UTF-8."
+    if error.status_code == 404:
+        return f"Unknown path: {request.method} {request.url.path}"
+    if error.status_code == 405:
+        return f"{request.method} is not allowed for {request.url.path}"
+    if error.status_code == 413:
+        return "The request body is larger than this server accepts (max_body_size)."
+    return str(error.detail)
+
+
+def _from_validation(error: RequestValidationError) -> InvalidRequestError:
+    """Report the first problem only: a long body must not come back as a longer error."""
+    first: dict[str, Any] = error.errors()[0]
+    kind = str(first["type"])
+    if kind == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "malformed")
+        return InvalidRequestError(f"The request body is not valid JSON: {reason}.", code="invalid_json")
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    code = _VALIDATION_CODES.get(kind, "invalid_type" if kind.endswith(("_type", "_parsing")) else None)
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return InvalidRequestError(f"{param or 'body'}: {message}", param=param, code=code)

@@ -1,0 +1,104 @@
+"""Start the server for given settings: open the port, start the worker, run until told to stop.
+
+The one place where engine client, app and uvicorn meet. Called by ``server.cli``; prints for people.
+"""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from server.app import create_app
+from server.config import Settings
+from server.engine_client import WorkerClient
+from server.metrics import Metrics
+from server.services import Services
+from server.version import package_version
+
+
+class StartError(Exception):
+    """The server cannot start; the message says what to do about it."""
+
+
+def launch(settings: Settings) -> None:
+    """Serve until a signal comes. Raises ``StartError`` or, if a model does not load, that error."""
+    check_models(settings)
+    with bind(settings.host, settings.port) as listener:
+        metrics = Metrics()
+        engine = WorkerClient(
+            settings.engine_config(), metrics, max_queued_requests=settings.max_queued_requests
+        )
+        app = create_app(settings, engine, metrics)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            lifespan="on",
+            server_header=False,
+            timeout_graceful_shutdown=settings.shutdown_timeout,
+        )
+        _introduce(settings, listener)
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_serve(uvicorn.Server(config), listener, app.state.services))
+
+
+def check_models(settings: Settings) -> None:
+    """Find missing folders before anything slow starts. Hub ids are left to the worker."""
+    for role, model in (("target", settings.target), ("draft", settings.draft)):
+        if model is None or Path(model).is_dir():
+            continue
+        if Path(model).is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
+            raise StartError(f"The {role} model folder {model} does not exist. Set --{role}.")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on the port before anything else, so that a taken one is noticed at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is spelt out because asyncio switches Nagle's algorithm off only where it can see TCP;
+    # with it, every answer in two packets waits 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --port."
+        ) from error
+    return listener
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket, services: Services) -> None:
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    announcing = asyncio.create_task(_announce(services, server))
+    try:
+        await asyncio.wait({serving, announcing}, return_when=asyncio.FIRST_COMPLETED)
+        if announcing.done() and announcing.exception() is not None:
+            server.should_exit = True
+        await serving
+        if announcing.done():
+            announcing.result()
+    finally:
+        announcing.cancel()
+
+
+async def _announce(services: Services, server: uvicorn.Server) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    _say("Loading the models ...")
+    worker = await services.wait_until_ready()
+    _say(f"Ready on {worker.device} in {worker.dtype}, {worker.max_model_len} tokens of context.")
+
+
+def _introduce(settings: Settings, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    _say(f"Foretoken {package_version()}")
+    _say(f"  target  {settings.target}")
+    _say(f"  draft   {settings.draft or 'none'}")
+    _say(f"  url     http://{host}:{port}/v1   (model name: {settings.served_model_name})")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,191 @@
+"""Prometheus metrics, one registry per app: what requests experience and what the worker reports.
+
+The worker sends totals since its start; they are added up here as growth, so that a restarted worker does
+not make a counter fall. Told by ``server.engine_client`` and ``server.generation``, read by ``/metrics``.
+"""
+
+import time
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+from engine.messages import FinishReason, Ready, Stats
+from server.version import package_version
+
+LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+DURATION_BUCKETS = (*LATENCY_BUCKETS, 20, 50, 100, 200, 500)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+RATE_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
+
+
+class RequestMetrics:
+    """Families that grow with requests and their tokens."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"foretoken_{name}", text, buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"foretoken_{name}", text, labels, registry=registry)
+
+        self.duration = histogram(
+            "request_duration_seconds", "From arrival to the last token.", DURATION_BUCKETS
+        )
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", DURATION_BUCKETS
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Between tokens of a sequence, one sample a token.",
+            LATENCY_BUCKETS,
+        )
+        self.round_interval = histogram(
+            "round_interval_seconds", "Between rounds of a sequence, one sample a round.", LATENCY_BUCKETS
+        )
+        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS)
+        self.completion_size = histogram(
+            "request_completion_tokens", "Generated tokens per request.", TOKEN_BUCKETS
+        )
+        self.acceptance_rate = histogram(
+            "request_acceptance_rate", "Accepted per drafted token, per request that drafted.", RATE_BUCKETS
+        )
+        self.requests = counter("requests", "Finished requests.", ["endpoint", "finish_reason"])
+        self.errors = counter("request_errors", "Requests answered with an error.", ["code"])
+        self.aborted = counter("requests_aborted", "Requests that ended early.", ["reason"])
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of submitted requests.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+
+
+class WorkerMetrics:
+    """Families that mirror the worker's ``Stats``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"foretoken_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(f"foretoken_{name}", text, labels, registry=registry)
+
+        method = ["method"]
+        self.drafts = counter("spec_decode_num_drafts", "Rounds that drafted.", method)
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.", method)
+        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Accepted tokens.", method)
+        self.drafted_at = counter(
+            "spec_decode_draft_tokens_per_position", "Tokens drafted at a position.", ["position"]
+        )
+        self.accepted_at = counter(
+            "spec_decode_accepted_tokens_per_position", "Tokens accepted at a position.", ["position"]
+        )
+        self.preemptions = counter("preemptions", "Sequences put back to make room in the cache.")
+        self.phase_seconds = counter("phase_seconds", "Time spent in each phase of a round.", ["phase"])
+        self.restarts = counter("worker_restarts", "Workers that died and were replaced.")
+        self.running = gauge("requests_running", "Sequences that the worker is computing.")
+        self.waiting = gauge("requests_waiting", "Sequences that wait in the worker.")
+        self.cache_usage = gauge("kv_cache_usage_ratio", "Share of cache blocks in use.", ["model"])
+        self.num_speculative_tokens = gauge("num_speculative_tokens", "Draft length in force.")
+        self.ready = gauge("ready", "1 when a request can be taken.")
+        self.build = Info("foretoken_build", "Version and models.", registry=registry)
+
+
+class Metrics:
+    """All metrics of one server; observes the worker for ``server.engine_client``."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = RequestMetrics(self.registry)
+        self.worker = WorkerMetrics(self.registry)
+        self._totals: dict[str, float] = {}
+        self._method = "none"
+        self.worker.build.info({"version": package_version()})
+
+    def count_error(self, code: str) -> None:
+        self.requests.errors.labels(code).inc()
+
+    def worker_ready(self, ready: Ready) -> None:
+        self._totals = {}
+        self._method = "none" if ready.draft is None else "draft_model"
+        self.worker.ready.set(1)
+        self.worker.build.info(
+            {
+                "version": package_version(),
+                "target": ready.target,
+                "draft": ready.draft or "none",
+                "device": ready.device,
+                "dtype": ready.dtype,
+            }
+        )
+
+    def worker_lost(self) -> None:
+        self.worker.ready.set(0)
+        self.worker.restarts.inc()
+        self.idle()
+
+    def idle(self) -> None:
+        """Nothing is left to compute. A worker without work is silent, so its last word would stay."""
+        self.worker.running.set(0)
+        self.worker.waiting.set(0)
+
+    def stats(self, stats: Stats) -> None:
+        worker, method = self.worker, self._method
+        worker.running.set(stats.num_running)
+        worker.waiting.set(stats.num_waiting)
+        worker.num_speculative_tokens.set(stats.num_speculative_tokens)
+        for model, usage in stats.cache_usage.items():
+            worker.cache_usage.labels(model).set(usage)
+        self._grow("preemptions", worker.preemptions, stats.num_preemptions)
+        self._grow("drafts", worker.drafts.labels(method), stats.num_drafts)
+        self._grow("draft_tokens", worker.draft_tokens.labels(method), stats.num_draft_tokens)
+        self._grow("accepted_tokens", worker.accepted_tokens.labels(method), stats.num_accepted_tokens)
+        self._grow_positions("drafted_at", worker.drafted_at, stats.draft_tokens_per_position)
+        self._grow_positions("accepted_at", worker.accepted_at, stats.accepted_tokens_per_position)
+        for phase, seconds in stats.phase_seconds.items():
+            self._grow(f"phase_{phase}", worker.phase_seconds.labels(phase), seconds)
+
+    def _grow_positions(self, name: str, counter: Counter, totals: Sequence[int]) -> None:
+        for position, total in enumerate(totals, start=1):
+            if total:  # the worker reports every position it could draft; most are never reached
+                self._grow(f"{name}_{position}", counter.labels(position), total)
+
+    def _grow(self, name: str, counter: Counter, total: float) -> None:
+        """Add what this worker's total has grown by since its last message."""
+        counter.inc(max(0.0, total - self._totals.get(name, 0.0)))
+        self._totals[name] = total
+
+
+class RequestTimer:
+    """Observes one HTTP request from arrival to its end."""
+
+    def __init__(self, metrics: RequestMetrics, endpoint: str, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._started = time.perf_counter()
+        self._last_output: dict[int, float] = {}  # choice -> time of its last round
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+
+    def submitted(self) -> None:
+        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        self._metrics.prompt_size.observe(self._num_prompt_tokens)
+
+    def output(self, choice: int, num_tokens: int) -> None:
+        """One round gave ``num_tokens`` tokens to a choice."""
+        now = time.perf_counter()
+        if not self._last_output:
+            self._metrics.first_token.observe(now - self._started)
+        if (previous := self._last_output.get(choice)) is not None:
+            self._metrics.round_interval.observe(now - previous)
+            for _ in range(num_tokens):
+                self._metrics.inter_token.observe((now - previous) / num_tokens)
+        self._last_output[choice] = now
+        self._num_tokens += num_tokens
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def finished(self, finish_reason: FinishReason, num_drafted: int, num_accepted: int) -> None:
+        self._metrics.requests.labels(self._endpoint, finish_reason).inc()
+        self._metrics.duration.observe(time.perf_counter() - self._started)
+        self._metrics.completion_size.observe(self._num_tokens)
+        if num_drafted:
+            self._metrics.acceptance_rate.observe(num_accepted / num_drafted)
+
+    def aborted(self, reason: str) -> None:
+        self._metrics.aborted.labels(reason).inc()

@@ -1,0 +1,71 @@
+"""A request's prompt, in whatever form it came, to the token ids the engine continues.
+
+Uses ``server.tokenizer`` for text; knows nothing of sampling. Called by the routes, in a thread, because a
+long prompt takes a while to encode.
+"""
+
+from typing import Any, NamedTuple
+
+from server.errors import InvalidRequestError
+from server.schemas.chat import Message, TextPart
+from server.schemas.completion import CompletionRequest
+from server.tokenizer import ChatTemplateError, Tokenizer
+
+
+class TokenPrompt(NamedTuple):
+    """``text`` is what ``echo`` repeats."""
+
+    token_ids: list[int]
+    text: str
+
+
+def completion_prompts(
+    request: CompletionRequest, tokenizer: Tokenizer, vocab_size: int
+) -> list[TokenPrompt]:
+    prompts = [_token_prompt(prompt, tokenizer, vocab_size) for prompt in _as_prompt_list(request.prompt)]
+    if not all(prompt.token_ids for prompt in prompts):
+        raise InvalidRequestError("The prompt is empty: there is nothing to continue.", param="prompt")
+    return prompts
+
+
+def chat_prompt(messages: list[Message], tokenizer: Tokenizer) -> TokenPrompt:
+    try:
+        text = tokenizer.apply_chat_template([_template_message(message) for message in messages])
+    except ChatTemplateError as error:
+        raise InvalidRequestError(str(error), param="messages") from error
+    # The template writes the special tokens itself; the tokenizer must not add them again.
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if not token_ids:
+        raise InvalidRequestError("The chat template made an empty prompt.", param="messages")
+    return TokenPrompt(token_ids, text)
+
+
+def _as_prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    token_ids = [item for item in prompt if isinstance(item, int)]
+    return [token_ids] if token_ids else [item for item in prompt if not isinstance(item, int)]
+
+
+def _token_prompt(prompt: str | list[int], tokenizer: Tokenizer, vocab_size: int) -> TokenPrompt:
+    if isinstance(prompt, str):
+        return TokenPrompt(tokenizer.encode(prompt, add_special_tokens=True), prompt)
+    if prompt and max(prompt) >= vocab_size:
+        raise InvalidRequestError(
+            f"Token id {max(prompt)} is not in the vocabulary of {vocab_size} tokens.", param="prompt"
+        )
+    return TokenPrompt(prompt, tokenizer.decode(prompt, skip_special_tokens=False))
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """What templates expect: plain text, and 'system' for OpenAI's newer name of the same role."""
+    fields = message.model_dump(exclude={"content"}, exclude_none=True)
+    fields["role"] = "system" if message.role == "developer" else message.role
+    fields["content"] = _plain_text(message)
+    return fields
+
+
+def _plain_text(message: Message) -> str:
+    if isinstance(message.content, list):
+        return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
+    return message.content or ""

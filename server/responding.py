@@ -1,0 +1,105 @@
+"""Send a generation to the client: as one JSON answer or as a stream, and stop it when the client leaves.
+
+Knows no answer format; each endpoint brings an ``AnswerWriter``.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from server.errors import ApiError, ClientDisconnectedError, internal_error
+from server.generation import FinishedChoice, Generation
+from server.request_id import request_id_of
+from server.schemas.common import Answer
+from server.services import get_services
+from server.sse import DONE, EventStreamResponse, chunk_event, error_event, with_pings
+
+logger = logging.getLogger("foretoken.request")
+
+PING_SECONDS = 15.0
+
+T = TypeVar("T")
+
+
+class AnswerWriter(Protocol):
+    """How one endpoint writes its answers."""
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether chunks carry ``usage``, null on all but the last."""
+        ...
+
+    def whole(self, choices: list[FinishedChoice]) -> Answer: ...
+
+    def chunks(self) -> AsyncIterator[Answer]: ...
+
+
+async def respond_whole(
+    request: Request, generation: Generation, writer: AnswerWriter, headers: dict[str, str]
+) -> Response:
+    try:
+        choices = await until_disconnect(request, generation.collect())
+    finally:
+        generation.close()
+    return JSONResponse(writer.whole(choices).model_dump(mode="json"), headers=headers)
+
+
+async def respond_stream(
+    request: Request, generation: Generation, writer: AnswerWriter, headers: dict[str, str]
+) -> Response:
+    """Wait for the first event before answering, so that an early failure still has its own status."""
+    events = with_pings(_chunk_events(writer), PING_SECONDS)
+    try:
+        first = await until_disconnect(request, anext(events))
+    except BaseException:
+        generation.close()
+        raise
+    count_error = get_services(request).metrics.count_error
+    stream = _until_done(first, events, request_id_of(request.scope), count_error)
+    return EventStreamResponse(stream, generation.close, headers)
+
+
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Await ``work``, but give it up when the client closes the connection."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnectedError("The client closed the connection.")
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _chunk_events(writer: AnswerWriter) -> AsyncIterator[bytes]:
+    async for chunk in writer.chunks():
+        yield chunk_event(chunk, with_usage=writer.include_usage)
+
+
+async def _until_done(
+    first: bytes, events: AsyncIterator[bytes], request_id: str, count_error: Callable[[str], None]
+) -> AsyncIterator[bytes]:
+    """The whole stream. The status has been sent, so errors can only be events now."""
+    yield first
+    try:
+        async for event in events:
+            yield event
+    except ApiError as error:
+        count_error(error.code or error.type)
+        yield error_event(error)
+    except Exception:
+        logger.exception("Request %s failed while it was streamed", request_id)
+        count_error("internal_error")
+        yield error_event(internal_error(request_id))
+    yield DONE

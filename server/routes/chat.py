@@ -1,0 +1,95 @@
+"""``POST /v1/chat/completions``: check, render the chat template, submit, answer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from server.generation import ChoiceDelta, FinishedChoice
+from server.prompt import chat_prompt
+from server.routes.common import GenerationContext, check_request, require_json, respond, start_generation
+from server.schemas.chat import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatRequest,
+    Delta,
+)
+from server.services import ServicesDep
+
+router = APIRouter(tags=["generate"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=None,
+    responses={200: {"model": ChatCompletion}},
+    dependencies=[Depends(require_json)],
+)
+async def create_chat_completion(body: ChatRequest, request: Request, services: ServicesDep) -> Response:
+    headers = check_request(body, services)
+    model = services.model()
+    prompt = await asyncio.to_thread(chat_prompt, body.messages, model.tokenizer)
+    context = start_generation("chat.completions", body, [prompt], model, services)
+    return await respond(request, context, ChatWriter(context), headers)
+
+
+class ChatWriter:
+    def __init__(self, context: GenerationContext) -> None:
+        self._context = context
+
+    @property
+    def include_usage(self) -> bool:
+        return self._context.include_usage
+
+    def whole(self, choices: list[FinishedChoice]) -> ChatCompletion:
+        context = self._context
+        return ChatCompletion(
+            **context.header(),
+            choices=[self._whole_choice(choice) for choice in choices],
+            prompt_token_ids=self._prompt_token_ids(),
+            **context.totals(),
+        )
+
+    async def chunks(self) -> AsyncIterator[ChatChunk]:
+        context = self._context
+        seen: set[int] = set()
+        async for delta in context.generation.deltas():
+            if delta.index not in seen:
+                yield self._role_chunk(delta.index, is_first=not seen)
+                seen.add(delta.index)
+            if delta.text or delta.finish_reason or context.body.return_token_ids:
+                yield ChatChunk(**context.header(), choices=[self._chunk_choice(delta)])
+        if self.include_usage:
+            yield ChatChunk(**context.header(), choices=[], **context.totals())
+
+    def _role_chunk(self, index: int, *, is_first: bool) -> ChatChunk:
+        """Sent with the first token, even if its text is still held back: clients time it."""
+        delta = Delta(role="assistant", content="")
+        return ChatChunk(
+            **self._context.header(),
+            choices=[ChatChunkChoice(index=index, delta=delta, finish_reason=None)],
+            prompt_token_ids=self._prompt_token_ids() if is_first else None,
+        )
+
+    def _whole_choice(self, choice: FinishedChoice) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=AssistantMessage(content=choice.text),
+            finish_reason=choice.finish_reason,
+            token_ids=self._context.token_ids(choice.token_ids),
+        )
+
+    def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
+        return ChatChunkChoice(
+            index=delta.index,
+            delta=Delta(content=delta.text or None),
+            finish_reason=delta.finish_reason,
+            token_ids=self._context.token_ids(delta.token_ids),
+        )
+
+    def _prompt_token_ids(self) -> list[int] | None:
+        return self._context.token_ids(self._context.generation.job.prompts[0].token_ids)

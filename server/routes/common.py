@@ -1,0 +1,117 @@
+"""What the two generating endpoints share: the checks before anything is computed, and the submission.
+
+Every error here has its real HTTP status, because nothing has been sent yet.
+"""
+
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedMediaTypeError
+from server.generation import Generation, Job
+from server.parameters import check_parameters
+from server.prompt import TokenPrompt
+from server.responding import AnswerWriter, respond_stream, respond_whole
+from server.sampling_params import build_sampling_params
+from server.schemas.common import GenerationRequest, SpeculationReport
+from server.services import Model, Services
+from server.speculation_report import speculation_report
+
+MAX_CHOICES = 1024
+MAX_HEADER_LENGTH = 1000
+
+# Endpoint, as metrics name it -> prefix of its ids.
+ID_PREFIXES = {"completions": "cmpl", "chat.completions": "chatcmpl"}
+
+
+def require_json(request: Request) -> None:
+    """Without this FastAPI would call a form body a wrong type."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise UnsupportedMediaTypeError("Send the request as JSON with 'Content-Type: application/json'.")
+
+
+def check_request(body: GenerationRequest, services: Services) -> dict[str, str]:
+    """Refuse what is not served; return the headers that report what is ignored."""
+    served = services.settings.served_model_name
+    if body.model != served:
+        raise ModelNotFoundError(
+            f"The model '{body.model}' does not exist; this server has '{served}'.", param="model"
+        )
+    ignored = check_parameters(body, strict=services.settings.strict_parameters)
+    return {"x-foretoken-ignored": _header_list(ignored)} if ignored else {}
+
+
+def _header_list(names: list[str]) -> str:
+    """Field names come from the client: keep the header ASCII, printable and short."""
+    escaped = [name.encode("unicode_escape").decode("ascii") for name in names]
+    return ", ".join(escaped)[:MAX_HEADER_LENGTH]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationContext:
+    """One submitted request, and what every answer and chunk of it repeats."""
+
+    body: GenerationRequest
+    generation: Generation
+    model: Model
+    services: Services
+    created: int
+
+    def header(self) -> dict[str, Any]:
+        return {"id": self.generation.job.id, "created": self.created, "model": self.body.model}
+
+    def totals(self) -> dict[str, Any]:
+        """``usage``, and ``foretoken`` for a client that spoke of speculation."""
+        report = self._speculation_report() if self.body.speculation is not None else None
+        return {"usage": self.generation.usage(), "foretoken": report}
+
+    def token_ids(self, token_ids: list[int]) -> list[int] | None:
+        return token_ids if self.body.return_token_ids else None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.body.stream_options and self.body.stream_options.include_usage)
+
+    def _speculation_report(self) -> SpeculationReport:
+        generation = self.generation
+        return speculation_report(
+            generation.speculation, generation.job.params, self.services.settings, self.model.worker
+        )
+
+
+def start_generation(
+    endpoint: Literal["completions", "chat.completions"],
+    body: GenerationRequest,
+    prompts: list[TokenPrompt],
+    model: Model,
+    services: Services,
+) -> GenerationContext:
+    n = body.n or 1
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidRequestError(f"At most {MAX_CHOICES} choices (prompts times n) are allowed.", param="n")
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    job = Job(
+        id=f"{ID_PREFIXES[endpoint]}-{uuid.uuid4().hex}",
+        endpoint=endpoint,
+        prompts=prompts,
+        params=build_sampling_params(body, num_prompt_tokens=longest, worker=model.worker),
+        n=n,
+        stop_strings=body.stop or [],
+        include_stop_string=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+    generation = Generation(job, services.engine, model.tokenizer, services.metrics)
+    generation.start()
+    return GenerationContext(body, generation, model, services, created=int(time.time()))
+
+
+async def respond(
+    request: Request, context: GenerationContext, writer: AnswerWriter, headers: dict[str, str]
+) -> Response:
+    send = respond_stream if context.body.stream else respond_whole
+    return await send(request, context.generation, writer, headers)

@@ -1,0 +1,81 @@
+"""``POST /v1/completions``: check, tokenize, submit, answer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from server.generation import ChoiceDelta, FinishedChoice
+from server.prompt import completion_prompts
+from server.routes.common import GenerationContext, check_request, require_json, respond, start_generation
+from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
+from server.services import ServicesDep
+
+router = APIRouter(tags=["generate"])
+
+
+@router.post(
+    "/v1/completions",
+    response_model=None,
+    responses={200: {"model": Completion}},
+    dependencies=[Depends(require_json)],
+)
+async def create_completion(body: CompletionRequest, request: Request, services: ServicesDep) -> Response:
+    headers = check_request(body, services)
+    model = services.model()
+    prompts = await asyncio.to_thread(completion_prompts, body, model.tokenizer, model.worker.vocab_size)
+    context = start_generation("completions", body, prompts, model, services)
+    return await respond(request, context, CompletionWriter(context, echo=bool(body.echo)), headers)
+
+
+class CompletionWriter:
+    def __init__(self, context: GenerationContext, *, echo: bool) -> None:
+        self._context = context
+        self._echo = echo
+
+    @property
+    def include_usage(self) -> bool:
+        return self._context.include_usage
+
+    def whole(self, choices: list[FinishedChoice]) -> Completion:
+        context = self._context
+        return Completion(
+            **context.header(), choices=[self._whole_choice(choice) for choice in choices], **context.totals()
+        )
+
+    async def chunks(self) -> AsyncIterator[Completion]:
+        context = self._context
+        seen: set[int] = set()
+        async for delta in context.generation.deltas():
+            is_first = delta.index not in seen
+            seen.add(delta.index)
+            choice = self._chunk_choice(delta, is_first)
+            if choice.text or choice.token_ids or choice.finish_reason:
+                yield Completion(**context.header(), choices=[choice])
+        if self.include_usage:
+            yield Completion(**context.header(), choices=[], **context.totals())
+
+    def _whole_choice(self, choice: FinishedChoice) -> CompletionChoice:
+        return CompletionChoice(
+            index=choice.index,
+            text=self._echoed(choice.index) + choice.text,
+            finish_reason=choice.finish_reason,
+            token_ids=self._context.token_ids(choice.token_ids),
+            prompt_token_ids=self._prompt_token_ids(choice.index),
+        )
+
+    def _chunk_choice(self, delta: ChoiceDelta, is_first: bool) -> CompletionChoice:
+        return CompletionChoice(
+            index=delta.index,
+            text=(self._echoed(delta.index) if is_first else "") + delta.text,
+            finish_reason=delta.finish_reason,
+            token_ids=self._context.token_ids(delta.token_ids),
+            prompt_token_ids=self._prompt_token_ids(delta.index) if is_first else None,
+        )
+
+    def _echoed(self, choice: int) -> str:
+        return self._context.generation.job.prompt_of(choice).text if self._echo else ""
+
+    def _prompt_token_ids(self, choice: int) -> list[int] | None:
+        return self._context.token_ids(self._context.generation.job.prompt_of(choice).token_ids)

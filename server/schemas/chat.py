@@ -1,0 +1,102 @@
+"""``/v1/chat/completions``: request, response and chunk."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from server.schemas.common import Answer, Choice, GenerationRequest, StrictModel, is_none
+
+
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+class OtherPart(BaseModel):
+    """An image, audio or file part: parsed so that it can be refused by name."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+
+
+def _kind_of_part(value: Any) -> str:
+    return "text" if isinstance(value, dict) and value.get("type", "text") == "text" else "other"
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[OtherPart, Tag("other")], Discriminator(_kind_of_part)
+]
+
+
+def _kind_of_content(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "string"
+    return "parts" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("string")] | Annotated[list[ContentPart], Tag("parts")],
+    Discriminator(
+        _kind_of_content,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class Message(BaseModel):
+    """One message. Clients echo whole answers back, so empty extras are welcome (``server.parameters``)."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: str | None = None
+
+
+class ChatRequest(GenerationRequest):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {"model": "foretoken-demo", "messages": [{"role": "user", "content": "Tell me a story."}]}
+            ]
+        }
+    )
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
+    max_tokens: int | None = Field(None, ge=1, description="OpenAI's older name of max_completion_tokens.")
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Delta(BaseModel):
+    """What a chunk adds to its choice; the first one says who speaks."""
+
+    role: Literal["assistant"] | None = Field(None, exclude_if=is_none)
+    content: str | None = Field(None, exclude_if=is_none)
+
+
+class ChatChoice(Choice):
+    message: AssistantMessage
+
+
+class ChatChunkChoice(Choice):
+    delta: Delta
+
+
+class ChatCompletion(Answer):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
+
+
+class ChatChunk(Answer):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)

@@ -1,0 +1,146 @@
+"""Request fields and answer parts that both endpoints share, with OpenAI's ranges.
+
+Every field may be null, which means "not given": defaults are filled in by ``server.sampling_params``,
+their only home. Unknown fields are kept in ``model_extra`` and judged by ``server.parameters``.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from engine.messages import FinishReason, Verification
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+NonEmptyString = Annotated[str, Field(min_length=1)]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _auto_as_none(value: object) -> object:
+    return None if value == "auto" else value
+
+
+class StrictModel(BaseModel):
+    """JSON as it is: no numbers in strings, no NaN, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Only false: nothing is padded.")
+
+
+class SpeculationOptions(StrictModel):
+    """How one request speculates; changes its speed, never its output's distribution."""
+
+    method: Literal["auto", "draft_model", "none"] = "auto"
+    num_speculative_tokens: Annotated[
+        int | None,
+        Field(ge=0, le=32),
+        BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"] | None),
+    ] = Field(None, description="Tokens drafted per round; null and 'auto' leave it to the engine.")
+    verification: Verification | None = None
+    trace: Literal[False] = False
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat completions have in common."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling. Default 1: off.")
+    top_k: int | None = Field(None, ge=-1, description="Keep the k likeliest tokens. Default 0: off.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the best.")
+    n: int | None = Field(None, ge=1, le=128, description="Choices per prompt. Default 1.")
+    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    stop: Annotated[
+        list[NonEmptyString] | None,
+        Field(max_length=4),
+        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+    ] = Field(None, description="Up to 4 strings that end the text; they are not part of it.")
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationOptions | None = None
+
+    # Accepted because they change nothing about the output.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(BaseModel):
+    """The prediction counts are about the client's ``prediction`` only, never about drafts."""
+
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
+    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+
+
+class SpeculationReport(BaseModel):
+    """The ``foretoken`` object beside ``usage``. Only rounds that drafted something count."""
+
+    rounds: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float | None
+    acceptance_length: float
+    method: str
+    verification: str
+
+
+def is_none(value: object) -> bool:
+    return value is None
+
+
+class Choice(BaseModel):
+    """``token_ids`` is there only with ``return_token_ids``."""
+
+    index: int
+    logprobs: None = None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = Field(None, exclude_if=is_none)
+
+
+class Answer(BaseModel):
+    """Top level of every completion, chat completion and chunk, in OpenAI's order.
+
+    A chunk leaves ``usage`` out unless the client asked for it; see ``server.sse``.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[Choice]
+    usage: Usage | None = None
+    foretoken: SpeculationReport | None = Field(None, exclude_if=is_none)

@@ -1,0 +1,93 @@
+"""Text to token ids and back, and the model's chat template.
+
+Wraps a Hugging Face fast tokenizer: its Rust core encodes and decodes, transformers only loads it and
+renders templates. transformers is slow to import, so ``load_tokenizer`` does it and is called in a thread.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class ChatTemplateError(Exception):
+    """The model has no chat template, or its template refused the messages."""
+
+
+class Tokenizer:
+    """One loaded tokenizer. Safe to use from several threads: nothing in it changes after loading."""
+
+    def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
+        self._fast = fast
+        self._templates = templates
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def stream(self, *, skip_special_tokens: bool) -> "TokenTextStream":
+        return TokenTextStream(self._fast, skip_special_tokens)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return self._templates.render(messages)
+
+
+class TokenTextStream:
+    """Incremental decoding of one sequence that can also give up what it still holds back."""
+
+    def __init__(self, fast: FastTokenizer, skip_special_tokens: bool) -> None:
+        self._fast = fast
+        self._skip_special_tokens = skip_special_tokens
+        self._decode_stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._num_characters = 0
+
+    def step(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        text = self._decode_stream.step(self._fast, token_id) or ""
+        self._num_characters += len(text)
+        return text
+
+    def flush(self) -> str:
+        full = str(self._fast.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens))
+        return full[self._num_characters :]
+
+
+class ChatTemplates:
+    """Renders messages with the model's chat template, or with the one that replaces it."""
+
+    def __init__(self, hf_tokenizer: Any, override: str | None = None) -> None:
+        self._hf_tokenizer = hf_tokenizer
+        self._override = override
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        from jinja2 import TemplateError
+
+        if self._override is None and not self._hf_tokenizer.chat_template:
+            raise ChatTemplateError(
+                "This model has no chat template. Set 'chat_template' in the server's configuration, "
+                "or use /v1/completions."
+            )
+        try:
+            rendered = self._hf_tokenizer.apply_chat_template(
+                list(messages), chat_template=self._override, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ChatTemplateError(f"The model's chat template refused the messages: {error}") from error
+        return str(rendered)
+
+
+def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
+    """Load the tokenizer of a folder or hub id. Slow: imports transformers, may read from the network."""
+    from transformers import AutoTokenizer
+
+    hf_tokenizer = AutoTokenizer.from_pretrained(model)
+    fast = getattr(hf_tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        raise ValueError(f"The tokenizer of {model} has no fast (tokenizer.json) form.")
+    override = chat_template.read_text(encoding="utf-8") if chat_template else None
+    return Tokenizer(fast, ChatTemplates(hf_tokenizer, override))

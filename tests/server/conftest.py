@@ -1,0 +1,47 @@
+"""Fixtures of the server's tests: a tiny tokenizer, and a real server around the fake worker."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from server.tokenizer import Tokenizer, load_tokenizer
+from tests.server.running import RunningServer, run_server
+from tests.server.tiny_tokenizer import write_tokenizer
+
+StartServer = Callable[..., AbstractContextManager[RunningServer]]
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("FORETOKEN_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("models") / "tiny-model")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return load_tokenizer(str(model_folder))
+
+
+@pytest.fixture
+def start_server(model_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> StartServer:
+    """Start a server of one's own: ``with start_server("--once", port=...) as server``."""
+    return partial(run_server, model_folder, tokenizer, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def server(
+    model_folder: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server that all tests share which only ask for completions."""
+    with run_server(model_folder, tokenizer, tmp_path_factory.mktemp("log")) as running:
+        yield running

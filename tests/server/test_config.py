@@ -1,0 +1,158 @@
+"""Where settings come from, which one wins, and what a mistake is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig
+from server.cli import main
+from server.config import ConfigError, Settings, load_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text("port: 1001\nmax_num_sequences: 1001\nnum_speculative_tokens: 3\napi_keys: [a, b]\n")
+    return path
+
+
+def test_flags_before_environment_before_yaml_before_defaults(
+    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORETOKEN_PORT", "1002")
+    monkeypatch.setenv("FORETOKEN_MAX_NUM_SEQUENCES", "1002")
+    settings = load_settings(["--config", str(yaml_file), "--port", "1003"])
+    assert settings.port == 1003
+    assert settings.max_num_sequences == 1002
+    assert settings.num_speculative_tokens == 3
+    assert settings.host == "127.0.0.1"
+
+
+def test_config_file_from_the_environment(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETOKEN_CONFIG", str(yaml_file))
+    assert load_settings([]).port == 1001
+    assert load_settings([f"--config={yaml_file}"]).port == 1001
+
+
+def test_lists_and_sizes(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--cors-origins", "http://a, http://b", "--cache-memory", "2GiB", "--strict-parameters"]
+    settings = load_settings(["--config", str(yaml_file), *flags])
+    assert settings.cors_origins == ["http://a", "http://b"]
+    assert settings.cache_memory == 2 << 30
+    assert settings.strict_parameters
+    assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
+    monkeypatch.setenv("FORETOKEN_API_KEYS", "c,d")
+    assert [key.get_secret_value() for key in load_settings([]).api_keys] == ["c", "d"]
+    assert "c" not in repr(load_settings([]).api_keys).replace("Secret", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prot", "1"], "Unknown flag --prot. Did you mean --port?"),
+        (["--num_speculative_tokens", "1"], "Did you mean --num-speculative-tokens?"),
+        (["--no-strict-parameter"], "Did you mean --no-strict-parameters?"),
+        (["--port", "many"], "port: Input should be a valid integer"),
+        (
+            ["--num-speculative-tokens", "33"],
+            "num_speculative_tokens: Input should be less than",
+        ),
+        (
+            ["--dtype", "int3"],
+            "or 'float16', not 'int3'.",
+        ),
+        (["--config"], "--config needs the path of a YAML file."),
+        (["--config", "/no/such/file"], "Cannot read the configuration file /no/such/file"),
+        (["stray"], "stray"),
+        (["--port"], "port"),
+    ],
+)
+def test_mistakes_in_flags(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(flags)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("portt: 1", "Unknown key portt. Did you mean port?"),
+        ("zzzzzz: 1", "Unknown key zzzzzz. (in"),
+        ("num_speculative_tokens: many", "num_speculative_tokens: Input should be a valid integer"),
+        ("just words", "must hold 'key: value' lines"),
+        ("port: [", "is not valid YAML"),
+    ],
+)
+def test_mistakes_in_yaml(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(["--config", str(path)])
+    assert message in str(caught.value)
+
+
+def test_engine_gets_its_own_settings_only() -> None:
+    settings = load_settings(["--target", "org/model", "--block-size", "32", "--port", "1"])
+    config = settings.engine_config()
+    assert type(config) is EngineConfig
+    assert (config.target, config.draft, config.block_size) == ("org/model", None, 32)
+    assert EngineConfig.model_validate(json.loads(config.model_dump_json())) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ([], "foretoken-demo"),
+        (["--target", "org/model"], "org/model"),
+        (["--target", str(ROOT)], ROOT.name),
+        (["--target", "org/model", "--served-model-name", "mine"], "mine"),
+    ],
+)
+def test_served_model_name(flags: list[str], name: str) -> None:
+    assert load_settings(flags).served_model_name == name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_files_load(path: Path) -> None:
+    load_settings(["--config", str(path)])
+
+
+def test_default_file_has_every_setting_with_its_default() -> None:
+    settings = load_settings(["--config", str(ROOT / "configs" / "default.yaml")])
+    assert settings.model_dump(exclude={"config"}) == load_settings([]).model_dump(exclude={"config"})
+    text = (ROOT / "configs" / "default.yaml").read_text()
+    for name in set(Settings.model_fields) - {"config"}:
+        assert f"{name}:" in text
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("foretoken ")
+    assert main([]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in Settings.model_fields:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["server"], 2, "Unknown command server."),
+        (["serve", "--prot", "1"], 2, "Did you mean --port?"),
+        (
+            ["serve", "--target", "/no/such/model"],
+            1,
+            "target model folder /no/such/model does not exist.",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    assert main(arguments) == code
+    assert message in capsys.readouterr().err

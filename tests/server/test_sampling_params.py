@@ -1,0 +1,79 @@
+"""OpenAI's defaults, and what a request's fields become for the engine."""
+
+from typing import Any
+
+import pytest
+
+from engine.messages import Ready, SamplingParams
+from server.sampling_params import build_sampling_params
+from server.schemas.chat import ChatRequest
+from server.schemas.completion import CompletionRequest
+
+WITH_DRAFT = Ready("target", "draft", "cpu", "float32", 100, 50, 1, 1, 16)
+WITHOUT_DRAFT = Ready("target", None, "cpu", "float32", 100, 50, 1, 0, 16)
+
+
+def completion(*, worker: Ready = WITH_DRAFT, **fields: Any) -> SamplingParams:
+    request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
+    return build_sampling_params(request, num_prompt_tokens=10, worker=worker)
+
+
+def chat(**fields: Any) -> SamplingParams:
+    messages = [{"role": "user", "content": "p"}]
+    request = ChatRequest.model_validate({"model": "m", "messages": messages} | fields)
+    return build_sampling_params(request, num_prompt_tokens=10, worker=WITH_DRAFT)
+
+
+def test_defaults() -> None:
+    assert completion() == SamplingParams(max_tokens=16)
+    assert chat() == SamplingParams(max_tokens=40)
+
+
+def test_null_means_default() -> None:
+    names = ["temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos"]
+    names += ["max_tokens", "stream", "stream_options", "speculation"]
+    nulls: dict[str, Any] = dict.fromkeys(names)
+    assert completion(**nulls) == completion()
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"temperature": 2}, "temperature", 2.0),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 5}, "top_k", 5),
+        ({"top_p": 0.5}, "top_p", 0.5),
+        ({"min_p": 0.1}, "min_p", 0.1),
+        ({"seed": -(2**63)}, "seed", -(2**63)),
+        ({"seed": 2**63 - 1}, "seed", 2**63 - 1),
+        ({"stop_token_ids": [1, 2]}, "stop_token_ids", [1, 2]),
+        ({"ignore_eos": True}, "ignore_eos", True),
+        ({"max_tokens": 40}, "max_tokens", 40),
+        ({"speculation": {}}, "num_speculative_tokens", None),
+        ({"speculation": {"num_speculative_tokens": "auto"}}, "num_speculative_tokens", None),
+        ({"speculation": {"num_speculative_tokens": 0}}, "num_speculative_tokens", 0),
+        (
+            {"speculation": {"num_speculative_tokens": 7}},
+            "num_speculative_tokens",
+            7,
+        ),
+        ({"speculation": {"method": "none"}}, "num_speculative_tokens", 0),
+        ({"speculation": {"verification": "coupled"}}, "verification", "coupled"),
+    ],
+)
+def test_fields_reach_the_engine(fields: dict[str, Any], name: str, value: Any) -> None:
+    assert getattr(completion(**fields), name) == value
+    assert getattr(chat(**fields), name) == value
+
+
+def test_both_names_of_the_chat_limit() -> None:
+    assert chat(max_completion_tokens=3).max_tokens == 3
+    assert chat(max_tokens=3).max_tokens == 3
+    assert chat(max_tokens=3, max_completion_tokens=3).max_tokens == 3
+
+
+def test_draft_model_must_exist_if_asked_for() -> None:
+    with pytest.raises(Exception, match="no draft model"):
+        completion(worker=WITHOUT_DRAFT, speculation={"method": "draft_model"})
+    assert completion(worker=WITHOUT_DRAFT, speculation={"method": "auto"}).num_speculative_tokens is None

@@ -1,0 +1,168 @@
+"""Life with a worker process: disconnects, crashes, restarts, failed loads, and exact metrics."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.server.conftest import StartServer
+from tests.server.running import MODEL, RunningServer, wait_for
+
+SLOW = ("--step-seconds", "0.02")
+
+
+def test_client_that_leaves_a_stream_frees_its_sequences(start_server: StartServer) -> None:
+    with start_server(*SLOW) as server:
+        body = {"model": MODEL, "prompt": ["a", "b"], "n": 2, "max_tokens": 500, "stream": True}
+        with server.client.stream("POST", "/v1/completions", json=body) as response:
+            next(response.iter_lines())
+        wait_for(lambda: len(server.messages_to_worker("Abort")) == 2, "the aborts")
+        wait_for(lambda: server.services.engine.num_requests == 0, "the end of the requests")
+        assert server.metric("foretoken_requests_aborted_total", reason="disconnect") == 1
+        assert server.metric("foretoken_requests_running") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_does_not_wait_frees_its_sequences(start_server: StartServer, stream: bool) -> None:
+    with start_server("--step-seconds", "0.5") as server:
+        with pytest.raises(httpx.ReadTimeout):
+            server.post("/v1/completions", {"prompt": "a", "max_tokens": 500, "stream": stream}, timeout=0.3)
+        wait_for(lambda: len(server.messages_to_worker("Abort")) == 1, "the abort")
+        assert server.services.engine.num_requests == 0
+
+
+def test_stop_string_aborts_its_sequence_only(start_server: StartServer) -> None:
+    with start_server(*SLOW) as server:
+        server.post("/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 400, "stop": "wörld"})
+        wait_for(lambda: len(server.messages_to_worker("Abort")) == 2, "the aborts")
+        aborts = sorted(server.messages_to_worker("Abort"))
+        assert ["index=0" in aborts[0], "index=1" in aborts[1]] == [True, True]
+
+
+def test_crash_gives_an_error_and_a_new_worker(start_server: StartServer, tmp_path: Path) -> None:
+    options = ("--crash-after", "40", "--crash-once", str(tmp_path / "crashed"))
+    with start_server(*SLOW, *options) as server:
+        response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 100})
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "worker_lost"
+        assert "exited with code 7" in response.json()["error"]["message"]
+        not_ready = server.get("/ready")
+        assert not_ready.status_code == 503
+        assert not_ready.json()["status"] == "restarting"
+        assert server.get("/health").status_code == 200
+        refused = server.post("/v1/completions", {"prompt": "a"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert refused.headers["retry-after"] == "2"
+        wait_for(lambda: server.get("/ready").status_code == 200, "the new worker")
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 100}).status_code == 200
+        assert server.metric("foretoken_worker_restarts_total") == 1
+        # 40 tokens before the crash and 100 after it, although the new worker counts from zero.
+        assert server.metric("foretoken_generation_tokens_total") == 140
+        drafts = server.metric("foretoken_spec_decode_num_drafts_total", method="draft_model")
+        assert drafts == 140 / 4
+
+
+def test_crash_in_a_stream_is_an_event(start_server: StartServer, tmp_path: Path) -> None:
+    options = ("--crash-after", "40", "--crash-once", str(tmp_path / "crashed"))
+    with start_server(*SLOW, *options) as server:
+        body: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "stream": True}
+        response = server.post("/v1/completions", body)
+        assert response.status_code == 200
+        *_, error, done, end = response.text.split("\n\n")
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "worker_lost"
+        assert (done, end) == ("data: [DONE]", "")
+        assert server.metric("foretoken_request_errors_total", code="worker_lost") == 1
+        assert server.metric("foretoken_requests_aborted_total", reason="disconnect") == 0
+        wait_for(lambda: server.get("/ready").status_code == 200, "the new worker")
+
+
+def test_sdk_sees_an_error_in_a_stream(start_server: StartServer) -> None:
+    with (
+        start_server(*SLOW, "--crash-after", "40") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk,
+    ):
+        stream = sdk.completions.create(model=MODEL, prompt="a", max_tokens=100, stream=True)
+        with pytest.raises(openai.APIError, match="exited with code 7"):
+            list(stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusal_of_the_engine_keeps_its_status(start_server: StartServer, stream: bool) -> None:
+    with start_server("--refuse", "the prompt does not fit into the cache") as server:
+        response = server.post("/v1/completions", {"prompt": ["a", "b"], "stream": stream})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "the prompt does not fit into the cache"
+        assert server.services.engine.num_requests == 0
+
+
+def test_port_is_open_while_the_models_load(start_server: StartServer) -> None:
+    with start_server("--load-seconds", "1", wait=False) as server:
+        assert server.get("/health").status_code == 200
+        assert server.get("/ready").json() == {"status": "loading", "reason": "The models are loading."}
+        assert server.metric("foretoken_ready") == 0
+        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
+        wait_for(lambda: server.get("/ready").status_code == 200, "the worker")
+        assert server.metric("foretoken_ready") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--fail-at-start", "no such model"), "The worker failed: no such model"),
+        (("--no-such-option",), "The worker exited with code 2 while loading; its own messages are above."),
+    ],
+)
+def test_failed_load_is_told_and_not_repeated(
+    start_server: StartServer, options: tuple[str, ...], reason: str
+) -> None:
+    with start_server(*options, wait=False) as server:
+        wait_for(lambda: server.get("/ready").json()["status"] == "failed", "the failure")
+        assert server.get("/ready").json()["reason"] == reason
+
+
+def test_metrics_are_exact(start_server: StartServer) -> None:
+    with start_server(*SLOW) as server:
+        server.post("/v1/completions", {"prompt": "abc", "max_tokens": 40})
+        assert server.metric("foretoken_generation_tokens_total") == 40
+        assert server.metric("foretoken_prompt_tokens_total") == 3
+        labels = {"endpoint": "completions", "finish_reason": "length"}
+        assert server.metric("foretoken_requests_total", **labels) == 1
+        assert server.metric("foretoken_time_to_first_token_seconds_count") == 1
+        assert server.metric("foretoken_request_duration_seconds_count") == 1
+        # Ten rounds of four tokens: the first one has nothing before it.
+        assert server.metric("foretoken_round_interval_seconds_count") == 9
+        assert server.metric("foretoken_inter_token_latency_seconds_count") == 36
+        interval = server.metric("foretoken_round_interval_seconds_sum")
+        assert server.metric("foretoken_inter_token_latency_seconds_sum") == pytest.approx(interval)
+        assert server.metric("foretoken_request_completion_tokens_sum") == 40
+        assert server.metric("foretoken_request_acceptance_rate_count") == 1
+        assert server.metric("foretoken_spec_decode_num_draft_tokens_total", method="draft_model") == 30
+        assert server.metric("foretoken_spec_decode_num_accepted_tokens_total", method="draft_model") == 30
+        assert server.metric("foretoken_spec_decode_draft_tokens_per_position_total", position="1") == 10
+        assert server.metric("foretoken_kv_cache_usage_ratio", model="target") == 0.25
+        assert server.metric("foretoken_phase_seconds_total", phase="score") == 1.0
+
+
+def test_stop_string_counts_only_what_counts(start_server: StartServer) -> None:
+    with start_server(*SLOW) as server:
+        answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 40, "stop": "o"}).json()
+        assert answer["usage"]["completion_tokens"] == 5
+        assert server.metric("foretoken_generation_tokens_total") == 5
+        assert server.metric("foretoken_requests_total", endpoint="completions", finish_reason="stop") == 1
+
+
+def test_metrics_formats(server: RunningServer) -> None:
+    assert server.get("/metrics").headers["content-type"].startswith("text/plain")
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    response = server.get("/metrics", headers=accept)
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+def test_version(server: RunningServer) -> None:
+    version = server.get("/version").json()
+    assert version["name"] == "foretoken"
+    assert (version["model"], version["device"], version["dtype"]) == (MODEL, "cpu", "float32")
