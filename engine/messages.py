@@ -125,7 +125,10 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request ended by an error; all of its sequences are gone. ``code`` names it for the client."""
+    """A request ended by an error; all of its sequences are gone. ``code`` names it for the client.
+
+    With an empty ``request_id`` it is the worker itself that could not start.
+    """
 
     request_id: str
     code: str

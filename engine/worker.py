@@ -3,7 +3,8 @@
     python -m engine.worker --socket ipc:///path --config '{"target": ...}'
 
 Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when its
-parent is gone. A model that cannot be loaded ends it with exit code 2 and one line on stderr.
+parent is gone. A model that cannot be loaded is said to the front end, and on stderr in one line; the exit
+code is then 2.
 """
 
 import argparse
@@ -33,6 +34,8 @@ from engine.messages import (
 from engine.models.loader import ModelLoadError
 
 IDLE_POLL_MILLISECONDS = 1000
+# How long a last message may take to leave when the process ends.
+LINGER_MILLISECONDS = 1000
 
 
 class Worker:
@@ -73,6 +76,8 @@ class Worker:
                     self._send(Failed(message.request_id, error.code, str(error)))
             case Abort():
                 self.core.abort(message.request_id, message.index)
+                if not self.core.has_work:  # no step will follow to tell what is in use now
+                    self._send(StepOutput([], self.core.snapshot()))
             case Shutdown():
                 self.running = False
 
@@ -105,17 +110,17 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     config = EngineConfig.model_validate_json(args.config)
-    try:
-        core = build_engine(config)
-    except ModelLoadError as error:
-        print(f"foretoken worker: {error}", file=sys.stderr)
-        return 2
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.linger = 0
+        socket.linger = LINGER_MILLISECONDS
         socket.connect(args.socket)
-        worker = Worker(core, socket)
+        try:
+            core = build_engine(config)
+        except ModelLoadError as error:
+            print(f"foretoken worker: {error}", file=sys.stderr)
+            socket.send(encode(Failed(request_id="", code="model_load_failed", message=str(error))))
+            return 2
         socket.send(encode(describe(core, config)))
-        worker.run()
+        Worker(core, socket).run()
     return 0
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.messages import Generate, SamplingParams, TokenOutput
+from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 
 
 def save_random_llama(
@@ -82,8 +82,7 @@ def run_engine(
         while pending and (not arrivals or arrivals[pending[0]] <= step or not core.has_work):
             i = pending.pop(0)
             core.add(Generate(request_id=str(i), prompt_token_ids=prompts[i], params=each[i]))
-        for output in core.step():
-            assert isinstance(output, TokenOutput)
+        for output in stepped(core):
             outputs[int(output.request_id)] += output.token_ids
         step += 1
     return outputs
@@ -93,11 +92,13 @@ def outputs_by_choice(core: EngineCore) -> dict[tuple[str, int], list[int]]:
     """Run what is queued to the end."""
     collected: dict[tuple[str, int], list[int]] = {}
     while core.has_work:
-        for output in core.step():
-            assert isinstance(output, TokenOutput)
-            collect(collected, output)
+        for output in stepped(core):
+            collected.setdefault((output.request_id, output.index), []).extend(output.token_ids)
     return collected
 
 
-def collect(collected: dict[tuple[str, int], list[int]], output: TokenOutput) -> None:
-    collected.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+def stepped(core: EngineCore) -> list[TokenOutput]:
+    """One step, in which nothing may fail."""
+    outputs = core.step()
+    assert not [output for output in outputs if isinstance(output, Failed)]
+    return [output for output in outputs if isinstance(output, TokenOutput)]

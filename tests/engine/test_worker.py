@@ -109,18 +109,26 @@ def test_abort_stops_the_outputs(worker: Connection) -> None:
     worker.send(Generate(request_id="long", prompt_token_ids=[1], params=params))
     worker.outputs()
     worker.send(Abort("long"))
+    while worker.outputs():  # the last message has none: it tells what is in use once all is quiet
+        pass
     worker.send(
         Generate(request_id="next", prompt_token_ids=[1], params=SamplingParams(max_tokens=1, temperature=0))
     )
     outputs = worker.outputs()
-    while outputs[0].request_id == "long":
-        outputs = worker.outputs()
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("next", "length")]
 
 
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
-    process = spawn("ipc:///nowhere", EngineConfig(target=str(tmp_path / "none"), draft="none"))
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "is not a model folder" in stderr
-    assert "Traceback" not in stderr
+    address = f"ipc://{tmp_path}/w"
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.bind(address)
+        process = spawn(address, EngineConfig(target=str(tmp_path / "none"), draft="none"))
+        connection = Connection(socket, process)
+        failed = connection.receive()
+        assert isinstance(failed, Failed)
+        assert (failed.request_id, failed.code) == ("", "model_load_failed")
+        assert "is not a model folder" in failed.message
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert stderr.strip().endswith(failed.message)
+        assert "Traceback" not in stderr
