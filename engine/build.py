@@ -6,24 +6,27 @@ from engine.admission import Admission
 from engine.block_manager import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.models.decoder_only import DecoderModel
-from engine.models.loader import ModelLoadError, load_causal_model, resolve_device, resolve_dtype
+from engine.models.decoder_only import DecoderModel, ModelLoadError
+from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.proposers.base import NoProposer, Proposer
 from engine.proposers.draft_model import DraftModelProposer
 from engine.scheduler import Scheduler
 
+# The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
+# the first one wait for it.
+MIN_PARAMETERS_FOR_THREADS = 50_000_000
+
 
 def build_engine(config: EngineConfig) -> EngineCore:
     """Load the models, allocate the caches, wire the engine. ``ModelLoadError`` if that cannot be."""
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     assert config.target is not None  # filled in by EngineConfig
-    target = DecoderModel(load_causal_model(config.target, dtype, device), dtype, device)
+    target = load_decoder(config.target, dtype, device)
+    torch.set_num_threads(config.num_threads or _num_threads(target))
     draft = None
     if config.draft is not None and config.num_speculative_tokens > 0:
-        draft = DecoderModel(load_causal_model(config.draft, dtype, device), dtype, device)
+        draft = load_decoder(config.draft, dtype, device)
         _check_pair(target, draft)
 
     max_model_len = _max_model_len(config, target)
@@ -54,6 +57,13 @@ def build_engine(config: EngineConfig) -> EngineCore:
             verification=None if config.verification == "auto" else config.verification,
         ),
     )
+
+
+def _num_threads(target: DecoderModel) -> int:
+    """Threads for the CPU's share of the work, if nobody said."""
+    if target.num_parameters < MIN_PARAMETERS_FOR_THREADS:
+        return 1
+    return torch.get_num_threads()
 
 
 def _max_model_len(config: EngineConfig, target: DecoderModel) -> int:

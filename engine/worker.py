@@ -31,7 +31,7 @@ from engine.messages import (
     decode_to_worker,
     encode,
 )
-from engine.models.loader import ModelLoadError
+from engine.models.decoder_only import ModelLoadError
 
 IDLE_POLL_MILLISECONDS = 1000
 # How long a last message may take to leave when the process ends.

@@ -1,10 +1,12 @@
 """Token ids of one sequence to text, piece by piece.
 
 Never splits a UTF-8 character over two pieces, never lets a stop string out (unless asked to), and holds
-text back while it could still become one. Knows nothing of HTTP or of the engine; ``server.generation``
-keeps one ``Detokenizer`` per choice.
+text back while it could still become one. Keeps account of which token stands where in the text, and of
+which ones have all of their text out. Knows nothing of HTTP or of the engine; ``server.choice`` has one
+``Detokenizer`` per choice.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -27,48 +29,94 @@ class StopMatch(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one call of ``push`` released. ``num_tokens`` counts up to the token that completed a stop."""
+    """What one call released.
+
+    ``offsets`` has the place in the whole text of each token that counted: those up to the one that
+    completed a stop string. ``num_shown`` tokens, of this call or earlier ones, now have all text out.
+    """
 
     text: str
-    num_tokens: int
+    offsets: list[int]
+    num_shown: int
     stopped: bool
 
 
 class Detokenizer:
+    """Stop strings count in what follows the first ``min_tokens`` tokens only."""
+
     def __init__(
-        self, stream: TextStream, stop_strings: Sequence[str] = (), *, include_stop_string: bool = False
+        self,
+        stream: TextStream,
+        stop_strings: Sequence[str] = (),
+        *,
+        include_stop_string: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._stream = stream
         self._stop_strings = stop_strings
         self._include_stop_string = include_stop_string
-        self._held = ""
+        self._num_unsearched_tokens = min_tokens
+        self._num_characters = 0
+        self._free = ""  # to be released whatever comes
+        self._held = ""  # could still hold or become a stop string
+        self._ends: deque[int] = deque()  # of tokens not shown yet: shown once that many characters are out
+
+    @property
+    def num_characters(self) -> int:
+        """Of the text so far, held back or not: where the next token starts."""
+        return self._num_characters
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         """Take the next tokens. After ``stopped`` the sequence is over and must not be pushed again."""
-        for position, token_id in enumerate(token_ids, start=1):
-            self._held += self._stream.step(token_id)
-            match = find_stop(self._held, self._stop_strings)
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._num_characters)
+            match = self._take(token_id)
             if match is not None:
-                return Piece(self._cut(match), position, stopped=True)
-        return Piece(self._release(), len(token_ids), stopped=False)
+                return self._end(match, offsets)
+        text = self._release()
+        return Piece(text, offsets, self._count_shown(), stopped=False)
 
     def finish(self) -> Piece:
         """Release everything: no further token can complete a character or a stop string."""
-        self._held += self._stream.flush()
-        match = find_stop(self._held, self._stop_strings)
-        text = self._held if match is None else self._cut(match)
-        self._held = ""
-        return Piece(text, 0, stopped=match is not None)
+        rest = self._stream.flush()
+        self._num_characters += len(rest)
+        self._held += rest
+        return self._end(find_stop(self._held, self._stop_strings), [])
 
-    def _cut(self, match: StopMatch) -> str:
-        text = self._held[: match.end if self._include_stop_string else match.start]
-        self._held = ""
-        return text
+    def _take(self, token_id: int) -> StopMatch | None:
+        text = self._stream.step(token_id)
+        # A token without text belongs to the next character: it is a part of it, or a special token.
+        self._ends.append(self._num_characters + max(1, len(text)))
+        self._num_characters += len(text)
+        if self._num_unsearched_tokens > 0:
+            self._num_unsearched_tokens -= 1
+            self._free += text
+            return None
+        self._held += text
+        return find_stop(self._held, self._stop_strings)
+
+    def _end(self, match: StopMatch | None, offsets: list[int]) -> Piece:
+        """The last piece: the text up to the match, or all of it."""
+        end = None if match is None else match.end if self._include_stop_string else match.start
+        text, num_shown = self._free + self._held[:end], len(self._ends)
+        self._free = self._held = ""
+        self._ends.clear()
+        return Piece(text, offsets, num_shown, stopped=match is not None)
 
     def _release(self) -> str:
         split = len(self._held) - longest_stop_prefix(self._held, self._stop_strings)
-        text, self._held = self._held[:split], self._held[split:]
+        text = self._free + self._held[:split]
+        self._free, self._held = "", self._held[split:]
         return text
+
+    def _count_shown(self) -> int:
+        num_released = self._num_characters - len(self._held)
+        num_shown = 0
+        while self._ends and self._ends[0] <= num_released:
+            self._ends.popleft()
+            num_shown += 1
+        return num_shown
 
 
 def find_stop(text: str, stop_strings: Sequence[str]) -> StopMatch | None:

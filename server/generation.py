@@ -5,10 +5,13 @@ request of p prompts with ``n`` sequences each has p * n choices, numbered promp
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
+from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice
 from server.detokenizer import Detokenizer
 from server.engine_client import EngineClient
 from server.engine_stream import EngineStream
@@ -30,31 +33,31 @@ class Job:
     stop_strings: list[str]
     include_stop_string: bool
     skip_special_tokens: bool
+    echo: bool
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def wants_tokens(self) -> bool:
+        return self.params.max_tokens > 0
+
     def prompt_of(self, choice: int) -> TokenPrompt:
         return self.prompts[choice // self.n]
 
+    def engine_params(self) -> SamplingParams | None:
+        """What the engine is asked for; None where nothing has to be computed.
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """What one round added to a choice; ``text`` may be empty while it is held back."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-
-
-@dataclass(slots=True)
-class FinishedChoice:
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+        It always generates, so for a prompt's log-probabilities alone one token is asked for and dropped.
+        """
+        if self.wants_tokens:
+            return self.params
+        if self.params.prompt_logprobs is None:
+            return None
+        return msgspec.structs.replace(
+            self.params, max_tokens=1, logprobs=None, num_speculative_tokens=0, trace=False
+        )
 
 
 class SpeculationCounts(NamedTuple):
@@ -72,24 +75,22 @@ class Generation:
         self._engine = engine
         self._timer = RequestTimer(metrics.requests, job.endpoint, self._num_prompt_tokens())
         self._stream: EngineStream | None = None
-        self._detokenizers = [
-            Detokenizer(
-                tokenizer.stream(skip_special_tokens=job.skip_special_tokens),
-                job.stop_strings,
-                include_stop_string=job.include_stop_string,
-            )
-            for _ in range(job.num_choices)
-        ]
+        self.choices = [_reader(job, index, tokenizer) for index in range(job.num_choices)]
         self._num_tokens = 0
-        self._finish_reasons: dict[int, FinishReason] = {}
         self._is_over = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.finish_reason is not None for choice in self.choices)
 
     def start(self) -> None:
         """Submit to the engine; raises ``NotReadyError`` or ``QueueFullError``."""
-        if self.job.params.max_tokens > 0:
+        params = self.job.engine_params()
+        if params is not None:
             self._stream = self._engine.submit(
                 [
-                    Generate(f"{self.job.id}-{number}", prompt.token_ids, self.job.params, self.job.n)
+                    Generate(f"{self.job.id}-{number}", prompt.token_ids, params, self.job.n)
                     for number, prompt in enumerate(self.job.prompts)
                 ]
             )
@@ -97,8 +98,8 @@ class Generation:
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
         if self._stream is None:
-            for index in range(self.job.num_choices):
-                yield self._finish(ChoiceDelta(index, "", [], "length"))
+            for choice in self.choices:
+                yield choice.end_without_tokens()
         else:
             try:
                 async for output in self._stream:
@@ -108,16 +109,14 @@ class Generation:
                 self._is_over = True  # failed, which is not the same as abandoned
                 raise
         self._is_over = True
-        reason: FinishReason = "length" if "length" in self._finish_reasons.values() else "stop"
+        by_length = any(choice.finish_reason == "length" for choice in self.choices)
+        reason: FinishReason = "length" if by_length else "stop"
         self._timer.finished(reason, self.speculation.drafted, self.speculation.accepted)
 
     async def collect(self) -> list[FinishedChoice]:
         choices = [FinishedChoice(index) for index in range(self.job.num_choices)]
         async for delta in self.deltas():
-            choice = choices[delta.index]
-            choice.text += delta.text
-            choice.token_ids += delta.token_ids
-            choice.finish_reason = delta.finish_reason
+            choices[delta.index].add(delta)
         return choices
 
     def close(self) -> None:
@@ -138,41 +137,44 @@ class Generation:
         return sum(len(prompt.token_ids) for prompt in self.job.prompts)
 
     def _take(self, output: TokenOutput) -> ChoiceDelta | None:
-        """Turn one engine output into text, watching for stop strings."""
-        index = self._choice_of(output)
-        if index in self._finish_reasons:
+        """Turn one engine output into a delta, and end its sequence at a stop string."""
+        choice = self.choices[self._choice_of(output)]
+        if choice.finish_reason is not None:
             return None  # was on its way when the stop string was found
-        detokenizer = self._detokenizers[index]
-        ended_by_token = output.finish_reason == "stop" and not self.job.include_stop_string
-        piece = detokenizer.push(output.token_ids[:-1] if ended_by_token else output.token_ids)
-        num_tokens = piece.num_tokens + (1 if ended_by_token and not piece.stopped else 0)
-        text, finish_reason = piece.text, output.finish_reason
-        if piece.stopped:
-            finish_reason = "stop"
+        if not self.job.wants_tokens:
+            return choice.read_prompt(output)
+        delta = choice.read(output)
+        if delta.finish_reason is not None:
             assert self._stream is not None
             self._stream.stop(output.request_id, output.index)
-        elif output.finish_reason is not None:
-            last = detokenizer.finish()
-            text += last.text
-            finish_reason = "stop" if last.stopped else output.finish_reason
-        self._count(output, index, num_tokens)
-        delta = ChoiceDelta(index, text, output.token_ids[:num_tokens], finish_reason)
-        return delta if finish_reason is None else self._finish(delta)
+        self._count(output, delta)
+        return delta
 
     def _choice_of(self, output: TokenOutput) -> int:
         prompt = int(output.request_id.rpartition("-")[2])
         return prompt * self.job.n + output.index
 
-    def _count(self, output: TokenOutput, index: int, num_tokens: int) -> None:
+    def _count(self, output: TokenOutput, delta: ChoiceDelta) -> None:
+        num_tokens = len(delta.token_ids)
         self._num_tokens += num_tokens
-        self._timer.output(index, num_tokens)
+        self._timer.output(delta.index, num_tokens)
         if output.num_draft_tokens:
             rounds, drafted, accepted = self.speculation
             self.speculation = SpeculationCounts(
                 rounds + 1, drafted + output.num_draft_tokens, accepted + output.num_accepted_tokens
             )
 
-    def _finish(self, delta: ChoiceDelta) -> ChoiceDelta:
-        assert delta.finish_reason is not None
-        self._finish_reasons[delta.index] = delta.finish_reason
-        return delta
+
+def _reader(job: Job, index: int, tokenizer: Tokenizer) -> ChoiceReader:
+    detokenizer = Detokenizer(
+        tokenizer.stream(skip_special_tokens=job.skip_special_tokens),
+        job.stop_strings,
+        include_stop_string=job.include_stop_string,
+        min_tokens=job.params.min_tokens,
+    )
+    return ChoiceReader(
+        index,
+        detokenizer,
+        include_stop_string=job.include_stop_string,
+        text_start=len(job.prompt_of(index).text) if job.echo else 0,
+    )

@@ -11,15 +11,18 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
+from server.vocabulary import Vocabulary
+
 
 class ChatTemplateError(Exception):
     """The model has no chat template, or its template refused the messages."""
 
 
 class Tokenizer:
-    """One loaded tokenizer. Safe to use from several threads: nothing in it changes after loading."""
+    """One loaded tokenizer. Safe to use from several threads: only a cache in it changes after loading."""
 
     def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
+        self.vocabulary = Vocabulary(fast)
         self._fast = fast
         self._templates = templates
 

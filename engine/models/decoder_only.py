@@ -7,13 +7,16 @@ import torch
 from engine.batch import ForwardBatch, Span
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import LayerProbe, PagedAttention
-from engine.models.loader import ModelLoadError
+
+
+class ModelLoadError(Exception):
+    """A model cannot be loaded or cannot be served; the message is for the user."""
 
 
 class DecoderModel:
     """Target and draft alike. ``allocate_cache`` must be called before the first ``forward``."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Any, num_parameters: int, dtype: torch.dtype, device: torch.device) -> None:
         self.model = model
         self.dtype = dtype
         self.device = device
@@ -21,6 +24,7 @@ class DecoderModel:
         self.vocab_size = int(text_config.vocab_size)
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
         self.eos_token_ids = _eos_token_ids(model)
+        self.num_parameters = num_parameters
         self.layers = self._probe_layers()
         self.cache: KVCache | None = None
         self.block_size = 0

@@ -11,13 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.models.attention import ATTENTION_NAME
+from engine.models.decoder_only import DecoderModel, ModelLoadError
 from engine.models.packed_linear import can_pack, pack_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class ModelLoadError(Exception):
-    """A model cannot be loaded or cannot be served; the message is for the user."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -35,8 +32,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_causal_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A transformers causal language model in evaluation mode, on ``device``."""
+def load_decoder(path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    """The decoder-only model at ``path``, on ``device``, its cache not yet allocated."""
+    model = _load_causal_model(path, dtype, device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if can_pack(dtype, device):
+        pack_linears(model)
+    return DecoderModel(model, num_parameters, dtype, device)
+
+
+def _load_causal_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     if looks_local and not (Path(path).expanduser() / "config.json").is_file():
         raise ModelLoadError(f"{path} is not a model folder: it has no config.json")
@@ -50,6 +55,4 @@ def load_causal_model(path: str, dtype: torch.dtype, device: torch.device) -> An
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"cannot load {path}: {error}") from error
     model.eval().requires_grad_(False).to(device)
-    if can_pack(dtype, device):
-        pack_linears(model)
     return model

@@ -13,6 +13,7 @@ from engine.messages import SamplingParams
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
 TOP_P_CANDIDATES = 1024
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class SamplingTensors(NamedTuple):
@@ -34,7 +35,7 @@ class SamplingTensors(NamedTuple):
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
         return cls(
-            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            temperature=column([p.temperature or 1.0 for p in params], torch.float32).clamp(min=SMALLEST),
             top_k=column([p.top_k for p in params], torch.int64),
             top_p=column([p.top_p for p in params], torch.float32),
             min_p=column([p.min_p for p in params], torch.float32),
@@ -46,7 +47,9 @@ class SamplingTensors(NamedTuple):
 
 def to_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """Distributions [batch, positions, vocab], float32, from logits of that shape."""
-    probs = (logits.float() / sampling.temperature[..., None]).softmax(-1)
+    # The maximum goes first: a temperature next to zero would make infinities of the logits.
+    logits = logits.float() - logits.float().amax(-1, keepdim=True)
+    probs = (logits / sampling.temperature[..., None]).softmax(-1)
     if not (sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p):
         return probs
     threshold = _threshold(probs, sampling)

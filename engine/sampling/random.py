@@ -23,6 +23,7 @@ class Stream(IntEnum):
     ACCEPT = 2  # accepts or rejects a drafted token
     RECOVER = 3  # draws the recovered or bonus token
     RACE = 4  # exponential noise over the vocabulary, under the coupled rule
+    ROUND = 5  # seeds of rounds, under the block rule
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -32,6 +33,15 @@ def sequence_seed(seed: int, index: int) -> int:
     """
     mixed = seed & MASK_64 if index == 0 else _mix_int((seed & MASK_64) + index * WEYL)
     return _signed(mixed)
+
+
+def round_seeds(seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
+    """Seeds int64 for one round each, which starts at ``first_positions``.
+
+    Block verification looks at drafts and numbers beyond the tokens it keeps, so those are spent: a later
+    round must not meet them again at the same positions. Rounds start at different positions.
+    """
+    return _keys(seeds, first_positions, Stream.ROUND)
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:

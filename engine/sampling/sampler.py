@@ -16,7 +16,7 @@ from engine.messages import SamplingParams
 from engine.sampling.adjust import History, adjust_logits
 from engine.sampling.draw import inverse_cdf, race
 from engine.sampling.processors import SamplingTensors, to_probs
-from engine.sampling.random import Stream, exponential_noise, uniform
+from engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
 from engine.sampling.verify import (
     Verdict,
     probs_of_draft,
@@ -119,7 +119,7 @@ class Sampler:
                 ids[members] = logits[members, 0].argmax(-1)
             else:
                 rule_probs = self._probs(logits[members], indices)[:, 0]
-                seeds, positions = self.seeds[members], self.positions[members] + offset
+                seeds, positions = self._seeds(rule, members), self.positions[members] + offset
                 if rule is Rule.COUPLED:
                     ids[members] = race(rule_probs, exponential_noise(seeds, positions, self.vocab_size))
                 else:
@@ -161,6 +161,7 @@ class Sampler:
             return verify_exact_match(logits, draft_ids, num_draft)
         target_probs = self._probs(logits, indices)
         seeds = self.seeds[members][:, None]
+        spent_seeds = self._seeds(rule, members)[:, None]
         positions = self.positions[members][:, None] + torch.arange(logits.shape[1], device=self.device)
         if rule is Rule.COUPLED:
             noise = exponential_noise(seeds, positions, self.vocab_size)
@@ -171,7 +172,7 @@ class Sampler:
             draft_ids,
             self._draft_probs(drafts, members),
             num_draft,
-            accept_uniforms=uniform(seeds, positions[:, :-1], Stream.ACCEPT),
+            accept_uniforms=uniform(spent_seeds, positions[:, :-1], Stream.ACCEPT),
             recover_uniforms=uniform(seeds, positions, Stream.RECOVER),
         )
 
@@ -201,6 +202,11 @@ class Sampler:
         if drafts.probs is not None:
             return drafts.probs[members]
         return F.one_hot(drafts.token_ids[members], self.vocab_size).float()
+
+    def _seeds(self, rule: Rule, members: slice | torch.Tensor) -> torch.Tensor:
+        """Seeds for drafting and accepting; each sequence's own, except under the block rule."""
+        seeds = self.seeds[members]
+        return round_seeds(seeds, self.positions[members]) if rule is Rule.BLOCK else seeds
 
     def _index(self, indices: list[int]) -> slice | torch.Tensor:
         if len(indices) == len(self.rows):

@@ -1,0 +1,57 @@
+# Everything here runs from a fresh checkout; it needs Python 3.11 or newer with venv, and nothing else.
+# Settings reach the server through the environment: FORETOKEN_PORT=8001 FORETOKEN_TARGET=path make serve
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev serve test check lint types format clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
+		while IFS='|' read -r target what; do printf '%-20s %s\n' "$$target" "$$what"; done
+
+serve: install ## Install if needed, then serve on 127.0.0.1:8000 (settings: FORETOKEN_* variables)
+	@exec $(VENV)/bin/foretoken serve
+
+test: install-dev ## Install if needed, then run all tests (PYTEST_ARGS="-k name" narrows them)
+	@exec $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+check: lint types ## Install if needed, then lint, check the formatting and the types
+
+lint: install-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: install-dev
+	$(VENV)/bin/mypy
+
+format: install-dev ## Reformat the code and fix what ruff can fix
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean: ## Remove the environment and the tools' caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+# The stamps are written last, so an interrupted installation is done again.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "==> Installing Foretoken and what it needs into $(VENV) (the first time takes minutes)"
+	$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "==> Installing Foretoken with its test tools into $(VENV) (the first time takes minutes)"
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Foretoken needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 1; }
+	@echo "==> Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || \
+		{ rm -rf $(VENV); echo "No venv module: on Debian, install the package python3-venv" >&2; exit 1; }

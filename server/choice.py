@@ -1,0 +1,109 @@
+"""One choice of a request: the engine's outputs of one sequence in, deltas of text out.
+
+Decides where the choice ends (by a stop string, before the engine knows) and gives each token's
+log-probability out together with its text. ``server.generation`` has one ``ChoiceReader`` per choice.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.messages import FinishReason, RoundTrace, TokenLogprob, TokenOutput
+from server.detokenizer import Detokenizer
+from server.logprobs import ScoredToken
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What one round added to a choice.
+
+    ``text`` may be empty while it is held back; ``scored`` are the tokens whose text it completes, if
+    log-probabilities were asked for, while ``token_ids`` are those of the round.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    scored: list[ScoredToken] = field(default_factory=list)
+    prompt_scored: list[TokenLogprob | None] | None = None
+
+
+@dataclass(slots=True)
+class FinishedChoice:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    scored: list[ScoredToken] = field(default_factory=list)
+    prompt_scored: list[TokenLogprob | None] | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        self.scored += delta.scored
+        self.prompt_scored = self.prompt_scored or delta.prompt_scored
+
+
+class ChoiceReader:
+    """``text_start`` is where the choice's own text starts: after the echoed prompt."""
+
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, *, include_stop_string: bool, text_start: int
+    ) -> None:
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.seed: int | None = None
+        self.trace: list[RoundTrace] = []
+        self._detokenizer = detokenizer
+        self._include_stop_string = include_stop_string
+        self._text_start = text_start
+        self._unshown: list[ScoredToken] = []
+
+    def read(self, output: TokenOutput) -> ChoiceDelta:
+        """Turn one output into text. Not to be called after ``finish_reason`` is set."""
+        # A stop token ends the text without being part of it.
+        ended_by_token = output.finish_reason == "stop" and not self._include_stop_string
+        piece = self._detokenizer.push(output.token_ids[:-1] if ended_by_token else output.token_ids)
+        text, offsets, num_shown = piece.text, piece.offsets, piece.num_shown
+        self.finish_reason = "stop" if piece.stopped else output.finish_reason
+        if output.finish_reason is not None and not piece.stopped:
+            last = self._detokenizer.finish()
+            text += last.text
+            num_shown += last.num_shown
+            if ended_by_token:
+                offsets.append(self._detokenizer.num_characters)
+                num_shown += 1
+            if last.stopped:
+                self.finish_reason = "stop"
+        self._remember(output)
+        return ChoiceDelta(
+            index=self.index,
+            text=text,
+            token_ids=output.token_ids[: len(offsets)],
+            finish_reason=self.finish_reason,
+            scored=self._show(output, offsets, num_shown),
+            prompt_scored=output.prompt_logprobs,
+        )
+
+    def read_prompt(self, output: TokenOutput) -> ChoiceDelta:
+        """The output of a request for no tokens: only what it says about the prompt counts."""
+        self.seed = output.seed
+        return self.end_without_tokens(output.prompt_logprobs)
+
+    def end_without_tokens(self, prompt_scored: list[TokenLogprob | None] | None = None) -> ChoiceDelta:
+        self.finish_reason = "length"
+        return ChoiceDelta(self.index, "", [], "length", prompt_scored=prompt_scored)
+
+    def _remember(self, output: TokenOutput) -> None:
+        self.seed = output.seed
+        if output.trace is not None:
+            self.trace.append(output.trace)
+
+    def _show(self, output: TokenOutput, offsets: list[int], num_shown: int) -> list[ScoredToken]:
+        """Take in the tokens that counted, give out those whose text is out."""
+        self._unshown += [
+            ScoredToken.of(scored, self._text_start + offset)
+            for scored, offset in zip(output.logprobs or [], offsets, strict=False)
+        ]
+        shown, self._unshown = self._unshown[:num_shown], self._unshown[num_shown:]
+        return shown

@@ -1,0 +1,45 @@
+"""Log-probabilities as the two endpoints shape them, and vLLM's shape for those of the prompt."""
+
+from pydantic import BaseModel
+
+
+class CompletionLogprobs(BaseModel):
+    """Four lists with one entry per token. The first token of an echoed prompt has no log-probability.
+
+    ``top_logprobs`` also has the token itself, so up to ``logprobs`` + 1 entries. ``text_offset`` is where
+    the token starts in the choice's whole text, in characters.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(BaseModel):
+    """``bytes`` are exact, also where ``token`` is part of a character and so has no text of its own."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(BaseModel):
+    """``rank`` 1 is the likeliest; null for a prompt token that is not among the likeliest asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# By token id. The first prompt token follows nothing: null.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]

@@ -1,0 +1,120 @@
+"""Whole rounds of the production sampler without models: thousands of sequences at once over toy logits.
+
+Everything that decides about tokens is the engine's own (``Sampler``: processing, draws, verification);
+only the forward passes are table look-ups. That makes large histograms cheap.
+"""
+
+from collections import Counter
+
+import numpy as np
+import torch
+from scipy import stats
+
+from engine.messages import SamplingParams
+from engine.sampling.adjust import History
+from engine.sampling.sampler import Drafts, Row, Rule, Sampler
+from tests import naive
+
+VOCAB_SIZE, NUM_TOKENS, NUM_DRAFT = 5, 3, 2
+PROMPT = [1, 1, 3]
+STOP_ID = 4
+CPU = torch.device("cpu")
+
+
+class ToyLogits:
+    """Random logits for every continuation of the prompt, float32 in the engine's eyes."""
+
+    def __init__(self, seed: int, sharpness: float) -> None:
+        self.seed, self.sharpness = seed, sharpness
+        self.rows: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def __call__(self, tokens: list[int]) -> torch.Tensor:
+        key = tuple(tokens)
+        if key not in self.rows:
+            generator = torch.Generator().manual_seed(hash((self.seed, *key)) % 2**31)
+            self.rows[key] = self.sharpness * torch.randn(VOCAB_SIZE, generator=generator)
+        return self.rows[key]
+
+
+TARGET, DRAFT = ToyLogits(1, 1.2), ToyLogits(2, 1.2)
+
+
+def simulate(
+    params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0
+) -> list[tuple[int, ...]]:
+    """Three tokens for each of the seeds 0, 1, ...; ``in_flight`` > 0 limits how many share a sampler."""
+    batch = in_flight or num_samples
+    outputs: list[tuple[int, ...]] = []
+    for first in range(0, num_samples, batch):
+        outputs += _simulate_batch(params, rule, range(first, min(first + batch, num_samples)))
+    return outputs
+
+
+def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range) -> list[tuple[int, ...]]:
+    texts = {seed: list(PROMPT) for seed in seeds}
+    while unfinished := [s for s in seeds if len(texts[s]) < len(PROMPT) + NUM_TOKENS]:
+        remaining = [len(PROMPT) + NUM_TOKENS - len(texts[s]) for s in unfinished]
+        lengths = [min(NUM_DRAFT, r - 1) for r in remaining]
+        rows = [
+            Row(rule, seed, History(params, list(texts[seed]), len(PROMPT), frozenset([STOP_ID])))
+            for seed in unfinished
+        ]
+        sampler = Sampler(rows, VOCAB_SIZE, CPU)
+        drafts = _propose(sampler, lengths)
+        logits = torch.stack(
+            [
+                TARGET([*row.history.token_ids, *ids[:j]])
+                for row, ids, length in zip(rows, drafts.token_ids.tolist(), lengths, strict=True)
+                for j in range(length + 1)
+            ]
+        )
+        (num_accepted, next_token), failed = sampler.verify(logits, drafts)
+        assert not failed.any()
+        for i, seed in enumerate(unfinished):
+            drafted = drafts.token_ids[i, : int(num_accepted[i])].tolist()
+            texts[seed] += [*drafted, int(next_token[i])]
+    return [tuple(texts[seed][len(PROMPT) :]) for seed in seeds]
+
+
+def _propose(sampler: Sampler, lengths: list[int]) -> Drafts:
+    """As the draft-model proposer does, with look-ups for forward passes."""
+    width = max(lengths)
+    token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
+    probs = torch.zeros(len(lengths), width, VOCAB_SIZE) if sampler.uses_draft_probs else None
+    for position in range(width):
+        active = [i for i, length in enumerate(lengths) if length > position]
+        drafted = token_ids[active, :position]
+        texts = [
+            sampler.rows[i].history.token_ids + ids for i, ids in zip(active, drafted.tolist(), strict=True)
+        ]
+        ids, drawn_from = sampler.select(active).draw_drafts(torch.stack([DRAFT(t) for t in texts]), drafted)
+        token_ids[active, position] = ids
+        if probs is not None and drawn_from is not None:
+            probs[active, position] = drawn_from
+    return Drafts(token_ids, probs, lengths)
+
+
+def p_value(params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0) -> float:
+    """Chi-square of the simulated joint histogram against exact enumeration; 0 if the impossible occurs."""
+    expected = naive.joint(
+        lambda ids: TARGET(ids).double().numpy(), params, PROMPT, NUM_TOKENS, VOCAB_SIZE, [STOP_ID]
+    )
+    counts = np.zeros_like(expected)
+    for tokens, count in Counter(simulate(params, rule, num_samples, in_flight)).items():
+        counts[tokens] = count
+    return chi_square(counts.ravel(), expected.ravel())
+
+
+def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
+    """p-value; cells that expect fewer than five are taken together."""
+    if counts[probs == 0].sum():
+        return 0.0
+    counts, probs = counts[probs > 0], probs[probs > 0]
+    expected = probs / probs.sum() * counts.sum()
+    rare = expected < 5
+    if rare.any():
+        counts = np.append(counts[~rare], counts[rare].sum())
+        expected = np.append(expected[~rare], expected[rare].sum())
+    if len(counts) == 1:
+        return 1.0
+    return float(stats.chisquare(counts, expected).pvalue)

@@ -1,0 +1,55 @@
+"""Every sampling parameter at every drafted position: joint histograms against exact enumeration."""
+
+
+import pytest
+
+from engine.messages import SamplingParams
+from engine.sampling.sampler import Rule
+from tests.engine.simulation import STOP_ID, p_value
+
+SIGNIFICANCE = 1e-5  # some 400 tests with fixed seeds: none should come near it
+
+CUTS: dict[str, dict[str, float]] = {
+    "all tokens": {},
+    "top-p": {"top_p": 0.8},
+    "top-k": {"top_k": 3},
+    "min-p": {"min_p": 0.15},
+    "all cuts": {"top_p": 0.9, "top_k": 4, "min_p": 0.05},
+}
+ADJUSTMENTS: dict[str, dict[str, object]] = {
+    "as is": {},
+    "penalties": {"presence_penalty": 0.4, "frequency_penalty": 0.6, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {0: 1.5, 2: -2.0}},
+    "minimum": {"min_tokens": 2},
+    "all": {
+        "presence_penalty": -0.3,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 0.8,
+        "logit_bias": {3: -100.0},
+        "min_tokens": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
+@pytest.mark.parametrize("adjustment", ADJUSTMENTS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_joint_distribution_for_all_temperatures(cut: str, adjustment: str, rule: Rule) -> None:
+    for temperature in (0.7, 1.0, 1.5):
+        params = SamplingParams(max_tokens=3, temperature=temperature, **CUTS[cut], **ADJUSTMENTS[adjustment])  # type: ignore[arg-type]
+        assert p_value(params, rule, num_samples=2500) > SIGNIFICANCE, params
+
+
+@pytest.mark.parametrize("adjustment", ADJUSTMENTS)
+def test_temperature_0_is_the_argmax(adjustment: str) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, **ADJUSTMENTS[adjustment])  # type: ignore[arg-type]
+    assert p_value(params, Rule.EXACT_MATCH, num_samples=3) == 1
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 8])
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
+def test_joint_distribution_whatever_the_batch(rule: Rule, in_flight: int) -> None:
+    params = SamplingParams(
+        max_tokens=3, temperature=0.9, top_p=0.95, frequency_penalty=0.5, logit_bias={STOP_ID: 0.7}
+    )
+    assert p_value(params, rule, num_samples=2000, in_flight=in_flight) > SIGNIFICANCE

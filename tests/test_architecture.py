@@ -1,0 +1,134 @@
+"""House rules as tests: who may import whom, how long a file may be, what every module must have."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PRODUCT = ("server", "engine", "benchmarks", "tools")
+MAX_LINES = 320
+
+# Scheduling is bookkeeping with plain integers: it must be testable, and readable, without tensors.
+TORCH_FREE = (
+    "engine.messages",
+    "engine.config",
+    "engine.sequence",
+    "engine.block_manager",
+    "engine.scheduler",
+)
+
+
+def modules(*packages: str) -> list[Path]:
+    return sorted(path for package in packages for path in (ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
+    """Every imported module by its full name, and whether the import stands inside a function."""
+    lazy = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            yield module, id(node) in lazy
+            # `from engine import worker` imports engine.worker, whatever the statement looks like.
+            if module in PRODUCT:
+                yield from ((f"{module}.{alias.name}", id(node) in lazy) for alias in node.names)
+
+
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    return list(imports(ast.parse(path.read_text()), package))
+
+
+def is_within(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+@pytest.mark.parametrize("path", modules("server"), ids=name_of)
+def test_server_sees_only_the_border_of_the_engine(path: Path) -> None:
+    for module, lazy in imports_of(path):
+        assert not is_within(module, ("torch",)), f"{name_of(path)} imports {module}"
+        if module.split(".")[0] != "engine" or module == "engine":
+            continue
+        # The terminal command runs the engine in its own process; the import waits until it is asked for.
+        terminal = name_of(path) == "server/cli.py" and lazy and is_within(module, ("engine.terminal",))
+        allowed = is_within(module, ("engine.messages", "engine.config")) or terminal
+        assert allowed, f"{name_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", modules("engine"), ids=name_of)
+def test_engine_knows_nothing_of_http(path: Path) -> None:
+    for module, _ in imports_of(path):
+        forbidden = is_within(module, ("fastapi", "starlette", "uvicorn", "server"))
+        assert not forbidden, f"{name_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_imports_without_torch(module: str) -> None:
+    if not (ROOT / f"{module.replace('.', '/')}.py").exists():
+        pytest.skip(f"there is no {module}")
+    program = f"import sys, {module}; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize("path", modules(*PRODUCT), ids=name_of)
+def test_file_is_short_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES, f"{name_of(path)} has over {MAX_LINES} lines"
+    assert not text or ast.get_docstring(ast.parse(text)), f"{name_of(path)} has no docstring"
+
+
+@pytest.mark.parametrize("path", modules(*PRODUCT, "tests"), ids=name_of)
+def test_nothing_is_left_for_later(path: Path) -> None:
+    for mark in ("TO" + "DO", "FIX" + "ME", "X" * 3):
+        assert mark not in path.read_text(), f"{name_of(path)} has a {mark}"
+
+
+def test_changelog_opens_with_the_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")]
+    assert headings[0].startswith(f"## [{version}] - ")
+
+
+@pytest.mark.parametrize("path", modules("server", "engine"), ids=name_of)
+def test_readme_lists_the_file(path: Path) -> None:
+    """By its path inside its package, or by its folder."""
+    file_map = (ROOT / "README.md").read_text().partition("## Files")[2]
+    words = {word.rstrip(",") for word in file_map.split()}
+    inside = path.relative_to(ROOT / path.relative_to(ROOT).parts[0])
+    listed = {inside.as_posix(), f"{inside.parent.as_posix()}/"}
+    assert path.name == "__init__.py" or words & listed, f"README.md's file map lacks {name_of(path)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch.nn as nn", {("torch.nn", False)}),
+        ("from engine import worker", {("engine", False), ("engine.worker", False)}),
+        ("def f():\n    from engine.terminal import run", {("engine.terminal", True)}),
+        ("from ..engine import core", {("engine", False), ("engine.core", False)}),
+        ("from . import errors", {("server.routes", False)}),
+    ],
+)
+def test_imports_are_found(source: str, expected: set[tuple[str, bool]]) -> None:
+    package = "server" if "..engine" in source else "server.routes"
+    assert set(imports(ast.parse(source), package)) == expected
