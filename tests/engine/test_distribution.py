@@ -1,25 +1,21 @@
-"""Sampled output of the whole engine against exact enumeration; and proof that the test can fail.
+"""Sampled output of the whole engine against exact enumeration.
 
 Thousands of requests with fixed seeds, three tokens each; their joint histogram is compared with the
-product of the target's conditionals, computed in float64 without cache or batch, by chi-square.
+product of the target's conditionals, computed in float64 without cache or batch, by chi-square. That such
+a test can fail is shown in ``test_mutants``.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from engine.messages import SamplingParams
-from engine.sampling import sampler as sampler_module
-from engine.sampling import verify
-from engine.sampling.draw import inverse_cdf
-from engine.sampling.verify import Verdict
+from tests.engine.simulation import chi_square
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.reference import joint_distribution, with_temperature
 
@@ -74,94 +70,9 @@ def p_values(pair: Pair, num_samples: int, in_flight: int, verification: str, k:
     ]
 
 
-def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
-    """p-value; cells that expect fewer than five are taken together."""
-    expected = probs * counts.sum()
-    rare = expected < 5
-    if rare.any():
-        counts = np.append(counts[~rare], counts[rare].sum())
-        expected = np.append(expected[~rare], expected[rare].sum())
-    return float(stats.chisquare(counts, expected).pvalue)
-
-
 @pytest.mark.parametrize(("in_flight", "num_samples"), [(1, 1000), (2, 2000), (8, 6000)])
-@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
 def test_joint_distribution_is_the_targets(
     pair: Pair, verification: str, in_flight: int, num_samples: int
 ) -> None:
     assert min(p_values(pair, num_samples, in_flight, verification)) > SIGNIFICANCE
-
-
-def recovered_from_target(target_probs, draft_ids, draft_probs, num_draft, accept, recover):  # type: ignore[no-untyped-def]
-    """The residual forgets to subtract the draft."""
-    good = verify.verify_rejection(target_probs, draft_ids, draft_probs, num_draft, accept, recover)
-    rows = torch.arange(len(draft_ids))
-    a = good.num_accepted
-    return Verdict(a, inverse_cdf(target_probs[rows, a], recover[rows, a]))
-
-
-def accepts_everything(target_probs, draft_ids, draft_probs, num_draft, accept, recover):  # type: ignore[no-untyped-def]
-    """The draft is never refused."""
-    return verify.verify_rejection(target_probs, draft_ids, draft_probs, num_draft, accept * 0, recover)
-
-
-def rows_shifted_by_one(target_probs, draft_ids, draft_probs, num_draft, accept, recover):  # type: ignore[no-untyped-def]
-    """Each draft is compared with the distribution after it."""
-    shifted = torch.cat([target_probs[:, 1:], target_probs[:, -1:]], dim=1)
-    return verify.verify_rejection(shifted, draft_ids, draft_probs, num_draft, accept, recover)
-
-
-def bonus_from_draft(target_probs, draft_ids, draft_probs, num_draft, accept, recover):  # type: ignore[no-untyped-def]
-    """After full acceptance the last draft row is used again."""
-    good = verify.verify_rejection(target_probs, draft_ids, draft_probs, num_draft, accept, recover)
-    if draft_ids.shape[1] == 0:
-        return good
-    rows = torch.arange(len(draft_ids))
-    bonus = inverse_cdf(draft_probs[rows, (num_draft - 1).clamp(min=0)], recover[rows, num_draft])
-    full = (good.num_accepted == num_draft) & (num_draft > 0)
-    return Verdict(good.num_accepted, torch.where(full, bonus, good.next_token))
-
-
-def noise_shared_with_recovery(target_probs, draft_ids, draft_probs, num_draft, accept, recover):  # type: ignore[no-untyped-def]
-    """The number that refused the draft also draws the recovered token."""
-    padded = torch.cat([accept, recover[:, -1:]], dim=1)
-    return verify.verify_rejection(target_probs, draft_ids, draft_probs, num_draft, accept, padded)
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [
-        recovered_from_target,
-        accepts_everything,
-        rows_shifted_by_one,
-        bonus_from_draft,
-        noise_shared_with_recovery,
-    ],
-)
-def test_planted_bugs_in_rejection_are_caught(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Verdict]
-) -> None:
-    def positional(target_probs, draft_ids, draft_probs, num_draft, accept_uniforms, recover_uniforms):  # type: ignore[no-untyped-def]
-        return mutant(target_probs, draft_ids, draft_probs, num_draft, accept_uniforms, recover_uniforms)
-
-    monkeypatch.setattr(sampler_module, "verify_rejection", positional)
-    assert min(p_values(pair, 3000, 8, "rejection")) < SIGNIFICANCE
-
-
-def test_planted_greedy_draft_with_soft_probabilities_is_caught(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The draft takes its likeliest token but reports the distribution it did not draw from."""
-    monkeypatch.setattr(sampler_module, "inverse_cdf", lambda weights, uniforms: weights.argmax(-1))
-    assert min(p_values(pair, 3000, 8, "rejection")) < SIGNIFICANCE
-
-
-def test_planted_bug_in_coupled_is_caught(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that forgets the position repeats itself along the sequence."""
-    honest = sampler_module.exponential_noise
-
-    def stuck(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        return honest(seeds, torch.zeros_like(positions), vocab_size)
-
-    monkeypatch.setattr(sampler_module, "exponential_noise", stuck)
-    assert min(p_values(pair, 3000, 8, "coupled")) < SIGNIFICANCE

@@ -1,6 +1,5 @@
 """Every sampling parameter at every drafted position: joint histograms against exact enumeration."""
 
-
 import pytest
 
 from engine.messages import SamplingParams

@@ -1,0 +1,78 @@
+"""Gates: what must hold of an exact engine, as functions that raise ``AssertionError``.
+
+The tests call them on the engine as it is; ``test_mutants`` calls them on engines with a planted bug and
+expects them to raise.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.messages import SamplingParams
+from engine.sampling.sampler import Rule
+from engine.sampling.verify import Verdict
+from tests.engine.conftest import Models
+from tests.engine.simulation import p_value
+from tests.models import make_engine, run_engine
+
+SIGNIFICANCE = 1e-5
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
+PENALTIES = SamplingParams(
+    max_tokens=40, temperature=0, presence_penalty=0.5, frequency_penalty=0.7, repetition_penalty=1.4
+)
+
+
+def joint_distribution(
+    params: SamplingParams, rule: Rule, num_samples: int = 4000, in_flight: int = 0
+) -> None:
+    """Three tokens' joint histogram is the exactly enumerated one."""
+    assert p_value(params, rule, num_samples, in_flight) > SIGNIFICANCE
+
+
+def greedy_identity(models: Models, params: SamplingParams) -> None:
+    """Greedy text with speculation is the text without, for several draft lengths side by side."""
+    plain = run_engine(make_engine(models.target, None), PROMPTS, params)
+    for k in (1, 4, 8):
+        core = make_engine(models.target, models.close_draft, num_speculative_tokens=k)
+        assert run_engine(core, PROMPTS, params) == plain
+
+
+def self_draft_is_always_accepted(models: Models) -> None:
+    core = make_engine(models.target, models.target, num_speculative_tokens=5)
+    run_engine(core, PROMPTS, SamplingParams(max_tokens=40, temperature=0))
+    assert core.stats.num_accepted_tokens == core.stats.num_draft_tokens > 0
+
+
+def ends_at_the_first_stop(models: Models) -> None:
+    """Stop ids inside accepted runs: the text of plain decoding, and not a token more."""
+    for stop in range(16):
+        params = SamplingParams(max_tokens=40, temperature=0, stop_token_ids=[stop])
+        greedy_identity_of_one_draft(models, params)
+
+
+def greedy_identity_of_one_draft(models: Models, params: SamplingParams) -> None:
+    plain = run_engine(make_engine(models.target, None), PROMPTS, params)
+    drafted = run_engine(make_engine(models.target, models.target, num_speculative_tokens=6), PROMPTS, params)
+    assert drafted == plain
+
+
+def seeded_identity(models: Models) -> None:
+    """Coupled sampling says the same with a draft and without one."""
+    params = [SamplingParams(max_tokens=30, seed=i) for i in range(len(PROMPTS))]
+    plain = run_engine(make_engine(models.target, None), PROMPTS, params)
+    assert run_engine(make_engine(models.target, models.close_draft), PROMPTS, params) == plain
+
+
+def leaves_its_inputs_alone(verify: Callable[..., Verdict]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    arguments = [
+        torch.rand(4, 3, 5, generator=generator).softmax(-1),
+        torch.randint(5, (4, 2), generator=generator),
+        torch.rand(4, 2, 5, generator=generator).softmax(-1),
+        torch.tensor([0, 1, 2, 2]),
+        torch.rand(4, 2, generator=generator, dtype=torch.float64),
+        torch.rand(4, 3, generator=generator, dtype=torch.float64),
+    ]
+    copies = [argument.clone() for argument in arguments]
+    verify(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(arguments, copies, strict=True))
