@@ -1,0 +1,101 @@
+"""Log-probabilities are those of a fresh forward of the final text, however many tokens a round gave."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.core import EngineCore
+from engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
+from tests.engine.conftest import Models
+from tests.models import make_engine
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+def run(core: EngineCore, prompt: list[int], params: SamplingParams) -> list[TokenOutput]:
+    core.add(Generate(request_id="r", prompt_token_ids=prompt, params=params))
+    outputs = []
+    while core.has_work:
+        for output in core.step():
+            assert isinstance(output, TokenOutput)
+            outputs.append(output)
+    return outputs
+
+
+def fresh_logprobs(models: Models, text: list[int]) -> torch.Tensor:
+    """[len(text) - 1, vocab]: row i is of token i + 1."""
+    model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
+
+
+def check(entries: list[TokenLogprob], rows: torch.Tensor, num_top: int) -> None:
+    assert len(entries) == len(rows)
+    for entry, row in zip(entries, rows, strict=True):
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+        want = row.topk(num_top)
+        assert [value for _, value in entry.top] == pytest.approx(want.values.tolist(), abs=1e-4)
+        assert [token_id for token_id, _ in entry.top] == want.indices.tolist()
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=40, temperature=0, logprobs=0),
+        SamplingParams(max_tokens=40, temperature=1, seed=1, logprobs=3),
+        # The client's parameters change the draw, never the reported probability.
+        SamplingParams(
+            max_tokens=40,
+            temperature=0.3,
+            top_k=2,
+            seed=2,
+            logprobs=5,
+            frequency_penalty=1,
+            logit_bias={3: 5},
+        ),
+    ],
+)
+@pytest.mark.parametrize("verification", ["rejection", "coupled", "block"])
+def test_output_logprobs(models: Models, params: SamplingParams, k: int, verification: str) -> None:
+    core = make_engine(models.target, models.close_draft, num_speculative_tokens=k, verification=verification)
+    outputs = run(core, PROMPT, params)
+    tokens = [token for output in outputs for token in output.token_ids]
+    entries = [entry for output in outputs for entry in output.logprobs or []]
+    assert [entry.token_id for entry in entries] == tokens
+    assert all(len(output.logprobs or []) == len(output.token_ids) for output in outputs)
+    rows = fresh_logprobs(models, PROMPT + tokens)[len(PROMPT) - 1 :]
+    assert params.logprobs is not None
+    check(entries, rows, params.logprobs)
+
+
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_prompt_logprobs_in_chunks(models: Models, chunk: int) -> None:
+    core = make_engine(models.target, models.close_draft, max_num_batched_tokens=chunk)
+    outputs = run(core, PROMPT, SamplingParams(max_tokens=10, temperature=0, prompt_logprobs=2))
+    first, *entries = outputs[0].prompt_logprobs or []
+    assert first is None
+    known = [entry for entry in entries if entry is not None]
+    assert [entry.token_id for entry in known] == PROMPT[1:]
+    check(known, fresh_logprobs(models, PROMPT), 2)
+    assert all(output.prompt_logprobs is None for output in outputs[1:])
+    assert all(output.logprobs is None for output in outputs)
+
+
+def test_prompt_logprobs_beside_others_and_after_preemption(models: Models) -> None:
+    core = make_engine(models.target, models.close_draft, max_num_batched_tokens=8)
+    for i in range(4):
+        wanted = 0 if i % 2 else None
+        params = SamplingParams(max_tokens=30, temperature=0, prompt_logprobs=wanted)
+        core.add(Generate(request_id=str(i), prompt_token_ids=PROMPT[i:], params=params))
+    core.step()
+    core.scheduler._preempt(core.scheduler.running[-1])
+    got = {}
+    while core.has_work:
+        for output in core.step():
+            assert isinstance(output, TokenOutput)
+            if output.prompt_logprobs is not None:
+                got[int(output.request_id)] = output.prompt_logprobs
+    assert sorted(got) == [1, 3]
+    for i, entries in got.items():
+        check([entry for entry in entries if entry], fresh_logprobs(models, PROMPT[i:]), 0)
