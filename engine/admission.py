@@ -6,7 +6,7 @@ The front end has checked ranges already; what is checked here depends on the lo
 import secrets
 from dataclasses import dataclass
 
-from engine.messages import Generate, SamplingParams, Verification
+from engine.messages import Generate, Method, SamplingParams, Verification
 from engine.sampling.random import sequence_seed
 from engine.sequence import Sequence
 
@@ -23,12 +23,14 @@ class RequestError(Exception):
 class Admission:
     """What the loaded pair allows, and what requests get that do not say.
 
-    ``num_speculative_tokens`` is 0 where there is no proposer; ``verification`` None decides by seed.
+    ``method`` is one of ``methods`` or none; ``verification`` None decides by seed.
     """
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    methods: frozenset[Method]
+    method: Method
     num_speculative_tokens: int
     verification: Verification | None
 
@@ -36,10 +38,11 @@ class Admission:
         """The request's ``n`` sequences; ``RequestError`` if it can never be served."""
         params, prompt = request.params, request.prompt_token_ids
         self._check(prompt, params)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(53) if params.seed is None else params.seed
         stop_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
+        method, num_speculative_tokens = self._speculation(params)
         return [
             Sequence(
                 request_id=request.request_id,
@@ -47,7 +50,8 @@ class Admission:
                 params=params,
                 seed=sequence_seed(seed, index),
                 verification=self._verification(params),
-                num_speculative_tokens=self._num_speculative_tokens(params),
+                method=method,
+                num_speculative_tokens=num_speculative_tokens,
                 stop_token_ids=stop_token_ids,
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
@@ -64,6 +68,10 @@ class Admission:
                 "context_length_exceeded",
                 f"the prompt has {len(prompt)} tokens, the model's context {self.max_model_len}",
             )
+        if params.method not in (None, "none", *self.methods):
+            raise RequestError(
+                "speculation_unavailable", f"method {params.method!r} is not there: no draft model is loaded"
+            )
         for name, ids in (
             ("the prompt", prompt),
             ("logit_bias", params.logit_bias),
@@ -78,8 +86,9 @@ class Admission:
         by_seed: Verification = "rejection" if params.seed is None else "coupled"
         return params.verification or self.verification or by_seed
 
-    def _num_speculative_tokens(self, params: SamplingParams) -> int:
+    def _speculation(self, params: SamplingParams) -> tuple[Method, int]:
+        """Who drafts, and how many tokens at most."""
         wanted = params.num_speculative_tokens
-        if wanted is None or self.num_speculative_tokens == 0:
-            return self.num_speculative_tokens
-        return wanted
+        length = self.num_speculative_tokens if wanted is None else wanted
+        method = params.method or self.method
+        return (method, length) if length > 0 and method != "none" else ("none", 0)

@@ -6,10 +6,13 @@ from engine.admission import Admission
 from engine.block_manager import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.messages import Method
 from engine.models.decoder_only import DecoderModel, ModelLoadError
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
-from engine.proposers.base import NoProposer, Proposer
+from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
+from engine.proposers.ngram import NgramProposer
+from engine.proposers.routed import RoutedProposer
 from engine.scheduler import Scheduler
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
@@ -25,19 +28,20 @@ def build_engine(config: EngineConfig) -> EngineCore:
     target = load_decoder(config.target, dtype, device)
     torch.set_num_threads(config.num_threads or _num_threads(target))
     draft = None
-    if config.draft is not None and config.num_speculative_tokens > 0:
+    if config.draft is not None and config.num_speculative_tokens > 0 and config.method != "none":
         draft = load_decoder(config.draft, dtype, device)
         _check_pair(target, draft)
 
     max_model_len = _max_model_len(config, target)
     num_blocks = _num_blocks(config, [target] if draft is None else [target, draft], max_model_len)
     target.allocate_cache(num_blocks, config.block_size)
-    proposer: Proposer = NoProposer()
+    proposers: list[Proposer] = [NgramProposer(config.ngram_min_match)]
     max_draft_len = 0
     if draft is not None:
         draft.allocate_cache(num_blocks, config.block_size)
         max_draft_len = min(max_model_len, draft.max_position or max_model_len)
-        proposer = DraftModelProposer(draft, max_draft_len, target.vocab_size)
+        proposers.append(DraftModelProposer(draft, max_draft_len, target.vocab_size))
+    proposer = RoutedProposer(proposers)
     scheduler = Scheduler(
         target_pool=BlockPool(num_blocks, config.block_size),
         draft_pool=None if draft is None else BlockPool(num_blocks, config.block_size),
@@ -53,7 +57,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
             vocab_size=target.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=target.eos_token_ids,
-            num_speculative_tokens=0 if draft is None else config.num_speculative_tokens,
+            methods=proposer.methods,
+            method=_method(config, draft),
+            num_speculative_tokens=config.num_speculative_tokens,
             verification=None if config.verification == "auto" else config.verification,
         ),
     )
@@ -64,6 +70,14 @@ def _num_threads(target: DecoderModel) -> int:
     if target.num_parameters < MIN_PARAMETERS_FOR_THREADS:
         return 1
     return torch.get_num_threads()
+
+
+def _method(config: EngineConfig, draft: DecoderModel | None) -> Method:
+    if config.method == "auto":
+        return "none" if draft is None else "draft_model"
+    if config.method == "draft_model" and draft is None:
+        raise ModelLoadError("method is draft_model, but no draft model is given")
+    return config.method
 
 
 def _max_model_len(config: EngineConfig, target: DecoderModel) -> int:

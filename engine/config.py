@@ -30,6 +30,14 @@ class EngineConfig(BaseModel):
         "auto", description="Weights and activations. auto: bfloat16 on a GPU, float32 on a CPU."
     )
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
+    method: Literal["auto", "draft_model", "ngram", "none"] = Field(
+        "auto",
+        description="Who drafts. ngram: the text so far, without a model. "
+        "auto: the draft model if there is one, else none.",
+    )
+    ngram_min_match: int = Field(
+        2, ge=1, description="Tokens that must have occurred before for ngram to draft what followed."
+    )
     num_speculative_tokens: int = Field(
         4, ge=0, le=32, description="Tokens drafted per round; 0 switches speculation off."
     )

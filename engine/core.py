@@ -8,9 +8,9 @@ import torch
 
 from engine.admission import Admission, RequestError
 from engine.batch import Span
-from engine.messages import Failed, Generate, RoundTrace, Stats, TokenLogprob, TokenOutput
+from engine.messages import Failed, Generate, Method, RoundTrace, Stats, TokenLogprob, TokenOutput
 from engine.models.decoder_only import DecoderModel
-from engine.proposers.base import Proposer
+from engine.proposers.routed import RoutedProposer
 from engine.sampling.adjust import History
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import Drafts, Judgement, Row, Rule, Sampler
@@ -23,7 +23,7 @@ class EngineCore:
     """Models, proposer and scheduler are made by ``build``."""
 
     def __init__(
-        self, target: DecoderModel, proposer: Proposer, scheduler: Scheduler, admission: Admission
+        self, target: DecoderModel, proposer: RoutedProposer, scheduler: Scheduler, admission: Admission
     ) -> None:
         self.target = target
         self.proposer = proposer
@@ -113,7 +113,8 @@ class EngineCore:
         judgement: Judgement,
     ) -> list[TokenOutput | Failed]:
         """Append what was emitted and bring both caches back to all tokens but the pending one."""
-        traces = _traces(self.proposer.name, sampler, drafts, logits, judgement)
+        methods = [sequence.method for sequence in drawing]
+        traces = _traces(methods, sampler, drafts, logits, judgement)
         drafted = _drafted_ids(drafts)
         num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
         outputs: list[TokenOutput | Failed] = []
@@ -131,7 +132,7 @@ class EngineCore:
             emitted = sequence.append([*drafted[i][: num_accepted[i]], next_token[i]])
             # A stop inside the accepted run ends the sequence there: what follows was never said.
             num_kept = min(num_accepted[i], len(emitted))
-            self.stats.count_draft(len(drafted[i]), num_kept)
+            self.stats.count_draft(sequence.method, len(drafted[i]), num_kept)
             if sequence.finish_reason:
                 self.scheduler.finish(sequence)
             else:
@@ -152,17 +153,19 @@ class EngineCore:
             )
         return outputs
 
+    @property
+    def _num_speculative_tokens(self) -> int:
+        return 0 if self.admission.method == "none" else self.admission.num_speculative_tokens
+
     def snapshot(self) -> Stats:
         stats, scheduler = self.stats, self.scheduler
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_speculative_tokens=self.admission.num_speculative_tokens,
+            num_speculative_tokens=self._num_speculative_tokens,
             cache_usage=scheduler.cache_usage(),
             num_preemptions=scheduler.num_preemptions,
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
+            drafts=dict(stats.drafts),
             draft_tokens_per_position=list(stats.draft_tokens_per_position),
             accepted_tokens_per_position=list(stats.accepted_tokens_per_position),
             phase_seconds=dict(stats.phase_seconds),
@@ -205,7 +208,7 @@ def _logprobs(sequence: Sequence, rows: torch.Tensor, emitted: list[int]) -> lis
 
 
 def _traces(
-    source: str, sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
+    methods: list[Method], sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
 ) -> list[RoundTrace | None]:
     """One per drawing sequence; Nones where nobody asked."""
     if not any(row.params.trace for row in sampler.rows):
@@ -215,7 +218,7 @@ def _traces(
     return [
         RoundTrace(
             position=row.position,
-            source=source if drafts.lengths[i] else "none",
+            source=methods[i] if drafts.lengths[i] else "none",
             rule=row.rule.value,
             draft_ids=_drafted_ids(drafts)[i],
             target_probs=target_probs[i][: drafts.lengths[i]],

@@ -14,6 +14,7 @@ import msgspec
 
 FinishReason = Literal["stop", "length"]
 Verification = Literal["rejection", "block", "coupled"]
+Method = Literal["draft_model", "ngram", "none"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,8 +22,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look at the
     prompt and the output so far. ``seed`` None: the engine draws one. ``logprobs`` n: the chosen token's
-    and the n likeliest ones'; ``prompt_logprobs`` likewise for the prompt. ``num_speculative_tokens`` and
-    ``verification`` None: the engine's own setting.
+    and the n likeliest ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
+    drafts), ``num_speculative_tokens`` and ``verification`` None: the engine's own setting.
     """
 
     max_tokens: int
@@ -40,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    method: Method | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
     trace: bool = False
@@ -77,6 +79,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_target_blocks: int
     num_draft_blocks: int
     block_size: int
+    methods: list[Method]  # who can draft here; "none" is always possible
+    method: Method  # who drafts unless a request says otherwise
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -135,10 +139,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class DraftCounts(msgspec.Struct):
+    """A *draft* is what one sequence guessed in one round; those of no tokens are not counted."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
 class Stats(msgspec.Struct, frozen=True):
     """Totals since the worker started, and gauges of this moment. Rates are derived by the reader.
 
-    ``*_per_position[i]`` counts tokens drafted or accepted as the (i+1)-th of their draft.
+    ``drafts`` counts by method. ``*_per_position[i]`` counts tokens drafted or accepted as the (i+1)-th of
+    their draft.
     """
 
     num_running: int
@@ -146,9 +159,7 @@ class Stats(msgspec.Struct, frozen=True):
     num_speculative_tokens: int
     cache_usage: dict[str, float]
     num_preemptions: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    drafts: dict[str, DraftCounts]
     draft_tokens_per_position: list[int]
     accepted_tokens_per_position: list[int]
     phase_seconds: dict[str, float]

@@ -110,7 +110,7 @@ class Scheduler:
         num_draft_tokens = min(
             sequence.num_speculative_tokens,
             sequence.max_num_tokens - len(sequence) - 1,  # a round emits one more than it drafts
-            self.max_draft_len - len(sequence),
+            self.max_draft_len - len(sequence) if sequence.method == "draft_model" else budget,
             budget - 1,
         )
         return Scheduled(sequence, 1, max(0, num_draft_tokens))
@@ -146,6 +146,7 @@ class Scheduler:
     def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
         """The pools that hold this sequence, each with its table there."""
         shares = [(self.target_pool, sequence.target_blocks)]
-        if self.draft_pool is not None and sequence.num_speculative_tokens > 0:
+        if sequence.method == "draft_model":
+            assert self.draft_pool is not None
             shares.append((self.draft_pool, sequence.draft_blocks))
         return shares

@@ -7,10 +7,10 @@ A request with ``n`` choices is ``n`` sequences. The last of a running sequence'
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
-from engine.messages import FinishReason, SamplingParams, TokenLogprob, Verification
+from engine.messages import FinishReason, Method, SamplingParams, TokenLogprob, Verification
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Sequence:
     """``seed`` is always set (drawn at admission if the client gave none), as is ``verification``."""
 
@@ -19,7 +19,8 @@ class Sequence:
     params: SamplingParams
     seed: int
     verification: Verification
-    num_speculative_tokens: int
+    method: Method
+    num_speculative_tokens: int  # 0 with method none
     stop_token_ids: frozenset[int]
     token_ids: list[int]
     num_prompt_tokens: int

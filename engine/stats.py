@@ -4,27 +4,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from engine.messages import DraftCounts
+
 MAX_POSITIONS = 32
 
 
 class EngineStats:
-    """A *draft* is one sequence's guess in one round; ``phase_seconds`` are wall time by phase."""
+    """``drafts`` counts by method; ``phase_seconds`` are wall time by phase."""
 
     def __init__(self) -> None:
-        self.num_drafts = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
+        self.drafts: dict[str, DraftCounts] = {}
         self.draft_tokens_per_position = [0] * MAX_POSITIONS
         self.accepted_tokens_per_position = [0] * MAX_POSITIONS
         self.phase_seconds = dict.fromkeys(("draft", "score", "verify", "host"), 0.0)
 
-    def count_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.draft_tokens_per_position)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_tokens_per_position)
+
+    def count_draft(self, method: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """One row's verdict; rows that drafted nothing are not drafts."""
         if num_draft_tokens == 0:
             return
-        self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted_tokens
+        counts = self.drafts.setdefault(method, DraftCounts())
+        counts.num_drafts += 1
+        counts.num_draft_tokens += num_draft_tokens
+        counts.num_accepted_tokens += num_accepted_tokens
         for position in range(num_draft_tokens):
             self.draft_tokens_per_position[position] += 1
         for position in range(num_accepted_tokens):

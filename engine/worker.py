@@ -53,7 +53,7 @@ class Worker:
 
     def _send_step(self, results: list[TokenOutput | Failed]) -> None:
         outputs = [result for result in results if isinstance(result, TokenOutput)]
-        if outputs:
+        if results:
             self._send(StepOutput(outputs, self.core.snapshot()))
         for result in results:
             if isinstance(result, Failed):
@@ -98,6 +98,8 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         num_target_blocks=target_pool.num_blocks,
         num_draft_blocks=draft_pool.num_blocks if draft_pool is not None else 0,
         block_size=target_pool.block_size,
+        methods=sorted(core.admission.methods),
+        method=core.admission.method,
     )
 
 

@@ -70,6 +70,9 @@ class Settings(BaseSettings, EngineConfig):
     strict_parameters: bool = Field(
         False, description="Refuse unknown request fields instead of listing them in x-foretoken-ignored."
     )
+    max_logprobs: int = Field(
+        5, ge=5, description="Largest 'logprobs' on completions; above 20, chats and prompts may have it too."
+    )
     max_queued_requests: int = Field(
         256, ge=1, description="Requests that may wait for their first token; more get 429."
     )

@@ -31,7 +31,9 @@ logger = logging.getLogger("foretoken.worker")
 WORKER_COMMAND = (sys.executable, "-m", "engine.worker")
 
 # Codes of ``Failed`` that say that the request cannot be served as it is.
-REFUSAL_CODES = frozenset({"context_length_exceeded", "empty_prompt", "invalid_token_id"})
+REFUSAL_CODES = frozenset(
+    {"context_length_exceeded", "empty_prompt", "invalid_token_id", "speculation_unavailable"}
+)
 
 # A worker that served this long before it died is restarted without delay.
 STABLE_SECONDS = 60.0

@@ -95,7 +95,6 @@ class Metrics:
         self.requests = RequestMetrics(self.registry)
         self.worker = WorkerMetrics(self.registry)
         self._totals: dict[str, float] = {}
-        self._method = "none"
         self.worker.build.info({"version": package_version()})
 
     def count_error(self, code: str) -> None:
@@ -103,7 +102,6 @@ class Metrics:
 
     def worker_ready(self, ready: Ready) -> None:
         self._totals = {}
-        self._method = "none" if ready.draft is None else "draft_model"
         self.worker.ready.set(1)
         self.worker.build.info(
             {
@@ -121,21 +119,24 @@ class Metrics:
         self.idle()
 
     def idle(self) -> None:
-        """Nothing is left to compute. A worker without work is silent, so its last word would stay."""
+        """Nothing is left to compute, whether or not the worker has come to say so."""
         self.worker.running.set(0)
         self.worker.waiting.set(0)
 
     def stats(self, stats: Stats) -> None:
-        worker, method = self.worker, self._method
+        worker = self.worker
         worker.running.set(stats.num_running)
         worker.waiting.set(stats.num_waiting)
         worker.num_speculative_tokens.set(stats.num_speculative_tokens)
         for model, usage in stats.cache_usage.items():
             worker.cache_usage.labels(model).set(usage)
         self._grow("preemptions", worker.preemptions, stats.num_preemptions)
-        self._grow("drafts", worker.drafts.labels(method), stats.num_drafts)
-        self._grow("draft_tokens", worker.draft_tokens.labels(method), stats.num_draft_tokens)
-        self._grow("accepted_tokens", worker.accepted_tokens.labels(method), stats.num_accepted_tokens)
+        for method, counts in stats.drafts.items():
+            self._grow(f"drafts_{method}", worker.drafts.labels(method), counts.num_drafts)
+            self._grow(f"draft_tokens_{method}", worker.draft_tokens.labels(method), counts.num_draft_tokens)
+            self._grow(
+                f"accepted_{method}", worker.accepted_tokens.labels(method), counts.num_accepted_tokens
+            )
         self._grow_positions("drafted_at", worker.drafted_at, stats.draft_tokens_per_position)
         self._grow_positions("accepted_at", worker.accepted_at, stats.accepted_tokens_per_position)
         for phase, seconds in stats.phase_seconds.items():

@@ -1,7 +1,7 @@
 """Request fields that are not honoured: refused by name, or reported as unknown.
 
 One table says which of OpenAI's and the usual extensions' fields are not served; a value that changes
-nothing (``presence_penalty: 0``) is fine. Serving a field means deleting its line here and declaring it in
+nothing (``tools: []``) is fine. Serving a field means deleting its line here and declaring it in
 ``server.schemas``. Called by the routes before anything is computed.
 """
 
@@ -21,7 +21,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -30,29 +29,24 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "priority": (0,),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
+
+# The same for a field that only chats have.
+UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {"top_logprobs": (0,)}
 
 # The same for the fields of a message.
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
@@ -67,9 +61,11 @@ HARMLESS_IN_MESSAGE = frozenset({"annotations", "refusal", "tool_call_id"})
 
 def check_parameters(request: GenerationRequest, *, strict: bool) -> list[str]:
     """Refuse what is not served; return the names of unknown fields, which are refused if ``strict``."""
-    unknown = _check(request.model_extra or {}, UNSUPPORTED, prefix="")
+    unsupported = UNSUPPORTED
     if isinstance(request, CompletionRequest):
+        unsupported = {**UNSUPPORTED, **UNSUPPORTED_IN_COMPLETIONS}
         _check_best_of(request)
+    unknown = _check(request.model_extra or {}, unsupported, prefix="")
     if isinstance(request, ChatRequest):
         for position, message in enumerate(request.messages):
             unknown += _check_message(message, f"messages.{position}.")

@@ -7,7 +7,7 @@ long prompt takes a while to encode.
 from typing import Any, NamedTuple
 
 from server.errors import InvalidRequestError
-from server.schemas.chat import Message, TextPart
+from server.schemas.chat import ChatRequest, Message, TextPart
 from server.schemas.completion import CompletionRequest
 from server.tokenizer import ChatTemplateError, Tokenizer
 
@@ -22,22 +22,33 @@ class TokenPrompt(NamedTuple):
 def completion_prompts(
     request: CompletionRequest, tokenizer: Tokenizer, vocab_size: int
 ) -> list[TokenPrompt]:
-    prompts = [_token_prompt(prompt, tokenizer, vocab_size) for prompt in _as_prompt_list(request.prompt)]
+    prompts = [
+        _truncate(_token_prompt(prompt, tokenizer, vocab_size), request.truncate_prompt_tokens, tokenizer)
+        for prompt in _as_prompt_list(request.prompt)
+    ]
     if not all(prompt.token_ids for prompt in prompts):
         raise InvalidRequestError("The prompt is empty: there is nothing to continue.", param="prompt")
     return prompts
 
 
-def chat_prompt(messages: list[Message], tokenizer: Tokenizer) -> TokenPrompt:
+def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> TokenPrompt:
     try:
-        text = tokenizer.apply_chat_template([_template_message(message) for message in messages])
+        text = tokenizer.apply_chat_template([_template_message(message) for message in request.messages])
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), param="messages") from error
     # The template writes the special tokens itself; the tokenizer must not add them again.
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
         raise InvalidRequestError("The chat template made an empty prompt.", param="messages")
-    return TokenPrompt(token_ids, text)
+    return _truncate(TokenPrompt(token_ids, text), request.truncate_prompt_tokens, tokenizer)
+
+
+def _truncate(prompt: TokenPrompt, num_tokens: int | None, tokenizer: Tokenizer) -> TokenPrompt:
+    """The last ``num_tokens`` tokens, whatever the first ones are."""
+    if num_tokens is None or len(prompt.token_ids) <= num_tokens:
+        return prompt
+    kept = prompt.token_ids[-num_tokens:]
+    return TokenPrompt(kept, tokenizer.decode(kept, skip_special_tokens=False))
 
 
 def _as_prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

@@ -11,8 +11,9 @@ from typing import Protocol, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from server.choice import FinishedChoice
 from server.errors import ApiError, ClientDisconnectedError, internal_error
-from server.generation import FinishedChoice, Generation
+from server.generation import Generation
 from server.request_id import request_id_of
 from server.schemas.common import Answer
 from server.services import get_services

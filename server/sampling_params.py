@@ -4,7 +4,10 @@ Ranges of single fields are declared in ``server.schemas``; what depends on seve
 on the prompt's length is decided here.
 """
 
-from engine.messages import Ready, SamplingParams
+import re
+from collections.abc import Iterable, Mapping
+
+from engine.messages import Method, Ready, SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest, SpeculationOptions
@@ -13,24 +16,42 @@ from server.schemas.completion import CompletionRequest
 DEFAULT_COMPLETION_TOKENS = 16
 DEFAULT_TEMPERATURE = 1.0
 
+# A key of a JSON object that is an integer, in the one way to write it.
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+# OpenAI's largest top_logprobs, and ours of prompt_logprobs.
+MAX_TOP_LOGPROBS = 20
+
 
 def build_sampling_params(
-    request: GenerationRequest, *, num_prompt_tokens: int, worker: Ready
+    request: GenerationRequest, *, num_prompt_tokens: int, worker: Ready, max_logprobs: int
 ) -> SamplingParams:
     """``num_prompt_tokens`` is that of the longest prompt, which leaves least room for output."""
     _check_stream_options(request)
+    _check_token_ids("stop_token_ids", request.stop_token_ids or [], worker.vocab_size)
     speculation = request.speculation or SpeculationOptions()
+    max_tokens = _max_tokens(request, num_prompt_tokens, worker.max_model_len)
+    logprobs = _logprobs(request, max_logprobs)
     return SamplingParams(
-        max_tokens=_max_tokens(request, num_prompt_tokens, worker.max_model_len),
+        max_tokens=max_tokens,
         temperature=DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
         top_k=max(0, request.top_k or 0),  # -1 is another usual way to say "off"
         top_p=1.0 if request.top_p is None else request.top_p,
         min_p=request.min_p or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias=_logit_bias(request.logit_bias or {}, worker.vocab_size),
+        min_tokens=_min_tokens(request, max_tokens),
         seed=request.seed,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=request.stop_token_ids or [],
-        num_speculative_tokens=_num_speculative_tokens(speculation, worker),
+        logprobs=logprobs,
+        prompt_logprobs=_prompt_logprobs(request, logprobs, max_logprobs),
+        method=_method(speculation, worker),
+        num_speculative_tokens=_num_speculative_tokens(speculation),
         verification=speculation.verification,
+        trace=speculation.trace,
     )
 
 
@@ -74,7 +95,65 @@ def _asked_tokens(request: GenerationRequest) -> tuple[str, int | None]:
     return "max_completion_tokens", request.max_completion_tokens
 
 
-def _num_speculative_tokens(speculation: SpeculationOptions, worker: Ready) -> int | None:
+def _min_tokens(request: GenerationRequest, max_tokens: int) -> int:
+    asked = request.min_tokens or 0
+    if asked > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens is {asked}, but at most {max_tokens} tokens will be generated.", param="min_tokens"
+        )
+    return asked
+
+
+def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    for key in bias:
+        if not TOKEN_ID.fullmatch(key):
+            raise InvalidRequestError(f"logit_bias: {key[:20]!r} is not a token id.", param="logit_bias")
+    by_id = {int(key): value for key, value in bias.items()}
+    _check_token_ids("logit_bias", by_id, vocab_size)
+    return by_id
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if token_id >= vocab_size:
+            raise InvalidRequestError(
+                f"{name}: token id {token_id} is not in the vocabulary of {vocab_size} tokens.", param=name
+            )
+
+
+def _logprobs(request: GenerationRequest, max_logprobs: int) -> int | None:
+    """How many of the likeliest tokens to report at each position; None reports nothing."""
+    if isinstance(request, CompletionRequest):
+        return _limited("logprobs", request.logprobs, max_logprobs)
+    assert isinstance(request, ChatRequest)
+    if not request.logprobs:
+        if request.top_logprobs:
+            raise InvalidRequestError(
+                "top_logprobs is only allowed with logprobs: true.", param="top_logprobs"
+            )
+        return None
+    return _limited("top_logprobs", request.top_logprobs or 0, max(max_logprobs, MAX_TOP_LOGPROBS))
+
+
+def _prompt_logprobs(request: GenerationRequest, logprobs: int | None, max_logprobs: int) -> int | None:
+    """Enough for ``prompt_logprobs`` itself and for the log-probabilities of an echoed prompt."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs is only allowed without stream: true.", param="prompt_logprobs"
+        )
+    asked = _limited("prompt_logprobs", request.prompt_logprobs, max(max_logprobs, MAX_TOP_LOGPROBS))
+    if logprobs is None or not isinstance(request, CompletionRequest) or not request.echo:
+        return asked
+    return max(asked or 0, logprobs)
+
+
+def _limited(name: str, asked: int | None, limit: int) -> int | None:
+    if asked is not None and asked > limit:
+        raise InvalidRequestError(f"{name} is {asked}, but at most {limit} are reported.", param=name)
+    return asked
+
+
+def _num_speculative_tokens(speculation: SpeculationOptions) -> int | None:
     """Drafted tokens per round that the request asks for; None leaves it to the engine."""
     asked = speculation.num_speculative_tokens
     if speculation.method == "none":
@@ -84,6 +163,12 @@ def _num_speculative_tokens(speculation: SpeculationOptions, worker: Ready) -> i
                 param="speculation.num_speculative_tokens",
             )
         return 0
-    if speculation.method == "draft_model" and worker.draft is None:
-        raise InvalidRequestError("This server has no draft model.", param="speculation.method")
     return asked
+
+
+def _method(speculation: SpeculationOptions, worker: Ready) -> Method | None:
+    if speculation.method == "auto":
+        return None
+    if speculation.method != "none" and speculation.method not in worker.methods:
+        raise InvalidRequestError("This server has no draft model.", param="speculation.method")
+    return speculation.method

@@ -1,38 +1,83 @@
-"""The ``foretoken`` object of an answer: what speculation did for this request.
+"""The ``foretoken`` object of an answer: what speculation did for this request, and its trace if wanted.
 
-Counts come from ``server.generation``; here they become rates, with the method and rule that were in force.
+Counts, seeds and traces come from ``server.generation``; here they get the method, the rule and the
+parameters that were in force.
 """
 
+from typing import Any
+
+import msgspec
+
 from engine.config import EngineConfig
-from engine.messages import Ready, SamplingParams
-from server.generation import SpeculationCounts
-from server.schemas.common import SpeculationReport
+from engine.messages import Ready, RoundTrace, SamplingParams, Verification
+from server.generation import Generation
+from server.schemas.common import DraftedToken, SpeculationReport, TracedRound
 
 
-def speculation_report(
-    counts: SpeculationCounts, params: SamplingParams, config: EngineConfig, worker: Ready
-) -> SpeculationReport:
-    return SpeculationReport(
+def speculation_report(generation: Generation, config: EngineConfig, worker: Ready) -> SpeculationReport:
+    counts, job = generation.speculation, generation.job
+    params = _in_force(job.engine_params() or job.params, config, worker)
+    report = SpeculationReport(
         rounds=counts.rounds,
         drafted_tokens=counts.drafted,
         accepted_tokens=counts.accepted,
         acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
         acceptance_length=1 + counts.accepted / counts.rounds if counts.rounds else 1.0,
-        method=_method(params, config, worker),
-        verification=_verification(params, config),
+        method=params.method if params.num_speculative_tokens and params.method else "none",
+        verification=_rule(params),
+        seeds=[choice.seed for choice in generation.choices],
+    )
+    if job.params.trace:
+        report.trace = [[_traced(round_) for round_ in choice.trace] for choice in generation.choices]
+        report.prompt_token_ids = [prompt.token_ids for prompt in job.prompts]
+        report.sampling_params = _as_json(params)
+    return report
+
+
+def _in_force(params: SamplingParams, config: EngineConfig, worker: Ready) -> SamplingParams:
+    """With the engine's own settings where the request left them open."""
+    asked = params.num_speculative_tokens
+    length = config.num_speculative_tokens if asked is None else asked
+    method = params.method or worker.method
+    return msgspec.structs.replace(
+        params,
+        method=method,
+        num_speculative_tokens=0 if method == "none" else length,
+        verification=params.verification or _configured(params, config),
     )
 
 
-def _method(params: SamplingParams, config: EngineConfig, worker: Ready) -> str:
-    length = params.num_speculative_tokens
-    length = config.num_speculative_tokens if length is None else length
-    return "draft_model" if length and worker.draft is not None else "none"
+def _configured(params: SamplingParams, config: EngineConfig) -> Verification:
+    if config.verification != "auto":
+        return config.verification
+    return "rejection" if params.seed is None else "coupled"
 
 
-def _verification(params: SamplingParams, config: EngineConfig) -> str:
-    if params.temperature == 0:
-        return "exact_match"  # the rule of greedy decoding, whatever was asked for
-    rule = params.verification or config.verification
-    if rule == "auto":
-        return "rejection" if params.seed is None else "coupled"
-    return rule
+def _rule(params: SamplingParams) -> str:
+    """Greedy decoding has its own rule, whatever was asked for."""
+    is_greedy = params.temperature == 0 or params.top_k == 1
+    return "exact_match" if is_greedy else str(params.verification)
+
+
+def _traced(round_: RoundTrace) -> TracedRound:
+    drafted = zip(round_.draft_ids, round_.target_probs, round_.draft_probs, strict=True)
+    return TracedRound(
+        position=round_.position,
+        source=round_.source,
+        rule=round_.rule,
+        drafted=[
+            DraftedToken(
+                id=token_id,
+                target_prob=target_prob,
+                draft_prob=draft_prob,
+                accepted=number < round_.num_accepted,
+            )
+            for number, (token_id, target_prob, draft_prob) in enumerate(drafted)
+        ],
+        next_token=round_.next_token,
+    )
+
+
+def _as_json(params: SamplingParams) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(params, str_keys=True)
+    return plain

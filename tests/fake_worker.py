@@ -1,7 +1,8 @@
 """A worker without a model: speaks ``engine.messages`` and says what it is told to.
 
 Sequence tokens are bytes of ``--text``, repeated for ever, several per step; ids are the bytes themselves,
-as in the tests' byte-level tokenizer. Options make it slow, fail, or crash. Spawned by the server's tests.
+as in the tests' byte-level tokenizer. Log-probabilities follow from the position (``logprob_at``). Options
+make it slow, fail, or crash. Spawned by the server's tests.
 """
 
 import argparse
@@ -9,21 +10,25 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import zmq
 
 from engine.messages import (
     Abort,
+    DraftCounts,
     Failed,
     FinishReason,
     FromWorker,
     Generate,
     Ready,
+    RoundTrace,
+    SamplingParams,
     Shutdown,
     Stats,
     StepOutput,
+    TokenLogprob,
     TokenOutput,
     decode_to_worker,
     encode,
@@ -32,6 +37,11 @@ from engine.messages import (
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 256
 MAX_MODEL_LEN = 512
+NUM_DRAFTED = 3  # unless the request says otherwise
+DRAWN_SEED = 1000  # of a request without one
+
+# What `logprob_at` says of every tenth token: as good as impossible.
+IMPOSSIBLE = float("-inf")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -47,30 +57,84 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--crash-after", type=int, default=0, help="die after that many tokens")
     parser.add_argument("--crash-once", default="", help="crash only if this file does not exist yet")
     parser.add_argument("--refuse", default="", help="answer every request with this error message")
+    parser.add_argument("--refusal-code", default="context_length_exceeded")
     parser.add_argument("--log", default="", help="file that gets one line per received message")
     return parser.parse_args()
+
+
+def logprob_at(position: int) -> float:
+    """Of the token at ``position`` in prompt plus output."""
+    return IMPOSSIBLE if position % 10 == 9 else -position / 8
+
+
+def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
+    """The token itself is the second likeliest; the ids after it are the others."""
+    chosen = logprob_at(position)
+    others = [((token_id + offset) % VOCAB_SIZE, chosen - offset) for offset in range(1, VOCAB_SIZE)]
+    likeliest = ((token_id + VOCAB_SIZE - 1) % VOCAB_SIZE, -0.0625)
+    return TokenLogprob(token_id, chosen, [likeliest, (token_id, chosen), *others][:num_top])
 
 
 @dataclass
 class FakeSequence:
     request_id: str
     index: int
-    max_tokens: int
-    num_speculative_tokens: int
+    params: SamplingParams
+    prompt: list[int]
     script: Iterator[int]
-    num_tokens: int = 0
+    output: list[int] = field(default_factory=list)
 
     def step(self, limit: int) -> TokenOutput:
-        token_ids = list(islice(self.script, min(limit, self.max_tokens - self.num_tokens)))
-        self.num_tokens += len(token_ids)
-        finish_reason: FinishReason | None = None
-        if token_ids[-1] == EOS_TOKEN_ID:
-            finish_reason = "stop"
-        elif self.num_tokens == self.max_tokens:
-            finish_reason = "length"
-        drafted = self.num_speculative_tokens
+        params, start = self.params, len(self.prompt) + len(self.output)
+        token_ids = list(islice(self.script, min(limit, params.max_tokens - len(self.output))))
+        is_first = not self.output
+        self.output += token_ids
+        length = params.num_speculative_tokens
+        drafted = NUM_DRAFTED if length is None else length
         accepted = min(drafted, len(token_ids) - 1)
-        return TokenOutput(self.request_id, self.index, token_ids, finish_reason, drafted, accepted)
+        return TokenOutput(
+            self.request_id,
+            self.index,
+            token_ids,
+            self.finish_reason(),
+            drafted,
+            accepted,
+            seed=(DRAWN_SEED if params.seed is None else params.seed) + self.index,
+            logprobs=self.logprobs(token_ids, start),
+            prompt_logprobs=self.prompt_logprobs() if is_first else None,
+            trace=self.trace(token_ids, start, drafted, accepted) if params.trace else None,
+        )
+
+    def finish_reason(self) -> FinishReason | None:
+        if self.output[-1] == EOS_TOKEN_ID:
+            return "stop"
+        return "length" if len(self.output) == self.params.max_tokens else None
+
+    def logprobs(self, token_ids: list[int], start: int) -> list[TokenLogprob] | None:
+        num_top = self.params.logprobs
+        if num_top is None:
+            return None
+        return [scored(token_id, position, num_top) for position, token_id in enumerate(token_ids, start)]
+
+    def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        num_top = self.params.prompt_logprobs
+        if num_top is None or len(self.prompt) == 1:
+            return None
+        rest = enumerate(self.prompt[1:], start=1)
+        return [None, *(scored(token_id, position, num_top) for position, token_id in rest)]
+
+    def trace(self, token_ids: list[int], position: int, drafted: int, accepted: int) -> RoundTrace:
+        rejected = [0] * (drafted - accepted)
+        return RoundTrace(
+            position=position,
+            source="draft_model",
+            rule=self.params.verification or "rejection",
+            draft_ids=token_ids[:accepted] + rejected,
+            target_probs=[0.5] * drafted,
+            draft_probs=[0.25] * drafted,
+            num_accepted=accepted,
+            next_token=token_ids[accepted],
+        )
 
 
 class FakeWorker:
@@ -102,20 +166,27 @@ class FakeWorker:
                 case Generate():
                     self.add(message)
                 case Abort():
-                    self.sequences = [s for s in self.sequences if not is_meant(message, s)]
+                    self.abort(message)
                 case Shutdown():
                     return False
         return True
 
     def add(self, request: Generate) -> None:
         if self.options.refuse:
-            self.send(Failed(request.request_id, "context_length_exceeded", self.options.refuse))
+            self.send(Failed(request.request_id, self.options.refusal_code, self.options.refuse))
             return
-        params = request.params
-        length = 3 if params.num_speculative_tokens is None else params.num_speculative_tokens
         for index in range(request.n):
-            script = self.script(ignore_eos=params.ignore_eos)
-            self.sequences.append(FakeSequence(request.request_id, index, params.max_tokens, length, script))
+            script = self.script(ignore_eos=request.params.ignore_eos)
+            self.sequences.append(
+                FakeSequence(request.request_id, index, request.params, request.prompt_token_ids, script)
+            )
+
+    def abort(self, message: Abort) -> None:
+        """As the real worker does, say so when that leaves nothing to compute."""
+        was_busy = bool(self.sequences)
+        self.sequences = [s for s in self.sequences if not is_meant(message, s)]
+        if was_busy and not self.sequences:
+            self.send(StepOutput([], self.stats()))
 
     def script(self, *, ignore_eos: bool) -> Iterator[int]:
         while True:
@@ -150,12 +221,12 @@ class FakeWorker:
         return Stats(
             num_running=len(self.sequences),
             num_waiting=0,
-            num_speculative_tokens=3,
-            cache_usage={"target": 0.25, "draft": 0.125},
+            num_speculative_tokens=NUM_DRAFTED,
+            cache_usage={"target": len(self.sequences) / 4, "draft": len(self.sequences) / 8},
             num_preemptions=0,
-            num_drafts=self.num_drafts,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
+            drafts={
+                "draft_model": DraftCounts(self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens)
+            },
             draft_tokens_per_position=[self.num_drafts] * 3,
             accepted_tokens_per_position=[self.num_accepted_tokens, 0, 0],
             phase_seconds={"draft": 0.5, "score": 1.0, "verify": 0.1, "host": 0.1},
@@ -182,7 +253,19 @@ def main() -> None:
             time.sleep(0.05)
             sys.exit(3)
         worker.send(
-            Ready("fake-target", "fake-draft", "cpu", "float32", VOCAB_SIZE, MAX_MODEL_LEN, 64, 64, 16)
+            Ready(
+                target="fake-target",
+                draft="fake-draft",
+                device="cpu",
+                dtype="float32",
+                vocab_size=VOCAB_SIZE,
+                max_model_len=MAX_MODEL_LEN,
+                num_target_blocks=64,
+                num_draft_blocks=64,
+                block_size=16,
+                methods=["draft_model", "ngram"],
+                method="draft_model",
+            )
         )
         worker.run()
 

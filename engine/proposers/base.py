@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from engine.messages import Method
 from engine.sampling.sampler import Drafts, Sampler
 from engine.scheduler import Scheduled
 
@@ -9,18 +10,10 @@ from engine.scheduler import Scheduled
 class Proposer(Protocol):
     """``scheduled`` is the whole step; ``sampler`` has one row per part that completes, in order.
 
-    A part's ``num_draft_tokens`` is how many tokens to guess for it, decided before anything is drawn.
+    A part's ``num_draft_tokens`` is how many tokens to guess for it at most, decided before anything is
+    drawn. Sequences that chose another method get none.
     """
 
-    name: str
+    name: Method
 
     def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts: ...
-
-
-class NoProposer:
-    """Plain decoding: the step with empty drafts."""
-
-    name = "none"
-
-    def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
-        return Drafts.empty(len(sampler.rows), sampler.device)

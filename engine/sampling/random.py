@@ -29,10 +29,9 @@ class Stream(IntEnum):
 def sequence_seed(seed: int, index: int) -> int:
     """The seed of choice ``index`` of a request: the request's own for 0, unrelated ones after it.
 
-    Signed 64-bit, which is what tensors hold.
+    Those have 53 bits, which every JSON parser keeps.
     """
-    mixed = seed & MASK_64 if index == 0 else _mix_int((seed & MASK_64) + index * WEYL)
-    return _signed(mixed)
+    return seed if index == 0 else _mix_int(seed + index * WEYL) >> 11
 
 
 def round_seeds(seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from server.generation import ChoiceDelta, FinishedChoice
+from server.choice import ChoiceDelta, FinishedChoice
+from server.logprobs import ScoredToken, chat_logprobs
 from server.prompt import chat_prompt
 from server.routes.common import GenerationContext, check_request, require_json, respond, start_generation
 from server.schemas.chat import (
@@ -18,6 +19,7 @@ from server.schemas.chat import (
     ChatRequest,
     Delta,
 )
+from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
 
 router = APIRouter(tags=["generate"])
@@ -32,14 +34,15 @@ router = APIRouter(tags=["generate"])
 async def create_chat_completion(body: ChatRequest, request: Request, services: ServicesDep) -> Response:
     headers = check_request(body, services)
     model = services.model()
-    prompt = await asyncio.to_thread(chat_prompt, body.messages, model.tokenizer)
+    prompt = await asyncio.to_thread(chat_prompt, body, model.tokenizer)
     context = start_generation("chat.completions", body, [prompt], model, services)
-    return await respond(request, context, ChatWriter(context), headers)
+    return await respond(request, context, ChatWriter(context, body), headers)
 
 
 class ChatWriter:
-    def __init__(self, context: GenerationContext) -> None:
+    def __init__(self, context: GenerationContext, body: ChatRequest) -> None:
         self._context = context
+        self._num_top_logprobs = body.top_logprobs or 0 if body.logprobs else None
 
     @property
     def include_usage(self) -> bool:
@@ -50,6 +53,7 @@ class ChatWriter:
         return ChatCompletion(
             **context.header(),
             choices=[self._whole_choice(choice) for choice in choices],
+            prompt_logprobs=context.prompt_logprobs(choices[0].prompt_scored),
             prompt_token_ids=self._prompt_token_ids(),
             **context.totals(),
         )
@@ -62,7 +66,8 @@ class ChatWriter:
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
             if delta.text or delta.finish_reason or context.body.return_token_ids:
-                yield ChatChunk(**context.header(), choices=[self._chunk_choice(delta)])
+                choice = self._chunk_choice(delta)
+                yield ChatChunk(**context.header(), choices=[choice], **context.ending())
         if self.include_usage:
             yield ChatChunk(**context.header(), choices=[], **context.totals())
 
@@ -79,6 +84,7 @@ class ChatWriter:
         return ChatChoice(
             index=choice.index,
             message=AssistantMessage(content=choice.text),
+            logprobs=self._logprobs(choice.scored),
             finish_reason=choice.finish_reason,
             token_ids=self._context.token_ids(choice.token_ids),
         )
@@ -87,9 +93,15 @@ class ChatWriter:
         return ChatChunkChoice(
             index=delta.index,
             delta=Delta(content=delta.text or None),
+            logprobs=self._logprobs(delta.scored) if delta.scored else None,
             finish_reason=delta.finish_reason,
             token_ids=self._context.token_ids(delta.token_ids),
         )
+
+    def _logprobs(self, scored: list[ScoredToken]) -> ChatLogprobs | None:
+        if self._num_top_logprobs is None:
+            return None
+        return chat_logprobs(scored, self._num_top_logprobs, self._context.model.tokenizer.vocabulary)
 
     def _prompt_token_ids(self) -> list[int] | None:
         return self._context.token_ids(self._context.generation.job.prompts[0].token_ids)

@@ -11,13 +11,17 @@ from typing import Any, Literal
 from fastapi import Request
 from fastapi.responses import Response
 
+from engine.messages import TokenLogprob
 from server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedMediaTypeError
 from server.generation import Generation, Job
+from server.logprobs import prompt_logprobs
 from server.parameters import check_parameters
 from server.prompt import TokenPrompt
 from server.responding import AnswerWriter, respond_stream, respond_whole
 from server.sampling_params import build_sampling_params
 from server.schemas.common import GenerationRequest, SpeculationReport
+from server.schemas.completion import CompletionRequest
+from server.schemas.logprobs import PromptLogprobs
 from server.services import Model, Services
 from server.speculation_report import speculation_report
 
@@ -67,8 +71,23 @@ class GenerationContext:
 
     def totals(self) -> dict[str, Any]:
         """``usage``, and ``foretoken`` for a client that spoke of speculation."""
-        report = self._speculation_report() if self.body.speculation is not None else None
-        return {"usage": self.generation.usage(), "foretoken": report}
+        return {"usage": self.generation.usage(), "foretoken": self.report()}
+
+    def report(self) -> SpeculationReport | None:
+        if self.body.speculation is None:
+            return None
+        return speculation_report(self.generation, self.services.settings, self.model.worker)
+
+    def ending(self) -> dict[str, Any]:
+        """For the last chunk of a choice: the report, if the whole answer ends here and no usage follows."""
+        is_last = self.generation.is_complete and not self.include_usage
+        return {"foretoken": self.report()} if is_last else {}
+
+    def prompt_logprobs(self, scored: list[TokenLogprob | None] | None) -> PromptLogprobs | None:
+        """``scored`` is missing where there is nothing to say: for a prompt of one token."""
+        if self.body.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(scored or [None], self.body.prompt_logprobs, self.model.tokenizer.vocabulary)
 
     def token_ids(self, token_ids: list[int]) -> list[int] | None:
         return token_ids if self.body.return_token_ids else None
@@ -76,12 +95,6 @@ class GenerationContext:
     @property
     def include_usage(self) -> bool:
         return bool(self.body.stream_options and self.body.stream_options.include_usage)
-
-    def _speculation_report(self) -> SpeculationReport:
-        generation = self.generation
-        return speculation_report(
-            generation.speculation, generation.job.params, self.services.settings, self.model.worker
-        )
 
 
 def start_generation(
@@ -99,11 +112,17 @@ def start_generation(
         id=f"{ID_PREFIXES[endpoint]}-{uuid.uuid4().hex}",
         endpoint=endpoint,
         prompts=prompts,
-        params=build_sampling_params(body, num_prompt_tokens=longest, worker=model.worker),
+        params=build_sampling_params(
+            body,
+            num_prompt_tokens=longest,
+            worker=model.worker,
+            max_logprobs=services.settings.max_logprobs,
+        ),
         n=n,
         stop_strings=body.stop or [],
         include_stop_string=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        echo=isinstance(body, CompletionRequest) and bool(body.echo),
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)
     generation.start()

@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from server.generation import ChoiceDelta, FinishedChoice
+from engine.messages import TokenLogprob
+from server.choice import ChoiceDelta, FinishedChoice
+from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
 from server.prompt import completion_prompts
 from server.routes.common import GenerationContext, check_request, require_json, respond, start_generation
 from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
+from server.schemas.logprobs import CompletionLogprobs
 from server.services import ServicesDep
 
 router = APIRouter(tags=["generate"])
@@ -26,13 +29,14 @@ async def create_completion(body: CompletionRequest, request: Request, services:
     model = services.model()
     prompts = await asyncio.to_thread(completion_prompts, body, model.tokenizer, model.worker.vocab_size)
     context = start_generation("completions", body, prompts, model, services)
-    return await respond(request, context, CompletionWriter(context, echo=bool(body.echo)), headers)
+    return await respond(request, context, CompletionWriter(context, body), headers)
 
 
 class CompletionWriter:
-    def __init__(self, context: GenerationContext, *, echo: bool) -> None:
+    def __init__(self, context: GenerationContext, body: CompletionRequest) -> None:
         self._context = context
-        self._echo = echo
+        self._echo = bool(body.echo)
+        self._num_top_logprobs = body.logprobs
 
     @property
     def include_usage(self) -> bool:
@@ -52,7 +56,7 @@ class CompletionWriter:
             seen.add(delta.index)
             choice = self._chunk_choice(delta, is_first)
             if choice.text or choice.token_ids or choice.finish_reason:
-                yield Completion(**context.header(), choices=[choice])
+                yield Completion(**context.header(), choices=[choice], **context.ending())
         if self.include_usage:
             yield Completion(**context.header(), choices=[], **context.totals())
 
@@ -60,15 +64,20 @@ class CompletionWriter:
         return CompletionChoice(
             index=choice.index,
             text=self._echoed(choice.index) + choice.text,
+            logprobs=self._logprobs(self._echoed_tokens(choice.index, choice.prompt_scored) + choice.scored),
             finish_reason=choice.finish_reason,
             token_ids=self._context.token_ids(choice.token_ids),
+            prompt_logprobs=self._context.prompt_logprobs(choice.prompt_scored),
             prompt_token_ids=self._prompt_token_ids(choice.index),
         )
 
     def _chunk_choice(self, delta: ChoiceDelta, is_first: bool) -> CompletionChoice:
+        echoed = self._echoed_tokens(delta.index, delta.prompt_scored) if is_first else []
+        scored = echoed + delta.scored
         return CompletionChoice(
             index=delta.index,
             text=(self._echoed(delta.index) if is_first else "") + delta.text,
+            logprobs=self._logprobs(scored) if scored else None,
             finish_reason=delta.finish_reason,
             token_ids=self._context.token_ids(delta.token_ids),
             prompt_token_ids=self._prompt_token_ids(delta.index) if is_first else None,
@@ -76,6 +85,18 @@ class CompletionWriter:
 
     def _echoed(self, choice: int) -> str:
         return self._context.generation.job.prompt_of(choice).text if self._echo else ""
+
+    def _echoed_tokens(self, choice: int, scored: list[TokenLogprob | None] | None) -> list[ScoredToken]:
+        """Nothing unless ``echo`` and ``logprobs``; ``scored`` is missing for a prompt of one token."""
+        if not self._echo or self._num_top_logprobs is None:
+            return []
+        prompt = self._context.generation.job.prompt_of(choice)
+        return echoed_tokens(prompt, scored or [None], self._context.model.tokenizer)
+
+    def _logprobs(self, scored: list[ScoredToken]) -> CompletionLogprobs | None:
+        if self._num_top_logprobs is None:
+            return None
+        return completion_logprobs(scored, self._num_top_logprobs, self._context.model.tokenizer.vocabulary)
 
     def _prompt_token_ids(self, choice: int) -> list[int] | None:
         return self._context.token_ids(self._context.generation.job.prompt_of(choice).token_ids)

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from server.schemas.common import Answer, Choice, GenerationRequest, StrictModel, is_none
+from server.schemas.logprobs import ChatLogprobs, PromptLogprobs
 
 
 class TextPart(StrictModel):
@@ -67,6 +68,10 @@ class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
     max_tokens: int | None = Field(None, ge=1, description="OpenAI's older name of max_completion_tokens.")
+    logprobs: bool | None = Field(None, description="Log-probability of every token of the answer.")
+    top_logprobs: int | None = Field(
+        None, ge=0, description="With logprobs: the likeliest tokens too, this many at each position."
+    )
 
 
 class AssistantMessage(BaseModel):
@@ -84,15 +89,18 @@ class Delta(BaseModel):
 
 class ChatChoice(Choice):
     message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunkChoice(Choice):
     delta: Delta
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=is_none)
     prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
 
 

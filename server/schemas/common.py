@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from engine.messages import FinishReason, Verification
+from server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
@@ -38,14 +39,16 @@ class StreamOptions(StrictModel):
 class SpeculationOptions(StrictModel):
     """How one request speculates; changes its speed, never its output's distribution."""
 
-    method: Literal["auto", "draft_model", "none"] = "auto"
+    method: Literal["auto", "draft_model", "ngram", "none"] = Field(
+        "auto", description="Who drafts; 'auto' leaves it to the engine."
+    )
     num_speculative_tokens: Annotated[
         int | None,
         Field(ge=0, le=32),
         BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"] | None),
     ] = Field(None, description="Tokens drafted per round; null and 'auto' leave it to the engine.")
-    verification: Verification | None = None
-    trace: Literal[False] = False
+    verification: Verification | None = Field(None, description="Null leaves it to the engine.")
+    trace: bool = Field(False, description="Report every round: what was drafted, and how it was judged.")
 
 
 class GenerationRequest(BaseModel):
@@ -58,6 +61,18 @@ class GenerationRequest(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling. Default 1: off.")
     top_k: int | None = Field(None, ge=-1, description="Keep the k likeliest tokens. Default 0: off.")
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the best.")
+    presence_penalty: float | None = Field(
+        None, ge=-2, le=2, description="Taken from the logit of every token that has occurred. Default 0."
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-2, le=2, description="The same, once per occurrence. Default 0."
+    )
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=10, description="Divides the logit of every token that has occurred. Default 1."
+    )
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="Added to logits, by token id."
+    )
     n: int | None = Field(None, ge=1, le=128, description="Choices per prompt. Default 1.")
     seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
     stop: Annotated[
@@ -68,7 +83,14 @@ class GenerationRequest(BaseModel):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Default true.")
+    min_tokens: int | None = Field(
+        None, ge=0, description="No stop token or stop string counts before this many tokens. Default 0."
+    )
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, description="Log-probabilities of the prompt's tokens, and of this many others at each."
+    )
+    truncate_prompt_tokens: int | None = Field(None, ge=1, description="Keep the last tokens of the prompt.")
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -106,8 +128,36 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
 
 
+def is_none(value: object) -> bool:
+    return value is None
+
+
+class DraftedToken(BaseModel):
+    """Probabilities are as processed by the request's parameters; one-hot at temperature 0."""
+
+    id: int
+    target_prob: float
+    draft_prob: float
+    accepted: bool
+
+
+class TracedRound(BaseModel):
+    """``position`` is the index of the round's first token in prompt plus output."""
+
+    position: int
+    source: str
+    rule: str
+    drafted: list[DraftedToken]
+    next_token: int
+
+
 class SpeculationReport(BaseModel):
-    """The ``foretoken`` object beside ``usage``. Only rounds that drafted something count."""
+    """The ``foretoken`` object beside ``usage``. Only rounds that drafted something count.
+
+    ``seeds`` are the choices' own, given or drawn: with ``seed`` and ``verification`` set to these the
+    choice can be had again. The last three are there only with ``trace``, and are what replaying takes:
+    rounds per choice, token ids per prompt, and the parameters as the engine took them.
+    """
 
     rounds: int
     drafted_tokens: int
@@ -116,17 +166,17 @@ class SpeculationReport(BaseModel):
     acceptance_length: float
     method: str
     verification: str
-
-
-def is_none(value: object) -> bool:
-    return value is None
+    seeds: list[int | None]
+    trace: list[list[TracedRound]] | None = Field(None, exclude_if=is_none)
+    prompt_token_ids: list[list[int]] | None = Field(None, exclude_if=is_none)
+    sampling_params: dict[str, Any] | None = Field(None, exclude_if=is_none)
 
 
 class Choice(BaseModel):
     """``token_ids`` is there only with ``return_token_ids``."""
 
     index: int
-    logprobs: None = None
+    logprobs: CompletionLogprobs | ChatLogprobs | None = None
     finish_reason: FinishReason | None
     token_ids: list[int] | None = Field(None, exclude_if=is_none)
 

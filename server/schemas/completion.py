@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from server.schemas.common import Answer, Choice, GenerationRequest, is_none
+from server.schemas.logprobs import CompletionLogprobs, PromptLogprobs
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -31,6 +32,10 @@ Prompt = Annotated[
 ]
 
 
+def _false_as_none(value: object) -> object:
+    return None if value is False else value
+
+
 class CompletionRequest(GenerationRequest):
     model_config = ConfigDict(
         json_schema_extra={
@@ -41,11 +46,16 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
     max_tokens: int | None = Field(None, ge=0, description="Default 16.")
     echo: bool | None = Field(None, description="Start the text with the prompt.")
+    logprobs: Annotated[int | None, Field(ge=0), BeforeValidator(_false_as_none)] = Field(
+        None, description="Log-probabilities of the tokens, and of this many likeliest ones at each."
+    )
     best_of: int | None = Field(None, ge=1, description="Only if equal to n.")
 
 
 class CompletionChoice(Choice):
     text: str
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = Field(None, exclude_if=is_none)
     prompt_token_ids: list[int] | None = Field(None, exclude_if=is_none)
 
 

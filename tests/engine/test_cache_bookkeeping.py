@@ -31,13 +31,14 @@ def test_blocks_are_always_either_free_or_owned_once(history: list[tuple[int, in
         assert_partition(pool, tables)
 
 
-def make_sequence(name: int, prompt: int, max_tokens: int, k: int) -> Sequence:
+def make_sequence(name: int, prompt: int, max_tokens: int, k: int, draft: bool = True) -> Sequence:
     return Sequence(
         request_id=str(name),
         index=0,
         params=SamplingParams(max_tokens=max_tokens),
         seed=0,
         verification="rejection",
+        method="draft_model" if draft and k else "none",
         num_speculative_tokens=k,
         stop_token_ids=frozenset(),
         token_ids=[0] * prompt,

@@ -67,8 +67,9 @@ def test_a_broken_draft_changes_nothing(models: Models) -> None:
     params = SamplingParams(max_tokens=20, seed=3)
     expected = run_engine(make_engine(models.target, None), PROMPTS, params)
     core = make_engine(models.target, models.close_draft)
-    honest = core.proposer.model.forward  # type: ignore[attr-defined]
-    core.proposer.model.forward = lambda spans: honest(spans) * torch.nan  # type: ignore[attr-defined]
+    draft = core.proposer.proposers["draft_model"].model  # type: ignore[attr-defined]
+    honest = draft.forward
+    draft.forward = lambda spans: honest(spans) * torch.nan
     assert run_engine(core, PROMPTS, params) == expected
 
 

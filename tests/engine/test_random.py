@@ -61,4 +61,4 @@ def test_choices_of_a_request_have_different_seeds() -> None:
     assert len(seeds) == 100
     assert sequence_seed(7, 0) == 7
     assert sequence_seed(-1, 0) == -1
-    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
+    assert all(0 <= seed < 2**53 for seed in seeds)

@@ -30,6 +30,12 @@ def test_same_tokens_whoever_drafts(
     assert run_engine(core, PROMPTS, PARAMS) == expected
 
 
+def test_same_tokens_with_drafts_from_ngrams(models: Models, expected: list[list[int]]) -> None:
+    core = make_engine(models.target, None, method="ngram", ngram_min_match=1)
+    assert run_engine(core, PROMPTS, PARAMS) == expected
+    assert 0 < core.stats.num_accepted_tokens < core.stats.num_draft_tokens
+
+
 @pytest.mark.parametrize("num_speculative_tokens", range(9))
 def test_same_tokens_for_every_draft_length(
     models: Models, expected: list[list[int]], num_speculative_tokens: int

@@ -1,6 +1,5 @@
 """``/v1/completions`` and ``/v1/chat/completions`` through the official SDK and over the raw wire."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer
+from tests.server.wire import events
 
 TEXT = "Hello, wörld 😀! "  # what the fake worker says, for ever
 HELLO: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Hi"}]
@@ -25,14 +25,6 @@ def text_of(num_tokens: int) -> str:
     """The fake worker's tokens are bytes; a character that is cut off at the end becomes U+FFFD."""
     repeated = TEXT.encode() * (num_tokens // len(TEXT) + 1)
     return repeated[:num_tokens].decode(errors="replace")
-
-
-def events(body: str) -> list[Any]:
-    """The JSON of every event; the stream must hold nothing but data lines and end with [DONE]."""
-    *lines, done, end = body.split("\n\n")
-    assert (done, end) == ("data: [DONE]", "")
-    assert all(line.startswith("data: {") for line in lines)
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def test_completion(sdk: openai.OpenAI) -> None:
@@ -218,31 +210,33 @@ def test_chat_messages_reach_the_template(server: RunningServer, tokenizer: Any)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_speculation_report(server: RunningServer, stream: bool) -> None:
-    """The fake worker drafts what it is told to and gives 4 tokens per step, so 3 are accepted."""
-    body = {"prompt": "x", "max_tokens": 8, "seed": 1, "stream": stream}
-    body |= {"stream_options": {"include_usage": True}} if stream else {}
-    response = server.post("/v1/completions", body | {"speculation": {"num_speculative_tokens": 6}})
-    answer = events(response.text)[-1] if stream else response.json()
-    assert answer["foretoken"] == {
-        "rounds": 2,
-        "drafted_tokens": 12,
-        "accepted_tokens": 6,
-        "acceptance_rate": 0.5,
-        "acceptance_length": 4.0,
-        "method": "draft_model",
-        "verification": "coupled",
-    }
-    response = server.post("/v1/completions", body | {"speculation": {"method": "none"}, "temperature": 0})
-    answer = events(response.text)[-1] if stream else response.json()
-    assert answer["foretoken"] == {
-        "rounds": 0,
-        "drafted_tokens": 0,
-        "accepted_tokens": 0,
-        "acceptance_rate": None,
-        "acceptance_length": 1.0,
-        "method": "none",
-        "verification": "exact_match",
-    }
+def test_min_tokens_holds_for_stop_strings_too(server: RunningServer, stream: bool) -> None:
+    """The first "o" is the fifth token, the next one comes only after the text has begun again."""
+    body = {"prompt": "x", "stop": "o", "max_tokens": 400, "min_tokens": 5, "stream": stream}
     response = server.post("/v1/completions", body)
-    assert "foretoken" not in (events(response.text)[-1] if stream else response.json())
+    chunks = events(response.text) if stream else [response.json()]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == f"{TEXT}Hell"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "truncated"),
+    [("abcdef", "def"), ([97, 98, 99, 100], "bcd"), ("ab", "ab"), ("aé", "aé")],
+)
+def test_truncated_prompt(server: RunningServer, prompt: Any, truncated: str) -> None:
+    body = {"prompt": prompt, "truncate_prompt_tokens": 3, "echo": True, "max_tokens": 1}
+    answer = server.post("/v1/completions", body | {"return_token_ids": True}).json()
+    assert answer["choices"][0]["text"] == f"{truncated}H"
+    assert answer["choices"][0]["prompt_token_ids"] == list(truncated.encode())
+    assert answer["usage"]["prompt_tokens"] == len(truncated.encode())
+
+
+def test_truncated_chat(server: RunningServer) -> None:
+    body = {"messages": HELLO, "truncate_prompt_tokens": 10, "max_tokens": 1, "return_token_ids": True}
+    answer = server.post("/v1/chat/completions", body).json()
+    assert bytes(answer["prompt_token_ids"]) == b"assistant\n"
+
+
+def test_prompt_that_fits_only_when_truncated(server: RunningServer) -> None:
+    body = {"prompt": "x" * 600, "max_tokens": 12}
+    assert server.post("/v1/completions", body).status_code == 400
+    assert server.post("/v1/completions", body | {"truncate_prompt_tokens": 500}).status_code == 200

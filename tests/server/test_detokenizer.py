@@ -16,7 +16,7 @@ def run(detokenizer: Detokenizer, steps: Sequence[Sequence[int]]) -> tuple[list[
     for step in steps:
         piece = detokenizer.push(step)
         pieces.append(piece.text)
-        num_tokens += piece.num_tokens
+        num_tokens += len(piece.offsets)
         if piece.stopped:
             return pieces, num_tokens, True
     last = detokenizer.finish()
@@ -119,3 +119,17 @@ def test_the_stop_string_that_is_complete_first_wins(
 )
 def test_what_could_become_a_stop_string_is_held(text: str, stops: list[str], expected: int) -> None:
     assert longest_stop_prefix(text, stops) == expected
+
+
+@given(text=small_texts, stops=small_stops, sizes=step_sizes, minimum=st.integers(0, 12))
+def test_stop_strings_count_after_the_minimum_only(
+    tokenizer: Tokenizer, text: str, stops: list[str], sizes: list[int], minimum: int
+) -> None:
+    raw = text.encode()
+    detokenizer = Detokenizer(tokenizer.stream(skip_special_tokens=True), stops, min_tokens=minimum)
+    pieces, _, stopped = run(detokenizer, cut(list(raw), sizes))
+    # A character that is complete only after the minimum is searched as a whole.
+    unsearched = raw[:minimum].decode(errors="ignore")
+    match = find_stop(text[len(unsearched) :], stops)
+    assert stopped == (match is not None)
+    assert "".join(pieces) == (text if match is None else text[: len(unsearched) + match.start])

@@ -9,19 +9,21 @@ from server.sampling_params import build_sampling_params
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 
-WITH_DRAFT = Ready("target", "draft", "cpu", "float32", 100, 50, 1, 1, 16)
-WITHOUT_DRAFT = Ready("target", None, "cpu", "float32", 100, 50, 1, 0, 16)
+WITH_DRAFT = Ready(
+    "target", "draft", "cpu", "float32", 100, 50, 1, 1, 16, ["draft_model", "ngram"], "draft_model"
+)
+WITHOUT_DRAFT = Ready("target", None, "cpu", "float32", 100, 50, 1, 0, 16, ["ngram"], "none")
 
 
 def completion(*, worker: Ready = WITH_DRAFT, **fields: Any) -> SamplingParams:
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
-    return build_sampling_params(request, num_prompt_tokens=10, worker=worker)
+    return build_sampling_params(request, num_prompt_tokens=10, worker=worker, max_logprobs=5)
 
 
 def chat(**fields: Any) -> SamplingParams:
     messages = [{"role": "user", "content": "p"}]
     request = ChatRequest.model_validate({"model": "m", "messages": messages} | fields)
-    return build_sampling_params(request, num_prompt_tokens=10, worker=WITH_DRAFT)
+    return build_sampling_params(request, num_prompt_tokens=10, worker=WITH_DRAFT, max_logprobs=5)
 
 
 def test_defaults() -> None:
@@ -31,7 +33,9 @@ def test_defaults() -> None:
 
 def test_null_means_default() -> None:
     names = ["temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos"]
-    names += ["max_tokens", "stream", "stream_options", "speculation"]
+    names += ["max_tokens", "stream", "stream_options", "speculation", "logit_bias", "min_tokens", "logprobs"]
+    names += ["presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs"]
+    names += ["truncate_prompt_tokens"]
     nulls: dict[str, Any] = dict.fromkeys(names)
     assert completion(**nulls) == completion()
 
@@ -60,6 +64,15 @@ def test_null_means_default() -> None:
         ),
         ({"speculation": {"method": "none"}}, "num_speculative_tokens", 0),
         ({"speculation": {"verification": "coupled"}}, "verification", "coupled"),
+        ({"speculation": {"verification": "block"}}, "verification", "block"),
+        ({"speculation": {"trace": True}}, "trace", True),
+        ({"presence_penalty": -2}, "presence_penalty", -2.0),
+        ({"frequency_penalty": 1.5}, "frequency_penalty", 1.5),
+        ({"repetition_penalty": 1.2}, "repetition_penalty", 1.2),
+        ({"logit_bias": {"0": 1, "99": -100}}, "logit_bias", {0: 1.0, 99: -100.0}),
+        ({"logit_bias": {}}, "logit_bias", {}),
+        ({"min_tokens": 16}, "min_tokens", 16),
+        ({"prompt_logprobs": 20}, "prompt_logprobs", 20),
     ],
 )
 def test_fields_reach_the_engine(fields: dict[str, Any], name: str, value: Any) -> None:
@@ -71,6 +84,22 @@ def test_both_names_of_the_chat_limit() -> None:
     assert chat(max_completion_tokens=3).max_tokens == 3
     assert chat(max_tokens=3).max_tokens == 3
     assert chat(max_tokens=3, max_completion_tokens=3).max_tokens == 3
+
+
+def test_logprobs() -> None:
+    assert completion(logprobs=0).logprobs == 0
+    assert completion(logprobs=False).logprobs is None
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).logprobs == 20
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None
+
+
+def test_echo_asks_for_the_prompts_logprobs_too() -> None:
+    assert completion(logprobs=2).prompt_logprobs is None
+    assert completion(echo=True).prompt_logprobs is None
+    assert completion(logprobs=2, echo=True).prompt_logprobs == 2
+    assert completion(logprobs=2, echo=True, prompt_logprobs=7).prompt_logprobs == 7
+    assert completion(logprobs=2, echo=True, prompt_logprobs=1).prompt_logprobs == 2
 
 
 def test_draft_model_must_exist_if_asked_for() -> None:

@@ -1,6 +1,7 @@
 """Life with a worker process: disconnects, crashes, restarts, failed loads, and exact metrics."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ def test_client_that_leaves_a_stream_frees_its_sequences(start_server: StartServ
         wait_for(lambda: server.services.engine.num_requests == 0, "the end of the requests")
         assert server.metric("foretoken_requests_aborted_total", reason="disconnect") == 1
         assert server.metric("foretoken_requests_running") == 0
+        usage = partial(server.metric, "foretoken_kv_cache_usage_ratio", model="target")
+        wait_for(lambda: usage() == 0, "the worker's word that nothing is in use")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -123,6 +126,21 @@ def test_failed_load_is_told_and_not_repeated(
         assert server.get("/ready").json()["reason"] == reason
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_that_are_no_distribution_fail_their_request_only(
+    start_server: StartServer, stream: bool
+) -> None:
+    options = ("--refuse", "the model gave no distribution", "--refusal-code", "invalid_logits")
+    with start_server(*options) as server:
+        response = server.post("/v1/completions", {"prompt": "a", "stream": stream})
+        assert response.status_code == 500
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "invalid_logits")
+        assert error["message"] == "the model gave no distribution"
+        assert server.get("/ready").status_code == 200
+        assert server.metric("foretoken_request_errors_total", code="invalid_logits") == 1
+
+
 def test_metrics_are_exact(start_server: StartServer) -> None:
     with start_server(*SLOW) as server:
         server.post("/v1/completions", {"prompt": "abc", "max_tokens": 40})
@@ -142,7 +160,7 @@ def test_metrics_are_exact(start_server: StartServer) -> None:
         assert server.metric("foretoken_spec_decode_num_draft_tokens_total", method="draft_model") == 30
         assert server.metric("foretoken_spec_decode_num_accepted_tokens_total", method="draft_model") == 30
         assert server.metric("foretoken_spec_decode_draft_tokens_per_position_total", position="1") == 10
-        assert server.metric("foretoken_kv_cache_usage_ratio", model="target") == 0.25
+        assert server.metric("foretoken_kv_cache_usage_ratio", model="target") == 0
         assert server.metric("foretoken_phase_seconds_total", phase="score") == 1.0
 
 

@@ -1,0 +1,86 @@
+"""Longest earlier occurrence of a growing text's end, in amortised constant time per token.
+
+A suffix automaton (Blumer et al. 1985) holds all substrings of the text; a cursor follows the longest suffix
+that has also ended somewhere before. Plain integers; ``ngram`` proposes from it.
+"""
+
+
+class SuffixAutomaton:
+    """States are sets of substrings that end at the same places; state 0 is the empty one.
+
+    ``match_length`` tokens at the end of the text also end at ``match_end`` (an index, exclusive), the
+    latest such place that the matched state has seen.
+    """
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.match_length = 0
+        self.match_end = 0
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._end = [0]
+        self._last = 0
+        self._matched = 0
+
+    def extend(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            self._advance_match(token_id)
+            self._append(token_id)
+            self._settle_match()
+
+    def continuation(self, num_tokens: int) -> list[int]:
+        """What followed the earlier occurrence; where that runs into the end, it repeats itself."""
+        drafted: list[int] = []
+        for i in range(self.match_end, self.match_end + num_tokens):
+            drafted.append(self.text[i] if i < len(self.text) else drafted[i - len(self.text)])
+        return drafted
+
+    def _advance_match(self, token_id: int) -> None:
+        """Move the cursor over ``token_id``, among substrings that ended before it."""
+        state, length = self._matched, self.match_length
+        while state and token_id not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        if token_id in self._next[state]:
+            state, length = self._next[state][token_id], length + 1
+        self._matched, self.match_length = state, length
+
+    def _append(self, token_id: int) -> None:
+        """The textbook online construction."""
+        self.text.append(token_id)
+        new = self._new_state({}, self._length[self._last] + 1, len(self.text))
+        state = self._last
+        while state != -1 and token_id not in self._next[state]:
+            self._next[state][token_id] = new
+            state = self._link[state]
+        self._link[new] = 0 if state == -1 else self._state_of_length(state, token_id)
+        self._last = new
+
+    def _state_of_length(self, state: int, token_id: int) -> int:
+        """The successor of ``state`` that is exactly one token longer, split off if need be."""
+        successor = self._next[state][token_id]
+        if self._length[successor] == self._length[state] + 1:
+            return successor
+        clone = self._new_state(dict(self._next[successor]), self._length[state] + 1, self._end[successor])
+        self._link[clone] = self._link[successor]
+        self._link[successor] = clone
+        while state != -1 and self._next[state].get(token_id) == successor:
+            self._next[state][token_id] = clone
+            state = self._link[state]
+        return clone
+
+    def _settle_match(self) -> None:
+        """A split may have moved the matched substring to the clone. Then note where it ends now."""
+        while self._matched and self.match_length <= self._length[self._link[self._matched]]:
+            self._matched = self._link[self._matched]
+        if self._matched:
+            self.match_end = self._end[self._matched]
+            self._end[self._matched] = len(self.text)
+
+    def _new_state(self, transitions: dict[int, int], length: int, end: int) -> int:
+        self._next.append(transitions)
+        self._link.append(-1)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._next) - 1

@@ -1,0 +1,113 @@
+"""Properties of one choice's deltas: however rounds cut the tokens, the same text and the same logprobs."""
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.messages import FinishReason, TokenLogprob, TokenOutput
+from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice
+from server.detokenizer import Detokenizer
+from server.tokenizer import Tokenizer
+
+EOS = 256
+
+
+def deltas_of(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    sizes: Sequence[int],
+    stops: Sequence[str],
+    *,
+    include_stop: bool = False,
+    min_tokens: int = 0,
+) -> list[ChoiceDelta]:
+    """The last token ends the sequence; if it is the eos token it is a stop token."""
+    stream = tokenizer.stream(skip_special_tokens=True)
+    detokenizer = Detokenizer(stream, stops, include_stop_string=include_stop, min_tokens=min_tokens)
+    reader = ChoiceReader(0, detokenizer, include_stop_string=include_stop, text_start=0)
+    deltas: list[ChoiceDelta] = []
+    position = number = 0
+    while position < len(token_ids) and reader.finish_reason is None:
+        end = position + sizes[number % len(sizes)]
+        deltas.append(reader.read(output_of(token_ids, position, end)))
+        position, number = end, number + 1
+    return deltas
+
+
+def output_of(token_ids: Sequence[int], start: int, end: int) -> TokenOutput:
+    emitted = list(token_ids[start:end])
+    reason: FinishReason = "stop" if token_ids[-1] == EOS else "length"
+    scored = [TokenLogprob(token_id, -float(at), []) for at, token_id in enumerate(emitted, start)]
+    return TokenOutput("r-0", 0, emitted, reason if end >= len(token_ids) else None, 0, 0, logprobs=scored)
+
+
+def joined(deltas: Sequence[ChoiceDelta]) -> FinishedChoice:
+    choice = FinishedChoice(0)
+    for delta in deltas:
+        choice.add(delta)
+    return choice
+
+
+tokens = st.lists(
+    st.one_of(st.sampled_from([*"ab😀é".encode()]), st.integers(0, 259)), min_size=1, max_size=30
+)
+texts = st.text("ab😀é", min_size=1, max_size=20).map(lambda text: [*text.encode(), EOS])
+step_sizes = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+stop_lists = st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=3)
+minimums = st.integers(0, 10)
+
+
+@given(
+    token_ids=st.one_of(tokens, texts),
+    sizes=step_sizes,
+    stops=stop_lists,
+    include=st.booleans(),
+    minimum=minimums,
+)
+def test_rounds_do_not_matter(
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    sizes: list[int],
+    stops: list[str],
+    include: bool,
+    minimum: int,
+) -> None:
+    def read(sizes: Sequence[int]) -> list[ChoiceDelta]:
+        return deltas_of(tokenizer, token_ids, sizes, stops, include_stop=include, min_tokens=minimum)
+
+    whole = joined(read([len(token_ids)]))
+    assert joined(read(sizes)) == whole
+    # Every token that counts is scored, once, in order; none after it is.
+    assert [scored.logprob for scored in whole.scored] == [-float(at) for at in range(len(whole.token_ids))]
+    assert [scored.token_id for scored in whole.scored] == whole.token_ids
+    assert whole.token_ids == token_ids[: len(whole.token_ids)]
+
+
+@given(token_ids=texts, sizes=step_sizes, stops=stop_lists)
+def test_a_chunk_scores_the_tokens_whose_text_it_completes(
+    tokenizer: Tokenizer, token_ids: list[int], sizes: list[int], stops: list[str]
+) -> None:
+    released = ""
+    num_scored = 0
+    for delta in deltas_of(tokenizer, token_ids, sizes, stops):
+        released += delta.text
+        num_scored += len(delta.scored)
+        if delta.finish_reason is None:
+            # Every token here is a byte: those of the released text and no others.
+            assert num_scored == len(released.encode())
+
+
+@given(token_ids=texts, sizes=step_sizes)
+def test_offsets_are_places_in_the_text(tokenizer: Tokenizer, token_ids: list[int], sizes: list[int]) -> None:
+    choice = joined(deltas_of(tokenizer, token_ids, sizes, []))
+    starts = [place for place, character in enumerate(choice.text) for _ in character.encode()]
+    assert [scored.offset for scored in choice.scored] == [*starts, len(choice.text)]
+
+
+def test_part_of_a_tokens_text_is_held_back(tokenizer: Tokenizer) -> None:
+    """A special token waits for the text after it; the last entry waits for the stop string to fail."""
+    deltas = deltas_of(tokenizer, [*b"a", 257, *b"<", *b"b", *b"c"], [1], ["<c"])
+    assert [delta.text for delta in deltas] == ["a", "", "", "<b", "c"]
+    assert [len(delta.scored) for delta in deltas] == [1, 0, 0, 3, 1]
+    assert [scored.offset for delta in deltas for scored in delta.scored] == [0, 1, 1, 2, 3]
