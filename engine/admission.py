@@ -56,6 +56,9 @@ class Admission:
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
                 max_num_tokens=min(len(prompt) + params.max_tokens, self.max_model_len),
+                priority=request.priority,
+                cache_prompt=request.cache_prompt,
+                cache_salt=request.cache_salt,
             )
             for index in range(request.n)
         ]

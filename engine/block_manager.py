@@ -1,26 +1,43 @@
 """Who owns which cache block: plain integers, no tensors.
 
 A pool hands out blocks of ``block_size`` tokens; a ``BlockTable`` is one sequence's share of one model's
-pool. ``truncate`` is the only way back: it forgets computed tokens and returns the blocks beyond them.
-The scheduler reserves, the engine core truncates and releases.
+pool. Full blocks of committed tokens are *published* under a hash that covers everything before them, so
+that a later sequence with the same beginning takes them over instead of computing them. Published blocks
+that nobody uses stay until their place is needed, the least recently used first. ``truncate`` is the only
+way back. The scheduler calls all of it.
 """
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import islice
+
+BlockHash = bytes
 
 
 class BlockTable:
-    """Blocks of one sequence in one pool; the first ``num_computed_tokens`` of its ids are stored there."""
+    """Blocks of one sequence in one pool; the first ``num_computed_tokens`` of its ids are stored there.
+
+    ``hashes`` are those of its first blocks, as far as they are published or taken over.
+    """
 
     def __init__(self) -> None:
         self.block_ids: list[int] = []
         self.num_computed_tokens = 0
+        self.hashes: list[BlockHash] = []
 
 
 class BlockPool:
-    """A fixed number of blocks, each free or owned by exactly one table."""
+    """A fixed number of blocks; each is free, or used by one table, or shared by several."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._num_users = [0] * num_blocks
+        self._hash_of: dict[int, BlockHash] = {}
+        self._block_of: dict[BlockHash, int] = {}
+        # Free blocks in the order of their next use: unpublished ones, then the least recently used.
+        self._free = OrderedDict.fromkeys(range(num_blocks))
 
     @property
     def num_free(self) -> int:
@@ -40,14 +57,87 @@ class BlockPool:
     def reserve(self, table: BlockTable, num_tokens: int) -> None:
         """Give ``table`` room for its first ``num_tokens`` tokens; ``can_reserve`` must hold."""
         for _ in range(self.blocks_for(num_tokens) - len(table.block_ids)):
-            table.block_ids.append(self._free.pop())
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._num_users[block] = 1
+            table.block_ids.append(block)
+
+    def find(self, token_ids: Sequence[int], salt: str) -> list[BlockHash]:
+        """Hashes of the longest published beginning of ``token_ids``, in whole blocks."""
+        found = []
+        for block_hash in _hash_chain(token_ids, self.block_size, salt):
+            if block_hash not in self._block_of:
+                break
+            found.append(block_hash)
+        return found
+
+    def num_free_after_taking(self, hashes: list[BlockHash]) -> int:
+        """Free blocks left if a table took these over."""
+        return self.num_free - sum(self._num_users[self._block_of[h]] == 0 for h in hashes)
+
+    def take_over(self, table: BlockTable, hashes: list[BlockHash]) -> None:
+        """Start the empty ``table`` with published blocks, as computed; ``hashes`` come from ``find``."""
+        for block_hash in hashes:
+            block = self._block_of[block_hash]
+            self._free.pop(block, None)
+            self._num_users[block] += 1
+            table.block_ids.append(block)
+        table.hashes = list(hashes)
+        table.num_computed_tokens = len(hashes) * self.block_size
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], salt: str) -> None:
+        """Publish the full blocks of ``token_ids``, which must be committed and computed."""
+        num_published = len(table.hashes)
+        if len(token_ids) // self.block_size <= num_published:
+            return
+        chain = _hash_chain(token_ids, self.block_size, salt, table.hashes)
+        for block, block_hash in zip(islice(table.block_ids, num_published, None), chain, strict=False):
+            table.hashes.append(block_hash)
+            # The same text may have been computed twice at once; one copy is enough to find.
+            if block_hash not in self._block_of:
+                self._block_of[block_hash] = block
+                self._hash_of[block] = block_hash
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
-        """Keep at most the first ``num_tokens`` computed tokens and the blocks that hold them."""
+        """Keep at most the first ``num_tokens`` computed tokens and the blocks that hold them.
+
+        Published blocks hold committed tokens only, so a kept block that will be written to again is
+        never one of them.
+        """
         table.num_computed_tokens = min(table.num_computed_tokens, num_tokens)
         num_kept = self.blocks_for(table.num_computed_tokens)
-        self._free.extend(reversed(table.block_ids[num_kept:]))
+        for block in reversed(table.block_ids[num_kept:]):
+            self._drop(block)
         del table.block_ids[num_kept:]
+        del table.hashes[num_kept:]
 
     def release(self, table: BlockTable) -> None:
         self.truncate(table, 0)
+
+    def _drop(self, block: int) -> None:
+        """One user less. The last blocks of a text are dropped first, so they are also lost first."""
+        self._num_users[block] -= 1
+        if self._num_users[block] == 0:
+            self._free[block] = None
+            if block not in self._hash_of:
+                self._free.move_to_end(block, last=False)
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+
+
+def _hash_chain(
+    token_ids: Sequence[int], block_size: int, salt: str, known: Sequence[BlockHash] = ()
+) -> Iterator[BlockHash]:
+    """Hash of each full block after the ``known`` ones: of its tokens, all before them, and the salt.
+
+    128 bits of a cryptographic hash: a collision would show one user another's text.
+    """
+    previous = known[-1] if known else salt.encode()
+    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
+        digest = blake2b(previous, digest_size=16)
+        digest.update(b"".join(i.to_bytes(4, "little") for i in token_ids[start : start + block_size]))
+        previous = digest.digest()
+        yield previous

@@ -48,6 +48,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_num_sequences=config.max_num_sequences,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_draft_len=max_draft_len,
+        prefix_caching=config.prefix_caching,
     )
     return EngineCore(
         target=target,

@@ -54,6 +54,9 @@ class EngineConfig(BaseModel):
         1024, ge=1, description="Tokens scored per step; longer prompts are computed in chunks."
     )
     block_size: int = Field(16, ge=1, description="Tokens per cache block.")
+    prefix_caching: bool = Field(
+        True, description="Let requests take over what earlier ones with the same beginning have computed."
+    )
     cache_memory: ByteSize = Field(
         ByteSize(1 << 30), description="Memory for both KV caches together, such as '2GiB'."
     )

@@ -67,6 +67,9 @@ class EngineCore:
         with self.stats.phase("verify"):
             judgement = sampler.verify(logits, drafts)
         with self.stats.phase("host"):
+            for part in scheduled:
+                if not part.completes:
+                    self.scheduler.publish(part.sequence)
             return self._commit(drawing, sampler, drafts, logits, judgement)
 
     def _sampler(self, drawing: list[Sequence]) -> Sampler:
@@ -133,10 +136,10 @@ class EngineCore:
             # A stop inside the accepted run ends the sequence there: what follows was never said.
             num_kept = min(num_accepted[i], len(emitted))
             self.stats.count_draft(sequence.method, len(drafted[i]), num_kept)
+            self.scheduler.truncate(sequence, len(sequence) - 1)
+            self.scheduler.publish(sequence)
             if sequence.finish_reason:
                 self.scheduler.finish(sequence)
-            else:
-                self.scheduler.truncate(sequence, len(sequence) - 1)
             outputs.append(
                 TokenOutput(
                     request_id=sequence.request_id,
@@ -146,6 +149,7 @@ class EngineCore:
                     num_draft_tokens=len(drafted[i]),
                     num_accepted_tokens=num_kept,
                     seed=sequence.seed,
+                    num_cached_tokens=sequence.num_cached_tokens or 0,
                     logprobs=_logprobs(sequence, rows, emitted),
                     prompt_logprobs=sequence.prompt_logprobs if is_first else None,
                     trace=traces[i] if sequence.params.trace else None,
@@ -165,6 +169,8 @@ class EngineCore:
             num_speculative_tokens=self._num_speculative_tokens,
             cache_usage=scheduler.cache_usage(),
             num_preemptions=scheduler.num_preemptions,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
             drafts=dict(stats.drafts),
             draft_tokens_per_position=list(stats.draft_tokens_per_position),
             accepted_tokens_per_position=list(stats.accepted_tokens_per_position),

@@ -48,12 +48,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Generate ``n`` sequences after ``prompt_token_ids`` (at least one token)."""
+    """Generate ``n`` sequences after ``prompt_token_ids`` (at least one token).
+
+    Lower ``priority`` goes first. With ``cache_prompt`` the request shares computed prefixes with others
+    of the same ``cache_salt``.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     n: int = 1
+    priority: int = 0
+    cache_prompt: bool = True
+    cache_salt: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +120,8 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
     An end-of-sequence or stop token is included in ``token_ids``. ``num_draft_tokens`` and
     ``num_accepted_tokens`` are those of this step's round. ``seed`` is the sequence's own, given or drawn.
-    ``prompt_logprobs`` come with the first output; the first prompt token has none.
+    ``num_cached_tokens`` of the prompt were taken over from earlier requests. ``prompt_logprobs`` come
+    with the first output; the first prompt token has none.
     """
 
     request_id: str
@@ -123,6 +131,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     num_draft_tokens: int
     num_accepted_tokens: int
     seed: int = 0
+    num_cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     trace: RoundTrace | None = None
@@ -159,6 +168,8 @@ class Stats(msgspec.Struct, frozen=True):
     num_speculative_tokens: int
     cache_usage: dict[str, float]
     num_preemptions: int
+    num_prefix_queries: int  # prompt tokens looked up in the prefix cache
+    num_prefix_hits: int
     drafts: dict[str, DraftCounts]
     draft_tokens_per_position: list[int]
     accepted_tokens_per_position: list[int]

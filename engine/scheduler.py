@@ -1,13 +1,14 @@
 """Which sequences take part in a step, and with how many tokens. Plain integers, no tensors.
 
-First come, first served. Running sequences go first, so that a long prompt never stalls the streams;
-prompts are computed in chunks with what is left of the step's token budget. When blocks run out, the
-youngest running sequence gives its own back and is computed anew later; its random numbers depend on
-positions only, so nothing it says changes.
+By priority, then first come, first served. Running sequences go first, so that a long prompt never stalls
+the streams; prompts are computed in chunks with what is left of the step's token budget, less what earlier
+sequences have left in the cache. When blocks run out, the last in order gives its own back and is computed
+anew later; its random numbers depend on positions only, so nothing it says changes.
 """
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
+from itertools import count
 
 from engine.block_manager import BlockPool, BlockTable
 from engine.sequence import Sequence
@@ -23,14 +24,11 @@ class Scheduled:
     sequence: Sequence
     num_tokens: int
     num_draft_tokens: int
-
-    @property
-    def completes(self) -> bool:
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
+    completes: bool
 
 
 class Scheduler:
-    """Owns the queue and the running set, and reserves blocks in both pools for what it schedules.
+    """Owns the queue and the running set, both in order, and all block tables.
 
     ``draft_pool`` is None without a draft model; ``max_draft_len`` is the draft model's context.
     """
@@ -42,15 +40,20 @@ class Scheduler:
         max_num_sequences: int,
         max_num_batched_tokens: int,
         max_draft_len: int,
+        prefix_caching: bool = True,
     ) -> None:
         self.target_pool = target_pool
         self.draft_pool = draft_pool
         self.max_num_sequences = max_num_sequences
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_draft_len = max_draft_len
-        self.waiting: deque[Sequence] = deque()
+        self.prefix_caching = prefix_caching
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_prefix_queries = 0  # prompt tokens looked up in the cache
+        self.num_prefix_hits = 0  # of them, found
+        self._arrivals = count()
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of this length fits into the empty pools."""
@@ -58,7 +61,8 @@ class Scheduler:
         return all(pool.blocks_for(num_tokens) <= pool.num_blocks for pool in pools)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        sequence.arrival = next(self._arrivals)
+        insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence) -> None:
         """Forget a sequence, running or waiting, and free its blocks."""
@@ -68,34 +72,17 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._release(sequence)
 
-    def schedule(self) -> list[Scheduled]:
-        budget = self.max_num_batched_tokens
-        scheduled: list[Scheduled] = []
-        for sequence in list(self.running):
-            if budget == 0:
-                break
-            if sequence not in self.running:
-                continue  # preempted for an older one
-            part = self._plan(sequence, budget)
-            if self._reserve_or_preempt(sequence, part):
-                scheduled.append(part)
-                budget -= part.num_tokens + part.num_draft_tokens
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
-            sequence = self.waiting[0]
-            part = self._plan(sequence, budget)
-            # The whole prompt is reserved at once: half-admitted prompts could block each other.
-            if not self._has_room(sequence, len(sequence) + part.num_draft_tokens):
-                break
-            self._reserve(sequence, len(sequence) + part.num_draft_tokens)
-            self.running.append(self.waiting.popleft())
-            scheduled.append(part)
-            budget -= part.num_tokens + part.num_draft_tokens
-        return scheduled
-
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget what either cache holds beyond the first ``num_tokens`` tokens."""
         for pool, table in self._shares(sequence):
             pool.truncate(table, num_tokens)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let later sequences find what the caches hold of this one's committed tokens."""
+        if not self._uses_prefix_cache(sequence):
+            return
+        for pool, table in self._shares(sequence):
+            pool.publish(table, sequence.token_ids[: table.num_computed_tokens], sequence.cache_salt)
 
     def cache_usage(self) -> dict[str, float]:
         usage = {"target": self.target_pool.usage}
@@ -103,50 +90,113 @@ class Scheduler:
             usage["draft"] = self.draft_pool.usage
         return usage
 
+    def schedule(self) -> list[Scheduled]:
+        budget = self.max_num_batched_tokens
+        scheduled: list[Scheduled] = []
+        for sequence in list(self.running):
+            if budget == 0:
+                break
+            if sequence not in self.running:
+                continue  # preempted for an earlier one
+            part = self._plan(sequence, budget)
+            if self._reserve_or_preempt(sequence, part):
+                scheduled.append(part)
+                budget -= part.num_tokens + part.num_draft_tokens
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
+            admitted = self._admit(self.waiting[0], budget)
+            if admitted is None:
+                break
+            scheduled.append(admitted)
+            budget -= admitted.num_tokens + admitted.num_draft_tokens
+        return scheduled
+
+    def _admit(self, sequence: Sequence, budget: int) -> Scheduled | None:
+        """Start the first in the queue with what the cache has of it; None if it must wait."""
+        if self._twin_is_computing(sequence):
+            return None
+        found = self._find_prefix(sequence)
+        # The whole prompt is reserved at once: half-admitted prompts could block each other.
+        num_tokens = len(sequence) + sequence.num_speculative_tokens
+        for (pool, _), hashes in zip(self._shares(sequence), found, strict=True):
+            if pool.blocks_for(num_tokens) - len(hashes) > pool.num_free_after_taking(hashes):
+                return None
+        for (pool, table), hashes in zip(self._shares(sequence), found, strict=True):
+            pool.take_over(table, hashes)
+            pool.reserve(table, num_tokens)
+        self._count_prefix(sequence)
+        self.waiting.pop(0)
+        insort(self.running, sequence, key=_order)
+        return self._plan(sequence, budget)
+
+    def _twin_is_computing(self, sequence: Sequence) -> bool:
+        """Whether another choice of the request is at work on the prompt, which can then be shared."""
+        return self._uses_prefix_cache(sequence) and any(
+            other.request_id == sequence.request_id and other.num_uncomputed_tokens > 1
+            for other in self.running
+        )
+
+    def _find_prefix(self, sequence: Sequence) -> list[list[bytes]]:
+        """For each pool, hashes of the blocks to take over. At least one token is left to compute, and
+        the draft takes over no more than the target."""
+        shares = self._shares(sequence)
+        if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
+            return [[] for _ in shares]
+        token_ids = sequence.token_ids[:-1]
+        found = [pool.find(token_ids, sequence.cache_salt) for pool, _ in shares]
+        return [hashes[: len(found[0])] for hashes in found]
+
+    def _count_prefix(self, sequence: Sequence) -> None:
+        if self._uses_prefix_cache(sequence) and sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.target_blocks.num_computed_tokens
+            self.num_prefix_queries += sequence.num_prompt_tokens
+            self.num_prefix_hits += sequence.num_cached_tokens
+
+    def _uses_prefix_cache(self, sequence: Sequence) -> bool:
+        return self.prefix_caching and sequence.cache_prompt
+
     def _plan(self, sequence: Sequence, budget: int) -> Scheduled:
         num_uncomputed = sequence.num_uncomputed_tokens
         if num_uncomputed > 1:
-            return Scheduled(sequence, min(num_uncomputed, budget), 0)
+            return Scheduled(sequence, min(num_uncomputed, budget), 0, completes=num_uncomputed <= budget)
         num_draft_tokens = min(
             sequence.num_speculative_tokens,
             sequence.max_num_tokens - len(sequence) - 1,  # a round emits one more than it drafts
             self.max_draft_len - len(sequence) if sequence.method == "draft_model" else budget,
             budget - 1,
         )
-        return Scheduled(sequence, 1, max(0, num_draft_tokens))
+        return Scheduled(sequence, 1, max(0, num_draft_tokens), completes=True)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:
-        """Make room for ``part``, taking blocks from the youngest; False if it was the youngest itself."""
+        """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""
         num_tokens = len(sequence) + part.num_draft_tokens
-        while not self._has_room(sequence, num_tokens):
-            youngest = self.running[-1]
-            self._preempt(youngest)
-            if youngest is sequence:
+        while not all(pool.can_reserve(table, num_tokens) for pool, table in self._shares(sequence)):
+            last = self.running[-1]
+            self._preempt(last)
+            if last is sequence:
                 return False
-        self._reserve(sequence, num_tokens)
+        for pool, table in self._shares(sequence):
+            pool.reserve(table, num_tokens)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_order)
         self.num_preemptions += 1
-
-    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        return all(pool.can_reserve(table, num_tokens) for pool, table in self._shares(sequence))
-
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        for pool, table in self._shares(sequence):
-            pool.reserve(table, num_tokens)
 
     def _release(self, sequence: Sequence) -> None:
         for pool, table in self._shares(sequence):
             pool.release(table)
 
     def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
-        """The pools that hold this sequence, each with its table there."""
+        """The pools that hold this sequence, each with its table there; the target's first."""
         shares = [(self.target_pool, sequence.target_blocks)]
         if sequence.method == "draft_model":
             assert self.draft_pool is not None
             shares.append((self.draft_pool, sequence.draft_blocks))
         return shares
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    """Lower goes first."""
+    return sequence.priority, sequence.arrival

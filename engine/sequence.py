@@ -25,6 +25,11 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_num_tokens: int  # prompt plus output, the context included
+    priority: int = 0  # lower goes first
+    cache_prompt: bool = True  # may share its blocks with others, and take over theirs
+    cache_salt: str = ""  # shares only with sequences of the same salt
+    arrival: int = 0  # set by the scheduler
+    num_cached_tokens: int | None = None  # prompt tokens taken over; None until it is admitted
     target_blocks: BlockTable = field(default_factory=BlockTable)
     draft_blocks: BlockTable = field(default_factory=BlockTable)
     finish_reason: FinishReason | None = None

@@ -224,6 +224,8 @@ class FakeWorker:
             num_speculative_tokens=NUM_DRAFTED,
             cache_usage={"target": len(self.sequences) / 4, "draft": len(self.sequences) / 8},
             num_preemptions=0,
+            num_prefix_queries=0,
+            num_prefix_hits=0,
             drafts={
                 "draft_model": DraftCounts(self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens)
             },

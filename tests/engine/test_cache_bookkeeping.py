@@ -1,5 +1,7 @@
 """Block pool and scheduler under random histories: no block lost, doubled or leaked. No tensors."""
 
+from collections import Counter
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,9 +12,12 @@ from engine.sequence import Sequence
 
 
 def assert_partition(pool: BlockPool, tables: list[BlockTable]) -> None:
-    owned = [block for table in tables for block in table.block_ids]
-    assert sorted(owned + pool._free) == list(range(pool.num_blocks))
+    users = Counter(block for table in tables for block in table.block_ids)
+    assert [users[block] for block in range(pool.num_blocks)] == pool._num_users
+    assert set(pool._free) == {block for block in range(pool.num_blocks) if users[block] == 0}
+    assert {pool._block_of[h]: h for h in pool._block_of} == pool._hash_of
     for table in tables:
+        assert len(set(table.block_ids)) == len(table.block_ids)
         assert len(table.block_ids) >= pool.blocks_for(table.num_computed_tokens)
 
 
@@ -136,3 +141,98 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     assert list(scheduler.waiting) == [young, late]
     assert scheduler.num_preemptions == 1
     assert young.target_blocks.num_computed_tokens == 0
+
+
+def publish_text(pool: BlockPool, text: list[int], salt: str = "") -> BlockTable:
+    """A sequence that computed ``text``, published it and went."""
+    table = BlockTable()
+    pool.reserve(table, len(text))
+    table.num_computed_tokens = len(text)
+    pool.publish(table, text, salt)
+    pool.release(table)
+    return table
+
+
+def test_a_published_beginning_is_found_in_whole_blocks() -> None:
+    pool = BlockPool(num_blocks=8, block_size=4)
+    publish_text(pool, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert len(pool.find([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], "")) == 2
+    assert len(pool.find([1, 2, 3, 4, 5, 6, 7, 0], "")) == 1
+    assert pool.find([0, 2, 3, 4, 5, 6, 7, 8], "") == []
+    # The second block's tokens alone are nothing: its hash covers what comes before it.
+    assert pool.find([5, 6, 7, 8], "") == []
+    assert pool.find([1, 2, 3, 4], "another client") == []
+
+
+def test_the_least_recently_used_is_lost_first_and_from_its_end() -> None:
+    pool = BlockPool(num_blocks=4, block_size=4)
+    publish_text(pool, [1] * 8)
+    publish_text(pool, [2] * 8)
+    pool.reserve(BlockTable(), 4)
+    assert len(pool.find([1] * 8, "")) == 1
+    assert len(pool.find([2] * 8, "")) == 2
+
+
+def test_unpublished_blocks_are_used_before_published_ones() -> None:
+    pool = BlockPool(num_blocks=4, block_size=4)
+    publish_text(pool, [1] * 8)
+    pool.reserve(BlockTable(), 8)
+    assert len(pool.find([1] * 8, "")) == 2
+
+
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=24)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(TEXTS, st.integers(0, 30), st.booleans()), max_size=40))
+def test_sharing_never_mixes_texts(history: list[tuple[list[int], int, bool]]) -> None:
+    """Random admissions of similar texts, truncations and ends; what a slot holds is tracked by hand."""
+    pool = BlockPool(num_blocks=10, block_size=4)
+    content: dict[int, list[int]] = {}
+    live: list[tuple[BlockTable, list[int]]] = []
+    for text, number, leave in history:
+        if leave and live:
+            pool.release(live.pop(number % len(live))[0])
+        hashes = pool.find(text[:-1], "")
+        if pool.blocks_for(len(text)) - len(hashes) > pool.num_free_after_taking(hashes):
+            continue
+        table = BlockTable()
+        pool.take_over(table, hashes)
+        pool.reserve(table, len(text))
+        for i in range(table.num_computed_tokens, len(text)):
+            block = table.block_ids[i // 4]
+            content[block] = [*content.get(block, [])[: i % 4], text[i]]
+        table.num_computed_tokens = len(text)
+        pool.publish(table, text, "")
+        live.append((table, text))
+        assert_partition(pool, [table for table, _ in live])
+        for other, its_text in live:
+            stored = [token for block in other.block_ids for token in content[block]]
+            assert stored == its_text
+    for table, _ in live:
+        pool.release(table)
+    assert pool.num_free == 10
+
+
+def test_priority_goes_before_arrival() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), None, 2, max_num_batched_tokens=100, max_draft_len=0)
+    late, early, urgent = make_sequence(0, 5, 9, 0), make_sequence(1, 5, 9, 0), make_sequence(2, 5, 9, 0)
+    late.priority, urgent.priority = 1, -1
+    for sequence in (late, early, urgent):
+        scheduler.add(sequence)
+    assert [part.sequence for part in scheduler.schedule()] == [urgent, early]
+    assert scheduler.waiting == [late]
+
+
+def test_choices_of_a_request_share_the_prompt() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), None, 8, max_num_batched_tokens=100, max_draft_len=0)
+    choices = [make_sequence(0, 41, 9, 0) for _ in range(3)]
+    for choice in choices:
+        scheduler.add(choice)
+    (first,) = scheduler.schedule()
+    first.sequence.target_blocks.num_computed_tokens = 41
+    first.sequence.append([1])
+    scheduler.publish(first.sequence)
+    second, third, fourth = scheduler.schedule()
+    assert (third.num_tokens, fourth.num_tokens) == (1, 1)
+    assert choices[1].target_blocks.block_ids[:10] == choices[0].target_blocks.block_ids[:10]

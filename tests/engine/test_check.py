@@ -1,0 +1,152 @@
+"""``foretoken check`` on tiny pairs: exact ones pass, broken engines do not, and the words fit."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+from engine import check
+from engine.check_exactness import chi_square
+from engine.check_speed import Costs, Speed
+from engine.check_tokenizers import compare_tokenizers
+from engine.sampling import sampler as sampler_module
+from engine.sampling.verify import Verdict
+from tests.engine.conftest import Models
+
+QUICK = ["--device", "cpu", "--samples", "400", "--seconds", "0.5", "--repeats", "1", "--json"]
+
+
+@pytest.fixture(autouse=True)
+def two_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "PROMPTS", check.PROMPTS[:2])
+
+
+def run_check(target: str, draft: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = check.main(["--target", target, "--draft", draft, *QUICK])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_an_exact_pair_passes(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run_check(models.target, models.close_draft, capsys)
+    assert code == 0
+    assert report["exact"]
+    assert report["verdict"].startswith("exact")
+    assert report["greedy"]["differences"] == []
+    assert [result["verification"] for result in report["sampling"]] == ["rejection", "block", "coupled"]
+    assert {speed["temperature"] for speed in report["speeds"]} == {0, 1}
+    for speed in report["speeds"]:
+        assert 0 < speed["acceptance_rate"] < 1
+        assert speed["acceptance_length"] > 1
+        assert speed["acceptance_by_position"][0] > speed["acceptance_by_position"][-1]
+        assert len(speed["acceptance_by_position"]) == speed["num_speculative_tokens"]
+    assert "no tokenizer" in report["tokenizers"]["verdict"]
+
+
+def test_the_report_for_people(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--target", models.target, "--draft", models.padded_draft, *QUICK[:-1]]) == 0
+    output = capsys.readouterr().out
+    for words in ("padded sizes 16 and 24", "identical to plain decoding", "p = ", "speed-up", "exact"):
+        assert words in output
+
+
+def test_without_a_draft(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = run_check(models.target, "none", capsys)
+    assert code == 0
+    assert report["speeds"] == []
+    assert "nothing is speculated" in report["verdict"]
+
+
+def test_what_cannot_be_loaded(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--target", str(tmp_path), "--draft", models.close_draft, *QUICK]) == 2
+    assert "not a model folder" in capsys.readouterr().err
+
+
+def accept_everything(*arguments: Any, **keywords: Any) -> Verdict:
+    """What a lenient verifier would do: keep every draft and draw the bonus from the last row."""
+    scores, num_draft = arguments[0], arguments[2] if len(arguments) == 3 else arguments[3]
+    rows = torch.arange(len(num_draft))
+    return Verdict(num_draft, scores[rows, num_draft].argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("verify_rejection", "another distribution under rejection"),
+        ("verify_block", "another distribution under block"),
+        ("verify_exact_match", "greedy decoding differs"),
+    ],
+)
+def test_a_broken_engine_is_not_exact(
+    models: Models,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(sampler_module, broken, accept_everything)
+    code, report = run_check(models.target, models.random_draft, capsys)
+    assert code == 1
+    assert not report["exact"]
+    assert words in report["verdict"]
+
+
+def test_chi_square_agrees_with_scipy() -> None:
+    law = {(0,): 0.5, (1,): 0.3, (2,): 0.2}
+    counts = Counter({(0,): 520, (1,): 290, (2,): 190})
+    p_value, num_cells = chi_square(counts, law)
+    assert p_value == pytest.approx(stats.chisquare([520, 290, 190], [500, 300, 200]).pvalue)
+    assert num_cells == 3
+
+
+def test_chi_square_sees_the_impossible() -> None:
+    assert chi_square(Counter({(0,): 990, (7,): 10}), {(0,): 1.0})[0] == 0
+
+
+class FakeTokenizer:
+    bos_token_id, unk_token_id = 1, 0
+
+    def __init__(self, vocab: dict[str, int], eos_token_id: int = 2) -> None:
+        self.vocab, self.eos_token_id = vocab, eos_token_id
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocab
+
+
+def test_tokenizers_are_compared_by_string() -> None:
+    words = {f"w{i}": i for i in range(500)}
+    same = compare_tokenizers(FakeTokenizer(words), FakeTokenizer(dict(words)), 512, 512)
+    assert same.compatible
+    assert same.verdict == "the same 500 tokens"
+
+    added = compare_tokenizers(FakeTokenizer({**words, "<tool>": 500}), FakeTokenizer(words, 3), 512, 500)
+    assert added.compatible
+    assert added.num_different == 1
+    assert added.special_tokens == ["eos_token: target 2, draft 3"]
+    assert "padded sizes 512 and 500" in added.verdict
+
+    shifted = {word: i + 1 for word, i in words.items()}
+    other = compare_tokenizers(FakeTokenizer(words), FakeTokenizer(shifted), 512, 512)
+    assert not other.compatible
+    assert "different tokenizers" in other.verdict
+
+
+def speed(length: int, ratio: float) -> Speed:
+    return Speed(0, length, 0.5, 2, [0.5], 10, 10, ratio, ratio, Costs(0.1, 1, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("ratios", "words"),
+    [
+        ({2: 1.2, 4: 1.4}, "exact; speculation pays: 1.40 times as fast at 4 tokens"),
+        ({2: 1.5, 4: 0.9}, "1.50 times as fast at 2 tokens (0.90 at 4); use --num-speculative-tokens 2"),
+        ({2: 0.9, 4: 0.8}, "exact, but speculation loses: 0.90 times as fast at best; use --num"),
+    ],
+)
+def test_the_verdict_says_what_to_do(ratios: dict[int, float], words: str) -> None:
+    speeds = [speed(length, ratio) for length, ratio in ratios.items()]
+    greedy = check.GreedyResult(1, 0, [])
+    assert words in check._verdict(True, greedy, [], speeds, 4)
