@@ -23,7 +23,7 @@ class DecoderModel:
         text_config = model.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size)
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = eos_token_ids(model)
         self.num_parameters = num_parameters
         self.layers = self._probe_layers()
         self.cache: KVCache | None = None
@@ -79,7 +79,7 @@ class DecoderModel:
         return [probe.layers[i] for i in range(num_layers)]
 
 
-def _eos_token_ids(model: Any) -> frozenset[int]:
+def eos_token_ids(model: Any) -> frozenset[int]:
     """The generation config's list if it has one, else the model config's."""
     for config in (model.generation_config, model.config):
         ids = getattr(config, "eos_token_id", None)

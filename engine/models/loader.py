@@ -34,14 +34,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_decoder(path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
     """The decoder-only model at ``path``, on ``device``, its cache not yet allocated."""
-    model = _load_causal_model(path, dtype, device)
+    model = load_causal_model(path, dtype, device, ATTENTION_NAME)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if can_pack(dtype, device):
         pack_linears(model)
     return DecoderModel(model, num_parameters, dtype, device)
 
 
-def _load_causal_model(path: str, dtype: torch.dtype, device: torch.device) -> Any:
+def load_causal_model(path: str, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """The transformers model as it is, with the attention implementation of that name."""
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     if looks_local and not (Path(path).expanduser() / "config.json").is_file():
         raise ModelLoadError(f"{path} is not a model folder: it has no config.json")
@@ -50,7 +51,7 @@ def _load_causal_model(path: str, dtype: torch.dtype, device: torch.device) -> A
         if config.is_encoder_decoder:
             raise ModelLoadError(f"{path} is an encoder-decoder model, which is not served yet")
         model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME
+            path, config=config, dtype=dtype, attn_implementation=attention
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"cannot load {path}: {error}") from error

@@ -4,6 +4,8 @@ Its cache follows the target's: prompt chunks are computed in the same step, and
 drafted token after a full acceptance, or more after a pause) is caught up in the first pass of a round.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -70,6 +72,12 @@ class DraftModelProposer:
         probability zero in the draft."""
         if not spans:
             return torch.empty(0)
-        logits = self.model.forward(spans)
+        unknown = self.model.vocab_size  # and beyond: tokens that only the target has; any stand-in will do
+        if unknown < self.vocab_size:
+            spans = [
+                replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
+                for span in spans
+            ]
+        logits = self.model.forward(spans)[:, : self.vocab_size]
         missing = self.vocab_size - logits.shape[-1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits

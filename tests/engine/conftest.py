@@ -15,6 +15,7 @@ class Models:
     close_draft: str  # the target with noise on its weights: accepted often
     random_draft: str  # unrelated, smaller
     padded_draft: str  # unrelated, with a larger padded vocabulary
+    lacking_draft: str  # unrelated, without the target's last tokens
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         target=target,
         close_draft=save_perturbed(root / "close", target, seed=2, noise=0.02),
         random_draft=save_random_llama(root / "random", seed=3, layers=1, hidden=16),
+        lacking_draft=save_random_llama(root / "lacking", seed=5, layers=1, hidden=16, vocab_size=12),
         padded_draft=save_random_llama(root / "padded", seed=4, layers=1, hidden=16, vocab_size=24),
     )
 

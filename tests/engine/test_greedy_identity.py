@@ -50,7 +50,7 @@ def test_equals_generate(
         assert 0 < core.stats.num_accepted_tokens < core.stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("draft", ["random_draft", "padded_draft", None])
+@pytest.mark.parametrize("draft", ["random_draft", "padded_draft", "lacking_draft", None])
 def test_equals_generate_whoever_drafts(models: Models, expected: list[list[int]], draft: str | None) -> None:
     core = make_engine(models.target, getattr(models, draft) if draft else None)
     assert run_engine(core, prompts(), PARAMS) == expected

@@ -19,7 +19,9 @@ def expected(models: Models) -> list[list[int]]:
     return run_engine(make_engine(models.target, None, max_num_sequences=1), PROMPTS, PARAMS)
 
 
-@pytest.mark.parametrize("draft", ["target", "close_draft", "random_draft", "padded_draft", None])
+@pytest.mark.parametrize(
+    "draft", ["target", "close_draft", "random_draft", "padded_draft", "lacking_draft", None]
+)
 @pytest.mark.parametrize("max_num_sequences", [1, 8])
 def test_same_tokens_whoever_drafts(
     models: Models, expected: list[list[int]], draft: str | None, max_num_sequences: int

@@ -1,0 +1,261 @@
+"""``foretoken check``: is this pair exact here, and does speculation pay? A report and a verdict in words.
+
+Loads the pair as the server would, compares the tokenizers, tests exactness (``check_exactness``) and
+measures (``check_speed``). Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the engine's
+own, from flags and ``FORETOKEN_*``.
+"""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliApp, CliImplicitFlag, SettingsConfigDict
+from transformers.utils import logging as transformers_logging
+
+from engine.admission import RequestError
+from engine.build import build_engine
+from engine.check_exactness import (
+    SIGNIFICANCE,
+    TESTED,
+    ChiSquareResult,
+    EngineFailedError,
+    GreedyResult,
+    Law,
+    check_greedy,
+    check_law,
+    expected_law,
+)
+from engine.check_speed import PAYS_FROM, Speed, measure
+from engine.check_tokenizers import TokenizerResult, compare_tokenizers, load_tokenizer
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.messages import SamplingParams, Verification
+from engine.models.decoder_only import ModelLoadError
+from engine.models.fresh import FreshModel
+from engine.models.loader import resolve_device, resolve_dtype
+from engine.proposers.draft_model import DraftModelProposer
+
+EXACT, NOT_EXACT, CANNOT_LOAD = 0, 1, 2
+PROMPTS = [
+    "Once upon a time there was a",
+    "The old man looked at the sea and said:",
+    "In the morning the children went to",
+    "The capital of France is",
+]
+MAX_PROMPT_TOKENS, NUM_TESTED_PROMPT_TOKENS = 512, 2
+GREEDY_LENGTHS, GREEDY_TOKENS = (1, 4, 8), 32
+NUM_TIMED_PROMPTS = 2
+SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
+RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
+# Logits closer than this may change places when they are computed in another shape.
+RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
+
+
+class CheckSettings(EngineConfig, BaseSettings):
+    """Check a pair of models: tokenizers, exactness, acceptance and speed."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="FORETOKEN_", cli_prog_name="foretoken check", cli_kebab_case=True, extra="forbid"
+    )
+
+    prompts: Path | None = Field(None, description="File of prompts, one a line. Default: four openings.")
+    samples: int = Field(1500, ge=100, description="Samples of each chi-square test.")
+    repeats: int = Field(5, ge=1, description="Timed runs of each variant.")
+    seconds: float = Field(14.0, gt=0, description="Time for measuring speed, about.")
+    json_output: CliImplicitFlag[bool] = Field(
+        False, validation_alias="json", description="Print one JSON object instead of the report."
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    target: str
+    draft: str | None
+    method: str
+    device: str
+    dtype: str
+    tokenizers: TokenizerResult | None
+    greedy: GreedyResult
+    sampling: list[ChiSquareResult]
+    speeds: list[Speed]
+    exact: bool
+    verdict: str
+
+
+def main(arguments: list[str]) -> int:
+    transformers_logging.disable_progress_bar()
+    settings = CliApp.run(CheckSettings, cli_args=arguments)
+    try:
+        report = check(settings)
+    except (ModelLoadError, RequestError, OSError) as error:
+        print(f"foretoken: {error}", file=sys.stderr)
+        return CANNOT_LOAD
+    except EngineFailedError as error:
+        print(f"NOT EXACT: the engine failed: {error}", file=sys.stderr)
+        return NOT_EXACT
+    if settings.json_output:
+        print(json.dumps(msgspec.to_builtins(report), indent=2))
+    else:
+        _print(report)
+    return EXACT if report.exact else NOT_EXACT
+
+
+def check(settings: CheckSettings) -> Report:
+    assert settings.target is not None  # filled in by EngineConfig
+    tokenizer = load_tokenizer(settings.target)
+    texts = settings.prompts.read_text().splitlines() if settings.prompts else PROMPTS
+    prompt, tested, law = _expected(settings, tokenizer, texts[0])
+    # The reference is gone before the engine comes: a large target fits into memory only once.
+    core = build_engine(EngineConfig(**{name: getattr(settings, name) for name in EngineConfig.model_fields}))
+    prompts = [_encode(tokenizer, text, number, core.target.vocab_size) for number, text in enumerate(texts)]
+    method = core.admission.method
+    speculates = core.snapshot().num_speculative_tokens > 0
+    room = core.admission.max_model_len - max(map(len, prompts))
+    greedy = check_greedy(
+        core,
+        prompts,
+        GREEDY_LENGTHS if speculates else (0,),
+        min(GREEDY_TOKENS, room),
+        RESOLUTIONS[str(core.target.dtype)],
+    )
+    sampling = [check_law(core, prompt, tested, law, rule, settings.samples) for rule in RULES]
+    speeds = _speeds(core, prompts, settings) if speculates else []
+    exact = not greedy.differences and all(result.passed for result in sampling)
+    return Report(
+        target=settings.target,
+        draft=settings.draft if method == DraftModelProposer.name else None,
+        method=method,
+        device=str(core.target.device),
+        dtype=str(core.target.dtype).removeprefix("torch."),
+        tokenizers=_tokenizers(core, tokenizer, settings),
+        greedy=greedy,
+        sampling=sampling,
+        speeds=speeds,
+        exact=exact,
+        verdict=_verdict(exact, greedy, sampling, speeds, settings.num_speculative_tokens),
+    )
+
+
+def _expected(
+    settings: CheckSettings, tokenizer: Any | None, text: str
+) -> tuple[list[int], SamplingParams, Law]:
+    device = resolve_device(settings.device)
+    assert settings.target is not None
+    target = FreshModel(settings.target, resolve_dtype(settings.dtype, device), device)
+    # The shorter the prompt, the more samples there are time for; what follows is as good a test.
+    prompt = _encode(tokenizer, text, 0, target.vocab_size)[:NUM_TESTED_PROMPT_TOKENS]
+    return prompt, *expected_law(target, prompt, settings.samples)
+
+
+def _encode(tokenizer: Any | None, text: str, number: int, vocab_size: int) -> list[int]:
+    """Without a tokenizer any ids will do."""
+    if tokenizer is None:
+        return [(7 * number + step) % vocab_size for step in range(1, 5)]
+    return list(tokenizer.encode(text))[:MAX_PROMPT_TOKENS]
+
+
+def _tokenizers(core: EngineCore, tokenizer: Any | None, settings: CheckSettings) -> TokenizerResult | None:
+    proposer = core.proposer.proposers.get(DraftModelProposer.name)
+    if not isinstance(proposer, DraftModelProposer) or settings.draft is None:
+        return None
+    draft_tokenizer = load_tokenizer(settings.draft)
+    return compare_tokenizers(tokenizer, draft_tokenizer, core.target.vocab_size, proposer.model.vocab_size)
+
+
+def _speeds(core: EngineCore, prompts: list[list[int]], settings: CheckSettings) -> list[Speed]:
+    lengths = sorted({*SPEED_LENGTHS, settings.num_speculative_tokens})
+    seconds = settings.seconds / len(TEMPERATURES)
+    return [
+        speed
+        for temperature in TEMPERATURES
+        for speed in measure(
+            core, prompts[:NUM_TIMED_PROMPTS], lengths, temperature, settings.repeats, seconds
+        )
+    ]
+
+
+def _verdict(
+    exact: bool,
+    greedy: GreedyResult,
+    sampling: list[ChiSquareResult],
+    speeds: list[Speed],
+    configured: int,
+) -> str:
+    if not exact:
+        failed = [
+            f"{result.verification} (p = {result.p_value:.1e})" for result in sampling if not result.passed
+        ]
+        reasons = ["greedy decoding differs"] if greedy.differences else []
+        reasons += [f"samples have another distribution under {', '.join(failed)}"] if failed else []
+        return f"NOT EXACT: {'; '.join(reasons)}"
+    if not speeds:
+        return "exact; nothing is speculated: there is no draft model, or speculation is off"
+    overall = {
+        length: _overall(speeds, length) for length in sorted({s.num_speculative_tokens for s in speeds})
+    }
+    best = max(overall, key=lambda length: overall[length])
+    if overall[best] < PAYS_FROM:
+        return (
+            f"exact, but speculation loses: {overall[best]:.2f} times as fast at best; "
+            "use --num-speculative-tokens 0"
+        )
+    verdict = f"exact; speculation pays: {overall[best]:.2f} times as fast at {best} tokens"
+    if best != configured:
+        verdict += f" ({overall[configured]:.2f} at {configured}); use --num-speculative-tokens {best}"
+    return verdict
+
+
+def _overall(speeds: list[Speed], length: int) -> float:
+    """Geometric mean over the temperatures."""
+    ratios = [speed.speedup for speed in speeds if speed.num_speculative_tokens == length]
+    return math.prod(ratios) ** (1 / len(ratios))
+
+
+def _print(report: Report) -> None:
+    print(f"target      {report.target}\ndraft       {report.draft or report.method}")
+    print(f"device      {report.device}, {report.dtype}")
+    if report.tokenizers is not None:
+        print(f"tokenizers  {report.tokenizers.verdict}")
+        for line in report.tokenizers.special_tokens:
+            print(f"            {line}")
+    greedy = report.greedy
+    words = "identical to plain decoding" if not greedy.differences else "DIFFERENT from plain decoding"
+    ties = f"; {greedy.near_ties} near ties left aside" if greedy.near_ties else ""
+    print(f"greedy      {words}, {greedy.num_tokens} tokens compared{ties}")
+    for line in greedy.differences:
+        print(f"            {line}")
+    for result in report.sampling:
+        print(
+            f"sampling    {result.verification:<10} p = {result.p_value:.3g} "
+            f"({'passed' if result.passed else 'FAILED'}, limit {SIGNIFICANCE:g}; "
+            f"{result.num_samples} samples, {result.num_cells} cells, "
+            f"temperature {result.temperature:g}, top-k {TESTED.top_k}, "
+            f"{result.acceptance_rate:.0%} accepted)"
+        )
+    if report.speeds:
+        _print_speeds(report.speeds)
+    print(f"\n{report.verdict}")
+
+
+def _print_speeds(speeds: list[Speed]) -> None:
+    print(
+        f"\n{'temperature':>11}{'drafted':>9}{'accepted':>10}{'tokens/round':>14}{'tokens/s':>10}"
+        f"{'plain':>8}{'speed-up':>10}{'ideal':>7}   costs: draft, score, rest"
+    )
+    for speed in speeds:
+        costs = speed.costs
+        print(
+            f"{speed.temperature:>11g}{speed.num_speculative_tokens:>9}{speed.acceptance_rate:>10.0%}"
+            f"{speed.acceptance_length:>14.2f}{speed.tokens_per_second:>10.1f}"
+            f"{speed.plain_tokens_per_second:>8.1f}{speed.speedup:>10.2f}{speed.ideal:>7.2f}"
+            f"          {costs.draft:.2f}  {costs.score:.2f}  {costs.rest:.2f}"
+        )
+    for temperature in TEMPERATURES:
+        longest = [speed for speed in speeds if speed.temperature == temperature][-1]
+        shares = "  ".join(f"{share:.2f}" for share in longest.acceptance_by_position)
+        print(f"accepted up to position 1, 2, ... at temperature {temperature:g}: {shares}")

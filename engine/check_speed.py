@@ -1,0 +1,148 @@
+"""What speculation gains on this machine: acceptance, costs and the measured ratio to plain decoding.
+
+Runs with and without speculation alternate, so that a machine that slows down slows both; medians are
+reported. One sequence at a time. Knows token ids only; used by ``check``.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.check_exactness import outputs
+from engine.core import EngineCore
+from engine.messages import SamplingParams
+
+PAYS_FROM = 1.03  # less than this is noise
+MIN_TOKENS, MAX_TOKENS = 16, 96
+
+
+@dataclass(frozen=True)
+class Costs:
+    """In units of one plain target step: a drafted token, the scoring of a round, the rest of a round."""
+
+    draft: float
+    score: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One draft length at one temperature. ``speedup`` is over plain decoding, ``ideal`` what it
+    would be if a round took the models' own time and nothing else."""
+
+    temperature: float
+    num_speculative_tokens: int
+    acceptance_rate: float
+    acceptance_length: float
+    acceptance_by_position: list[float]
+    tokens_per_second: float
+    plain_tokens_per_second: float
+    speedup: float
+    ideal: float
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """``rounds``: drafted and accepted tokens of each; ``phase_seconds`` as ``Stats`` counts them."""
+
+    seconds: float
+    num_tokens: int
+    rounds: list[tuple[int, int]]
+    phase_seconds: dict[str, float]
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(drafted for drafted, _ in self.rounds)
+
+
+def measure(
+    core: EngineCore,
+    prompts: list[list[int]],
+    lengths: Sequence[int],
+    temperature: float,
+    repeats: int,
+    seconds: float,
+) -> list[Speed]:
+    """One ``Speed`` per draft length; the runs are made so short that all take about ``seconds``."""
+    num_tokens = _num_tokens(core, prompts, temperature, seconds / (repeats * (len(lengths) + 1)))
+    runs: dict[int, list[_Timed]] = {length: [] for length in (0, *lengths)}
+    for length in runs:
+        _timed(core, prompts, temperature, length, MIN_TOKENS, seed=0)  # warm
+    for seed in range(repeats):
+        for length, done in runs.items():
+            done.append(_timed(core, prompts, temperature, length, num_tokens, seed))
+    return [_speed(temperature, length, runs[0], runs[length]) for length in lengths]
+
+
+def _num_tokens(core: EngineCore, prompts: list[list[int]], temperature: float, seconds: float) -> int:
+    """Tokens per prompt that plain decoding makes in ``seconds``, within limits."""
+    trials = [_timed(core, prompts, temperature, 0, MIN_TOKENS, seed=0) for _ in range(2)]
+    affordable = seconds / min(trial.seconds for trial in trials) * MIN_TOKENS
+    room = core.admission.max_model_len - max(len(prompt) for prompt in prompts)
+    return int(min(max(MIN_TOKENS, affordable), MAX_TOKENS, room))
+
+
+def _timed(
+    core: EngineCore, prompts: list[list[int]], temperature: float, length: int, num_tokens: int, seed: int
+) -> _Timed:
+    """The prompts one after the other, under the rule of requests without a seed."""
+    params = SamplingParams(
+        max_tokens=num_tokens,
+        temperature=temperature,
+        seed=seed,
+        verification="rejection",
+        ignore_eos=True,
+        num_speculative_tokens=length,
+    )
+    rounds = []
+    before = core.snapshot().phase_seconds
+    started = time.perf_counter()
+    for prompt in prompts:
+        for output in outputs(core, [prompt], params):
+            rounds.append((output.num_draft_tokens, output.num_accepted_tokens))
+    seconds = time.perf_counter() - started
+    phases = {name: after - before[name] for name, after in core.snapshot().phase_seconds.items()}
+    return _Timed(seconds, num_tokens * len(prompts), rounds, phases)
+
+
+def _speed(temperature: float, length: int, plain: list[_Timed], speculative: list[_Timed]) -> Speed:
+    ratios = [p.seconds / s.seconds for p, s in zip(plain, speculative, strict=True)]
+    costs = _costs(plain, speculative)
+    rounds = [round_ for run in speculative for round_ in run.rounds]
+    num_drafted = sum(drafted for drafted, _ in rounds)
+    acceptance_length = sum(run.num_tokens for run in speculative) / len(rounds)
+    return Speed(
+        temperature=temperature,
+        num_speculative_tokens=length,
+        acceptance_rate=sum(accepted for _, accepted in rounds) / max(1, num_drafted),
+        acceptance_length=acceptance_length,
+        acceptance_by_position=_by_position(rounds),
+        tokens_per_second=statistics.median(run.num_tokens / run.seconds for run in speculative),
+        plain_tokens_per_second=statistics.median(run.num_tokens / run.seconds for run in plain),
+        speedup=statistics.median(ratios),
+        ideal=acceptance_length / (num_drafted / len(rounds) * costs.draft + costs.score),
+        costs=costs,
+    )
+
+
+def _costs(plain: list[_Timed], speculative: list[_Timed]) -> Costs:
+    median = statistics.median
+    step = median(run.seconds / len(run.rounds) for run in plain)
+    draft = median(run.phase_seconds["draft"] / max(1, run.num_drafted) for run in speculative)
+    score = median(run.phase_seconds["score"] / len(run.rounds) for run in speculative)
+    whole = median(run.seconds / len(run.rounds) for run in speculative)
+    drafted_per_round = sum(run.num_drafted for run in speculative) / sum(len(r.rounds) for r in speculative)
+    rest = whole - score - drafted_per_round * draft
+    return Costs(draft=draft / step, score=score / step, rest=rest / step)
+
+
+def _by_position(rounds: list[tuple[int, int]]) -> list[float]:
+    """Share of the drafts of at least this length that were accepted up to here."""
+    longest = max(drafted for drafted, _ in rounds)
+    shares = []
+    for position in range(1, longest + 1):
+        reaching = [accepted for drafted, accepted in rounds if drafted >= position]
+        shares.append(sum(accepted >= position for accepted in reaching) / len(reaching))
+    return shares

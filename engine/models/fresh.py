@@ -1,0 +1,49 @@
+"""Models without cache, batch or any attention of ours: one text in, all of its logits out.
+
+What the engine is compared with, by ``engine.replay`` and ``engine.check``. Slow on purpose: every call
+computes the whole text anew.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from engine.messages import SamplingParams
+from engine.models.decoder_only import eos_token_ids
+from engine.models.loader import load_causal_model
+from engine.sampling.adjust import History, adjust_logits
+from engine.sampling.processors import SamplingTensors, to_probs
+
+
+class FreshModel:
+    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.model = load_causal_model(path, dtype, device, attention="eager")
+        self.device = device
+        self.vocab_size = int(self.model.config.get_text_config().vocab_size)
+        self.eos_token_ids = eos_token_ids(self.model)
+
+    def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        """What ends a sequence of this target, as the engine decides it."""
+        asked = frozenset(params.stop_token_ids)
+        return asked if params.ignore_eos else asked | self.eos_token_ids
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], vocab_size: int) -> torch.Tensor:
+        """Row i predicts what follows ``token_ids[: i + 1]``: float32 [tokens, vocab_size].
+
+        Ids that only the other model of a pair knows have probability zero here.
+        """
+        # An id that this model does not know has no embedding; only a draft can meet one.
+        ids = torch.tensor([token_ids], device=self.device).clamp(max=self.vocab_size - 1)
+        logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+def adjusted(logits: torch.Tensor, history: History, drafted: list[int]) -> torch.Tensor:
+    """``logits`` [positions, V] after bias, penalties and minimum length; row j follows ``drafted[:j]``."""
+    ids = torch.tensor([drafted], dtype=torch.int64, device=logits.device)
+    return adjust_logits(logits[None], [history], ids, offset=0)[0]
+
+
+def processed(adjusted_logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distributions that tokens are drawn from: float32 [positions, V]."""
+    return to_probs(adjusted_logits[None], SamplingTensors.build([params], adjusted_logits.device))[0]

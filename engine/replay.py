@@ -1,0 +1,132 @@
+"""Replays a traced answer offline: every draft, every verdict and every drawn token, decided again.
+
+Fresh forwards (no cache, no batch) give both models' distributions, the seed gives the random numbers, and
+each decision of the trace is compared with what the rules say (``replay_round``). Knows nothing of files
+and output; ``replay_command`` prints the result.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from engine.messages import SamplingParams
+from engine.models.fresh import FreshModel
+from engine.proposers.draft_model import DraftModelProposer
+from engine.replay_round import Finding, Outcome, RoundCheck
+from engine.sampling.adjust import History
+from engine.sampling.sampler import Rule
+from engine.trace_file import TracedChoice, TracedRound
+
+DRAFT_MODEL = DraftModelProposer.name
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    number: int  # from 1
+    round: TracedRound
+    findings: list[Finding]
+
+    @property
+    def outcome(self) -> Outcome:
+        found = {finding.outcome for finding in self.findings}
+        worst = (outcome for outcome in (Outcome.WRONG, Outcome.NEAR_TIE) if outcome in found)
+        return next(worst, Outcome.CONFIRMED)
+
+
+class Replayer:
+    """``draft`` is needed for rounds whose source is a draft model; ``tolerance`` is for probabilities."""
+
+    def __init__(
+        self, target: FreshModel, draft: FreshModel | None, params: SamplingParams, tolerance: float
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.params = params
+        self.tolerance = tolerance
+
+    def replay(self, choice: TracedChoice) -> Iterator[RoundReport]:
+        """A report per round. Wrong rounds are followed as traced, so that later ones are still judged,
+        as far as they make sense."""
+        text = list(choice.prompt_token_ids)
+        stop_token_ids = self.target.stop_token_ids(self.params)
+        output: list[int] = []
+        has_ended = False
+        for number, round_ in enumerate(choice.rounds, start=1):
+            history = History(self.params, list(text), len(choice.prompt_token_ids), stop_token_ids)
+            if senseless := self._structure(round_, len(text), has_ended):
+                yield RoundReport(number, round_, senseless)
+                return
+            findings = self._decisions(round_, history, choice.seed)
+            emitted = _until_stop(
+                [*round_.draft_ids[: round_.num_accepted], round_.next_token], stop_token_ids
+            )
+            if choice.output_token_ids is not None:
+                findings += _compare_output(choice.output_token_ids, len(output), emitted)
+            output += emitted
+            text += emitted
+            if number == len(choice.rounds) and len(choice.output_token_ids or []) > len(output):
+                findings.append(Finding(Outcome.WRONG, "the answer goes on after the last traced round"))
+            has_ended = emitted[-1] in stop_token_ids or len(output) >= self.params.max_tokens
+            yield RoundReport(number, round_, findings)
+
+    def _decisions(self, round_: TracedRound, history: History, seed: int) -> list[Finding]:
+        """A token within noise of the top-p or min-p cut may have been on either side of it."""
+        findings = self._check(round_, history, seed)
+        params = history.params
+        if not _is_wrong(findings) or (params.top_p == 1 and params.min_p == 0):
+            return findings
+        for nudge in (1 - self.tolerance, 1 + self.tolerance):
+            nudged = msgspec.structs.replace(
+                params, top_p=min(1.0, params.top_p * nudge), min_p=params.min_p * nudge
+            )
+            again = self._check(round_, replace(history, params=nudged), seed)
+            if not _is_wrong(again):
+                return [Finding(Outcome.NEAR_TIE, "a token is next to the top-p or min-p cut"), *again]
+        return findings
+
+    def _check(self, round_: TracedRound, history: History, seed: int) -> list[Finding]:
+        draft = self.draft if round_.source == DRAFT_MODEL else None
+        check = RoundCheck(self.target, draft, self.tolerance, round_, history, seed)
+        return list(check.findings())
+
+    def _structure(self, round_: TracedRound, length: int, has_ended: bool) -> list[Finding]:
+        """What makes a round senseless before any number is looked at."""
+        flags = [token.accepted for token in round_.drafted]
+        greedy = self.params.temperature == 0 or self.params.top_k == 1
+        asked = Rule.EXACT_MATCH.value if greedy else self.params.verification or round_.rule
+        sampling_rules = {rule.value for rule in Rule if rule is not Rule.EXACT_MATCH}
+        known = {Rule.EXACT_MATCH.value} if greedy else sampling_rules
+        ids = [*round_.draft_ids, round_.next_token]
+        problems = {
+            "the sequence had ended before": has_ended,
+            f"it starts at {round_.position}, the text so far has {length} tokens": round_.position != length,
+            f"its rule is {round_.rule}, the request's {asked}": round_.rule not in known
+            or round_.rule != asked,
+            "a drafted token is accepted after one that is not": flags != sorted(flags, reverse=True),
+            "it drafted without a source": bool(flags) and round_.source == "none",
+            "there is no draft model to draft it again": round_.source == DRAFT_MODEL and self.draft is None,
+            "it has a token id that the target does not know": not all(
+                0 <= token_id < self.target.vocab_size for token_id in ids
+            ),
+        }
+        return [Finding(Outcome.WRONG, problem) for problem, is_so in problems.items() if is_so]
+
+
+def _is_wrong(findings: list[Finding]) -> bool:
+    return any(finding.outcome is Outcome.WRONG for finding in findings)
+
+
+def _until_stop(token_ids: list[int], stop_token_ids: frozenset[int]) -> list[int]:
+    for count, token_id in enumerate(token_ids, start=1):
+        if token_id in stop_token_ids:
+            return token_ids[:count]
+    return token_ids
+
+
+def _compare_output(answer: list[int], start: int, emitted: list[int]) -> list[Finding]:
+    """The answer may end earlier than the trace, at a stop string."""
+    said = answer[start : start + len(emitted)]
+    if said == emitted[: len(said)]:
+        return []
+    return [Finding(Outcome.WRONG, f"it emitted {emitted}, the answer has {said}")]

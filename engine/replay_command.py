@@ -1,0 +1,96 @@
+"""``foretoken verify-trace``: prints the replay of a traced answer, round by round, and a verdict in words.
+
+Exit code 0: every decision is confirmed (near ties included); 1: some are not; 2: it cannot be replayed.
+Settings are the engine's own, from flags and ``FORETOKEN_*``; those about scheduling change nothing here.
+"""
+
+import sys
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict
+from transformers.utils import logging as transformers_logging
+
+from engine.config import EngineConfig
+from engine.models.decoder_only import ModelLoadError
+from engine.models.fresh import FreshModel
+from engine.models.loader import resolve_device, resolve_dtype
+from engine.replay import Replayer, RoundReport
+from engine.replay_round import Outcome
+from engine.trace_file import TracedAnswer, TraceFileError, read_answer
+
+CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
+# Half precision leaves logits two or three digits.
+TOLERANCES = {"torch.float32": 1e-4, "torch.bfloat16": 0.05, "torch.float16": 0.02}
+HEADER = (
+    f"{'round':>5} {'position':>8}  {'source':<12}{'rule':<12}"
+    f"{'drafted':>7}{'accepted':>9}  {'next':>6}  verdict"
+)
+
+
+class ReplaySettings(EngineConfig, BaseSettings):
+    """Replay a traced answer against both models and confirm every decision."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="FORETOKEN_", cli_prog_name="foretoken verify-trace", cli_kebab_case=True, extra="forbid"
+    )
+
+    file: CliPositionalArg[Path] = Field(
+        description="JSON file: an answer to a request with speculation: {trace: true}, "
+        "or the foretoken object of one."
+    )
+    tolerance: float | None = Field(
+        None, gt=0, description="How far probabilities may be off. Default: 0.0001, more in half precision."
+    )
+
+
+def main(arguments: list[str]) -> int:
+    transformers_logging.disable_progress_bar()
+    settings = CliApp.run(ReplaySettings, cli_args=arguments)
+    try:
+        answer = read_answer(settings.file)
+        replayer = _replayer(settings, answer)
+        return _replay(replayer, answer)
+    except (TraceFileError, ModelLoadError) as error:
+        print(f"foretoken: {error}", file=sys.stderr)
+        return UNUSABLE
+
+
+def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    assert settings.target is not None  # filled in by EngineConfig
+    target = FreshModel(settings.target, dtype, device)
+    draft = FreshModel(settings.draft, dtype, device) if settings.draft else None
+    return Replayer(target, draft, answer.params, settings.tolerance or TOLERANCES[str(dtype)])
+
+
+def _replay(replayer: Replayer, answer: TracedAnswer) -> int:
+    reports = []
+    for number, choice in enumerate(answer.choices):
+        print(f"choice {number}: prompt of {len(choice.prompt_token_ids)} tokens, seed {choice.seed}")
+        print(HEADER)
+        for report in replayer.replay(choice):
+            _print(report)
+            reports.append(report)
+    outcomes = [report.outcome for report in reports]
+    num_wrong = outcomes.count(Outcome.WRONG)
+    num_ties = outcomes.count(Outcome.NEAR_TIE)
+    drafted = sum(len(report.round.drafted) for report in reports)
+    ties = f"; {num_ties} of them near ties, decided by floating-point noise" if num_ties else ""
+    if num_wrong:
+        first = next(report.number for report in reports if report.outcome is Outcome.WRONG)
+        print(f"NOT CONFIRMED: {num_wrong} of {len(reports)} rounds are wrong, first round {first}")
+        return REFUTED
+    print(f"confirmed: {len(reports)} rounds with {drafted} drafted tokens{ties}")
+    return CONFIRMED
+
+
+def _print(report: RoundReport) -> None:
+    round_ = report.round
+    print(
+        f"{report.number:>5} {round_.position:>8}  {round_.source:<12}{round_.rule:<12}"
+        f"{len(round_.drafted):>7}{round_.num_accepted:>9}  {round_.next_token:>6}  {report.outcome.value}"
+    )
+    for finding in report.findings:
+        print(f"      round {report.number}, {finding.outcome.value}: {finding.message}")

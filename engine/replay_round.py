@@ -1,0 +1,235 @@
+"""One traced round, decided again from fresh logits and the seed.
+
+Decisions are made with scalars and their distance from the threshold, not by the code that made them in
+the engine: a wrong one within floating-point noise of its threshold is a near tie. Used by ``replay``.
+"""
+
+import math
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from engine.messages import SamplingParams
+from engine.models.fresh import FreshModel, adjusted, processed
+from engine.sampling.adjust import History
+from engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
+from engine.sampling.sampler import Rule
+from engine.sampling.verify import block_stand_probs, residual
+from engine.trace_file import TracedRound
+
+
+class Outcome(Enum):
+    CONFIRMED = "confirmed"
+    NEAR_TIE = "near tie"
+    WRONG = "wrong"
+
+
+class Finding(NamedTuple):
+    """Something that is not exactly as the trace has it."""
+
+    outcome: Outcome
+    message: str
+
+
+class RoundCheck:
+    """One round decided again. Rows are positions: K drafted ones and the one after them.
+
+    ``draft`` None: the drafted tokens are taken as they are, as those of a deterministic source.
+    """
+
+    def __init__(
+        self,
+        target: FreshModel,
+        draft: FreshModel | None,
+        tolerance: float,
+        round_: TracedRound,
+        history: History,
+        seed: int,
+    ) -> None:
+        self.round = round_
+        self.rule = Rule(round_.rule)
+        self.ids = round_.draft_ids
+        self.tolerance = tolerance
+        self.vocab_size = target.vocab_size
+        self.seed = torch.tensor(seed)
+        self.position = torch.tensor(round_.position)
+        self.target_logits = self._logits(target, history)
+        self.draft_logits = None if draft is None else self._logits(draft, history)
+        self.target_probs = self._probs(self.target_logits, history.params)
+        if self.draft_logits is None or self.rule is Rule.EXACT_MATCH:
+            # A deterministic draft is one-hot at what it guessed; whether it is the draft's own guess is
+            # looked at where that can be computed again.
+            self.draft_probs = _one_hot(torch.tensor(self.ids, dtype=torch.int64), self.vocab_size)
+        else:
+            self.draft_probs = self._probs(self.draft_logits[:-1], history.params)
+
+    def findings(self) -> Iterator[Finding]:
+        for number in range(len(self.ids)):
+            yield from self._check_draft(number)
+            yield from self._check_probs(number)
+        yield from self._check_verdict()
+        yield from self._check_next()
+
+    def _logits(self, model: FreshModel, history: History) -> torch.Tensor:
+        logits = model.logits(history.token_ids + self.ids, self.vocab_size)[-len(self.ids) - 1 :]
+        return adjusted(logits, history, self.ids).cpu()
+
+    def _probs(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        if self.rule is Rule.EXACT_MATCH:
+            return _one_hot(logits.argmax(-1), self.vocab_size)
+        return processed(logits, params)
+
+    def _check_draft(self, number: int) -> Iterator[Finding]:
+        """Whether the seed draws this token from the draft's distribution."""
+        if self.draft_logits is None:
+            return
+        what = f"drafted token {number + 1}"
+        if self.rule in (Rule.REJECTION, Rule.BLOCK):
+            number_drawn = float(uniform(self._spent_seed(), self.position + number, Stream.DRAFT))
+            yield from self._check_inverse_cdf(what, self.draft_probs[number], number_drawn, self.ids[number])
+        else:
+            yield from self._check_winner(
+                what, self.draft_logits[number], self.draft_probs[number], number, self.ids[number]
+            )
+
+    def _check_probs(self, number: int) -> Iterator[Finding]:
+        token = self.round.drafted[number]
+        for whose, traced, probs, logits in (
+            ("target", token.target_prob, self.target_probs, self.target_logits),
+            ("draft", token.draft_prob, self.draft_probs, self.draft_logits),
+        ):
+            computed = float(probs[number, token.id])
+            if abs(computed - traced) <= self.tolerance:
+                continue
+            tie = self.rule is Rule.EXACT_MATCH and logits is not None and self._is_tie(logits[number])
+            yield Finding(
+                Outcome.NEAR_TIE if tie and traced in (0, 1) else Outcome.WRONG,
+                f"the {whose}'s probability of drafted token {number + 1} is {computed:.6f}, "
+                f"not {traced:.6f}",
+            )
+
+    def _check_verdict(self) -> Iterator[Finding]:
+        num_accepted, num_drafted = self.round.num_accepted, len(self.ids)
+        if self.rule is Rule.REJECTION:
+            for number in range(min(num_accepted + 1, num_drafted)):
+                drawn = float(uniform(self.seed, self.position + number, Stream.ACCEPT))
+                token_id = self.ids[number]
+                goal = drawn * float(self.draft_probs[number, token_id])
+                yield from self._check_decision(
+                    number, number < num_accepted, float(self.target_probs[number, token_id]) - goal
+                )
+        elif self.rule is Rule.BLOCK and num_drafted:
+            _, stand_probs = self._block()
+            # All lengths are tried; the longest that stands is kept, so shorter ones do not matter.
+            for number in range(max(num_accepted - 1, 0), num_drafted):
+                drawn = float(uniform(self._spent_seed(), self.position + number, Stream.ACCEPT))
+                yield from self._check_decision(
+                    number, number < num_accepted, float(stand_probs[number + 1]) - drawn
+                )
+        else:
+            for number in range(min(num_accepted + 1, num_drafted)):
+                yield from self._check_equality(number, number < num_accepted)
+
+    def _check_decision(self, number: int, accepted: bool, margin: float) -> Iterator[Finding]:
+        """``margin`` > 0 accepts."""
+        if accepted != (margin > 0):
+            yield Finding(
+                Outcome.NEAR_TIE if abs(margin) <= self.tolerance else Outcome.WRONG,
+                f"drafted token {number + 1} was {_verdict(accepted)}, but must be {_verdict(not accepted)} "
+                f"(by {abs(margin):.2e})",
+            )
+
+    def _check_equality(self, number: int, accepted: bool) -> Iterator[Finding]:
+        scores = self._scores(self.target_logits[number], self.target_probs[number], number)
+        said = int(scores.argmax())
+        equal = said == self.ids[number]
+        if equal == accepted:
+            return
+        is_tie = self._is_tie(scores) if equal else _gap(scores, self.ids[number]) <= self.tolerance
+        yield Finding(
+            Outcome.NEAR_TIE if is_tie else Outcome.WRONG,
+            f"drafted token {number + 1} was {_verdict(accepted)}, but the target says {said}",
+        )
+
+    def _check_next(self) -> Iterator[Finding]:
+        row, token_id = self.round.num_accepted, self.round.next_token
+        what = "the bonus token" if row == len(self.ids) else "the recovered token"
+        if self.rule in (Rule.REJECTION, Rule.BLOCK):
+            weights = self.target_probs[row].double()
+            if row < len(self.ids):
+                weight = torch.ones((), dtype=torch.float64)
+                if self.rule is Rule.BLOCK:
+                    weight = self._block()[0][row]
+                weights = residual(weights, self.draft_probs[row], weight)
+            drawn = float(uniform(self.seed, self.position + row, Stream.RECOVER))
+            yield from self._check_inverse_cdf(what, weights, drawn, token_id)
+        else:
+            yield from self._check_winner(
+                what, self.target_logits[row], self.target_probs[row], row, token_id
+            )
+
+    def _check_inverse_cdf(
+        self, what: str, weights: torch.Tensor, drawn: float, token_id: int
+    ) -> Iterator[Finding]:
+        """Token x is drawn if the number, as a share of all weight, lies in x's part of the sum."""
+        cumulative = weights.double().cumsum(-1)
+        goal = drawn * float(cumulative[-1])
+        start = float(cumulative[token_id - 1]) if token_id else 0.0
+        outside = max(start - goal, goal - float(cumulative[token_id]), 0.0)
+        # A token of no weight has an empty part, which touches the goal only by accident.
+        if outside > 0 or (weights[token_id] == 0 and outside == 0):
+            right = int(torch.searchsorted(cumulative, goal, right=True).clamp(max=len(weights) - 1))
+            yield Finding(
+                Outcome.NEAR_TIE if outside <= self.tolerance else Outcome.WRONG,
+                f"{what} is {token_id}, but the seed draws {right}",
+            )
+
+    def _check_winner(
+        self, what: str, logits: torch.Tensor, probs: torch.Tensor, row: int, token_id: int
+    ) -> Iterator[Finding]:
+        scores = self._scores(logits, probs, row)
+        if int(scores.argmax()) != token_id:
+            yield Finding(
+                Outcome.NEAR_TIE if _gap(scores, token_id) <= self.tolerance else Outcome.WRONG,
+                f"{what} is {token_id}, but must be {int(scores.argmax())}",
+            )
+
+    def _scores(self, logits: torch.Tensor, probs: torch.Tensor, row: int) -> torch.Tensor:
+        """What the winner is the highest of: logits, or log-probabilities under the race's noise."""
+        if self.rule is Rule.EXACT_MATCH:
+            return logits
+        noise = exponential_noise(self.seed, self.position + row, self.vocab_size)
+        return probs.double().log() - noise.log()
+
+    def _is_tie(self, scores: torch.Tensor) -> bool:
+        best, second = scores.topk(2).values.tolist()
+        return bool(best - second <= self.tolerance)
+
+    def _block(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prefix weights and the probability that each length stands, 0..K."""
+        weights, stand_probs = block_stand_probs(
+            self.target_probs[None],
+            torch.tensor([self.ids]),
+            self.draft_probs[None],
+            torch.tensor([len(self.ids)]),
+        )
+        return weights[0], stand_probs[0]
+
+    def _spent_seed(self) -> torch.Tensor:
+        """Under the block rule numbers beyond the kept tokens are spent, so each round has its own."""
+        return round_seeds(self.seed, self.position) if self.rule is Rule.BLOCK else self.seed
+
+
+def _one_hot(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(ids, vocab_size).float()
+
+
+def _gap(scores: torch.Tensor, token_id: int) -> float:
+    gap = float(scores.max() - scores[token_id])
+    return math.inf if math.isnan(gap) else gap
+
+
+def _verdict(accepted: bool) -> str:
+    return "accepted" if accepted else "rejected"

@@ -1,0 +1,117 @@
+"""A traced answer as JSON: what ``engine.replay`` needs of it, and nothing else.
+
+Either a whole answer of the server (completion or chat) or its ``foretoken`` object alone, for instance
+
+    {"sampling_params": {"max_tokens": 40, "temperature": 0.7}, "prompt_token_ids": [[1, 5, 9]],
+     "seeds": [42], "trace": [[{"position": 3, "source": "draft_model", "rule": "rejection", "next_token": 8,
+       "drafted": [{"id": 7, "target_prob": 0.4, "draft_prob": 0.5, "accepted": true}]}]]}
+
+Seeds and rounds come by choice, prompts by prompt: choices are numbered prompt by prompt.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.messages import RoundTrace, SamplingParams
+
+
+class TraceFileError(Exception):
+    """The file holds no trace that could be replayed; the message is for the user."""
+
+
+class DraftedToken(msgspec.Struct, frozen=True):
+    """Probabilities are as processed by the request's parameters; one-hot at temperature 0."""
+
+    id: int
+    target_prob: float
+    draft_prob: float
+    accepted: bool
+
+
+class TracedRound(msgspec.Struct, frozen=True):
+    """``position`` is the index of the round's first token in prompt plus output."""
+
+    position: int
+    source: str
+    rule: str
+    drafted: list[DraftedToken]
+    next_token: int
+
+    @property
+    def draft_ids(self) -> list[int]:
+        return [token.id for token in self.drafted]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(token.accepted for token in self.drafted)
+
+    @classmethod
+    def of(cls, trace: RoundTrace) -> "TracedRound":
+        """As the server writes what the engine reports."""
+        drafted = zip(trace.draft_ids, trace.target_probs, trace.draft_probs, strict=True)
+        tokens = [DraftedToken(*token, number < trace.num_accepted) for number, token in enumerate(drafted)]
+        return cls(trace.position, trace.source, trace.rule, tokens, trace.next_token)
+
+
+class TracedChoice(msgspec.Struct, frozen=True):
+    """One sequence: ``output_token_ids`` are those of the answer, if it has them."""
+
+    prompt_token_ids: list[int]
+    seed: int
+    rounds: list[TracedRound]
+    output_token_ids: list[int] | None = None
+
+
+class TracedAnswer(msgspec.Struct, frozen=True):
+    params: SamplingParams
+    choices: list[TracedChoice]
+
+
+class _Report(msgspec.Struct, frozen=True):
+    sampling_params: SamplingParams
+    prompt_token_ids: list[list[int]]
+    seeds: list[int]
+    trace: list[list[TracedRound]]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: int
+    token_ids: list[int] | None = None
+
+
+def read_answer(path: Path) -> TracedAnswer:
+    """``TraceFileError`` if the file cannot be read or lacks what a replay needs."""
+    try:
+        answer = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise TraceFileError(f"cannot read {path}: {error}") from error
+    if not isinstance(answer, dict):
+        raise TraceFileError(f"{path} holds no JSON object")
+    return parse_answer(answer)
+
+
+def parse_answer(answer: dict[str, Any]) -> TracedAnswer:
+    report = answer.get("foretoken", answer)
+    if not isinstance(report, dict) or report.get("trace") is None:
+        raise TraceFileError("there is no trace; ask for one with speculation: {trace: true}")
+    try:
+        parsed = msgspec.convert(report, _Report, str_keys=True)
+        choices = msgspec.convert(answer.get("choices", []), list[_Choice])
+    except msgspec.ValidationError as error:
+        raise TraceFileError(f"the trace is not as the server writes it: {error}") from error
+    prompts, num_choices = parsed.prompt_token_ids, len(parsed.trace)
+    if not prompts or num_choices % len(prompts) or len(parsed.seeds) != num_choices:
+        raise TraceFileError(
+            f"{num_choices} traced choices, {len(prompts)} prompts and {len(parsed.seeds)} seeds do not match"
+        )
+    output_token_ids = {choice.index: choice.token_ids for choice in choices}
+    choices_per_prompt = num_choices // len(prompts)
+    return TracedAnswer(
+        parsed.sampling_params,
+        [
+            TracedChoice(prompts[index // choices_per_prompt], seed, rounds, output_token_ids.get(index))
+            for index, (seed, rounds) in enumerate(zip(parsed.seeds, parsed.trace, strict=True))
+        ],
+    )
