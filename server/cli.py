@@ -1,7 +1,7 @@
 """The ``foretoken`` command: picks the subcommand, reads settings, turns failures into messages.
 
-``serve`` is done by ``server.launch``; ``generate`` belongs to ``engine.terminal``, which is imported only
-when asked for, because it loads torch.
+``serve`` is done by ``server.launch``. The other commands run the engine in this process and belong to
+``engine``; each is imported only when asked for, because it loads torch.
 """
 
 import sys
@@ -23,17 +23,21 @@ usage: foretoken COMMAND [OPTIONS]
 OpenAI-compatible inference with exact speculative sampling.
 
 commands:
-  serve       start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000
-  generate    generate text in the terminal, without a server
+  serve           start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000
+  generate        generate text in the terminal, without a server
+  check           test a pair of models before it is deployed: exactness, acceptance, speed-up
+  verify-trace    replay a traced answer and confirm every decision in it
 
 options:
-  --version   print the version
-  --help      print this help; 'foretoken COMMAND --help' lists the options of a command
+  --version       print the version
+  --help          print this help; 'foretoken COMMAND --help' lists the options of a command
 
 examples:
   foretoken serve
   foretoken serve --target ./my-model --draft ./my-small-model --port 9000
   foretoken generate "Once upon a time"
+  foretoken check --target ./my-model --draft ./my-small-model
+  foretoken verify-trace answer.json
 """
 
 OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -51,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             from engine.terminal import main as generate
 
             return generate(flags)
+        case ["check", *flags]:
+            from engine.check import main as check
+
+            return check(flags)
+        case ["verify-trace", *flags]:
+            from engine.replay_command import main as verify_trace
+
+            return verify_trace(flags)
         case ["--version" | "-V"]:
             print(f"foretoken {package_version()}")
             return OK

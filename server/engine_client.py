@@ -143,10 +143,14 @@ class WorkerClient:
         if len(self._waiting) >= self._max_queued_requests:
             raise QueueFullError(f"{len(self._waiting)} requests are waiting already. Try again later.")
         stream = EngineStream(requests, self._abort)
-        for request in requests:
-            self._streams[request.request_id] = stream
-            self._waiting.add(request.request_id)
-            self._worker.send(request)
+        try:
+            for request in requests:
+                self._streams[request.request_id] = stream
+                self._waiting.add(request.request_id)
+                self._worker.send(request)
+        except Exception:
+            stream.close()  # a part of the request is not wanted
+            raise
         return stream
 
     def _abort(self, request_id: str, index: int | None) -> None:

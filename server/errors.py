@@ -14,6 +14,9 @@ from starlette.exceptions import HTTPException
 
 ErrorBody = dict[str, dict[str, str | None]]
 
+MAX_MESSAGE_LENGTH = 1000
+MAX_PARAM_LENGTH = 200
+
 
 class ApiError(Exception):
     """An error with an HTTP status. Subclasses fix status, type and code."""
@@ -117,7 +120,14 @@ class InternalError(ApiError):
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """Both texts may quote the client: a long body must not come back as a longer error."""
+    shown_param = None if param is None else _shorten(param, MAX_PARAM_LENGTH)
+    shown = _shorten(message, MAX_MESSAGE_LENGTH)
+    return {"error": {"message": shown, "type": kind, "param": shown_param, "code": code}}
+
+
+def _shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def internal_error(request_id: str) -> InternalError:
@@ -127,7 +137,6 @@ def internal_error(request_id: str) -> InternalError:
 
 # Statuses that the framework itself raises, as codes.
 _FRAMEWORK_CODES = {
-    400: "invalid_json",
     404: "not_found",
     405: "method_not_allowed",
     413: "request_too_large",
@@ -137,7 +146,6 @@ _FRAMEWORK_CODES = {
 _VALIDATION_CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
-    "json_invalid": "invalid_json",
 }
 
 
@@ -170,8 +178,6 @@ def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> 
 
 
 def _framework_message(error: HTTPException, request: Request) -> str:
-    if error.status_code == 400:
-        return "The request body is not valid JSON in UTF-8."
     if error.status_code == 404:
         return f"Unknown path: {request.method} {request.url.path}"
     if error.status_code == 405:
@@ -182,12 +188,9 @@ def _framework_message(error: HTTPException, request: Request) -> str:
 
 
 def _from_validation(error: RequestValidationError) -> InvalidRequestError:
-    """Report the first problem only: a long body must not come back as a longer error."""
+    """Report the first problem only; there may be thousands."""
     first: dict[str, Any] = error.errors()[0]
     kind = str(first["type"])
-    if kind == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "malformed")
-        return InvalidRequestError(f"The request body is not valid JSON: {reason}.", code="invalid_json")
     param = ".".join(str(part) for part in first["loc"][1:]) or None
     code = _VALIDATION_CODES.get(kind, "invalid_type" if kind.endswith(("_type", "_parsing")) else None)
     message = str(first["msg"]).removeprefix("Value error, ")

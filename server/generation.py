@@ -17,7 +17,7 @@ from server.engine_client import EngineClient
 from server.engine_stream import EngineStream
 from server.metrics import Metrics, RequestTimer
 from server.prompt import TokenPrompt
-from server.schemas.common import Usage
+from server.schemas.common import PromptTokensDetails, Usage
 from server.tokenizer import Tokenizer
 
 
@@ -30,6 +30,9 @@ class Job:
     prompts: list[TokenPrompt]
     params: SamplingParams
     n: int
+    priority: int
+    cache_prompt: bool
+    cache_salt: str
     stop_strings: list[str]
     include_stop_string: bool
     skip_special_tokens: bool
@@ -59,6 +62,24 @@ class Job:
             self.params, max_tokens=1, logprobs=None, num_speculative_tokens=0, trace=False
         )
 
+    def engine_requests(self) -> list[Generate]:
+        """One per prompt, whose number ends its id; none where nothing has to be computed."""
+        params = self.engine_params()
+        if params is None:
+            return []
+        return [
+            Generate(
+                request_id=f"{self.id}-{number}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                n=self.n,
+                priority=self.priority,
+                cache_prompt=self.cache_prompt,
+                cache_salt=self.cache_salt,
+            )
+            for number, prompt in enumerate(self.prompts)
+        ]
+
 
 class SpeculationCounts(NamedTuple):
     rounds: int = 0
@@ -77,6 +98,7 @@ class Generation:
         self._stream: EngineStream | None = None
         self.choices = [_reader(job, index, tokenizer) for index in range(job.num_choices)]
         self._num_tokens = 0
+        self._num_cached_tokens = [0] * len(job.prompts)
         self._is_over = False
 
     @property
@@ -86,14 +108,8 @@ class Generation:
 
     def start(self) -> None:
         """Submit to the engine; raises ``NotReadyError`` or ``QueueFullError``."""
-        params = self.job.engine_params()
-        if params is not None:
-            self._stream = self._engine.submit(
-                [
-                    Generate(f"{self.job.id}-{number}", prompt.token_ids, params, self.job.n)
-                    for number, prompt in enumerate(self.job.prompts)
-                ]
-            )
+        if requests := self.job.engine_requests():
+            self._stream = self._engine.submit(requests)
         self._timer.submitted()
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
@@ -130,7 +146,10 @@ class Generation:
     def usage(self) -> Usage:
         prompt = self._num_prompt_tokens()
         return Usage(
-            prompt_tokens=prompt, completion_tokens=self._num_tokens, total_tokens=prompt + self._num_tokens
+            prompt_tokens=prompt,
+            completion_tokens=self._num_tokens,
+            total_tokens=prompt + self._num_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens)),
         )
 
     def _num_prompt_tokens(self) -> int:
@@ -138,9 +157,12 @@ class Generation:
 
     def _take(self, output: TokenOutput) -> ChoiceDelta | None:
         """Turn one engine output into a delta, and end its sequence at a stop string."""
-        choice = self.choices[self._choice_of(output)]
+        prompt = _prompt_of(output)
+        choice = self.choices[prompt * self.job.n + output.index]
         if choice.finish_reason is not None:
             return None  # was on its way when the stop string was found
+        if output.index == 0:
+            self._num_cached_tokens[prompt] = output.num_cached_tokens
         if not self.job.wants_tokens:
             return choice.read_prompt(output)
         delta = choice.read(output)
@@ -149,10 +171,6 @@ class Generation:
             self._stream.stop(output.request_id, output.index)
         self._count(output, delta)
         return delta
-
-    def _choice_of(self, output: TokenOutput) -> int:
-        prompt = int(output.request_id.rpartition("-")[2])
-        return prompt * self.job.n + output.index
 
     def _count(self, output: TokenOutput, delta: ChoiceDelta) -> None:
         num_tokens = len(delta.token_ids)
@@ -163,6 +181,10 @@ class Generation:
             self.speculation = SpeculationCounts(
                 rounds + 1, drafted + output.num_draft_tokens, accepted + output.num_accepted_tokens
             )
+
+
+def _prompt_of(output: TokenOutput) -> int:
+    return int(output.request_id.rpartition("-")[2])
 
 
 def _reader(job: Job, index: int, tokenizer: Tokenizer) -> ChoiceReader:

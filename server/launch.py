@@ -5,16 +5,22 @@ The one place where engine client, app and uvicorn meet. Called by ``server.cli`
 
 import asyncio
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import uvicorn
 
+from engine.messages import Ready
 from server.app import create_app
 from server.config import Settings
 from server.engine_client import WorkerClient
 from server.metrics import Metrics
+from server.sampling_params import longest_request
 from server.services import Services
 from server.version import package_version
+
+# Who drafts, in words.
+DRAFTERS = {"draft_model": "the draft model", "ngram": "n-grams of the text so far"}
 
 
 class StartError(Exception):
@@ -37,7 +43,7 @@ def launch(settings: Settings) -> None:
             server_header=False,
             timeout_graceful_shutdown=settings.shutdown_timeout,
         )
-        _introduce(settings, listener)
+        _say(_introduction(settings, listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(_serve(uvicorn.Server(config), listener, app.state.services))
 
@@ -86,19 +92,51 @@ async def _serve(server: uvicorn.Server, listener: socket.socket, services: Serv
 async def _announce(services: Services, server: uvicorn.Server) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
-    _say("Loading the models ...")
+    _say(["Loading the models ..."])
     worker = await services.wait_until_ready()
-    _say(f"Ready on {worker.device} in {worker.dtype}, {worker.max_model_len} tokens of context.")
+    _say(capacity(services.settings, worker))
 
 
-def _introduce(settings: Settings, listener: socket.socket) -> None:
+def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
+    """What is about to run, and where."""
     port = listener.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    _say(f"Foretoken {package_version()}")
-    _say(f"  target  {settings.target}")
-    _say(f"  draft   {settings.draft or 'none'}")
-    _say(f"  url     http://{host}:{port}/v1   (model name: {settings.served_model_name})")
+    return [
+        f"Foretoken {package_version()}",
+        f"  target    {settings.target}",
+        f"  draft     {settings.draft or 'none'}",
+        f"  url       http://{host}:{port}/v1   (model name: {settings.served_model_name})",
+    ]
 
 
-def _say(line: str) -> None:
-    print(line, flush=True)
+def capacity(settings: Settings, worker: Ready) -> list[str]:
+    """What the loaded pair can take: who drafts, and what fits into the cache."""
+    longest = longest_request(worker)
+    blocks_per_request = -(-longest // worker.block_size)
+    num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)
+    num_blocks, size = worker.num_target_blocks, worker.block_size
+    each = " for each model" if worker.num_draft_blocks else ""
+    return [
+        f"Ready on {worker.device} in {worker.dtype}.",
+        f"  drafting  {_drafting(settings, worker)}",
+        f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
+        f"  requests  up to {longest:,} tokens, prompt and output together{_what_limits(longest, worker)}; "
+        f"{num_requests} of that length at once",
+    ]
+
+
+def _drafting(settings: Settings, worker: Ready) -> str:
+    length = settings.num_speculative_tokens
+    if worker.method == "none" or length == 0:
+        return "nothing, unless a request asks for it" if worker.methods else "nothing"
+    return f"{length} {'token' if length == 1 else 'tokens'} a round, by {DRAFTERS[worker.method]}"
+
+
+def _what_limits(longest: int, worker: Ready) -> str:
+    if longest == worker.max_model_len:
+        return ""
+    return f" (the model could take {worker.max_model_len:,}: raise cache_memory)"
+
+
+def _say(lines: Iterable[str]) -> None:
+    print("\n".join(lines), flush=True)

@@ -77,6 +77,10 @@ class WorkerMetrics:
             "spec_decode_accepted_tokens_per_position", "Tokens accepted at a position.", ["position"]
         )
         self.preemptions = counter("preemptions", "Sequences put back to make room in the cache.")
+        self.prefix_queries = counter(
+            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
+        )
+        self.prefix_hits = counter("prefix_cache_hits", "Of them, those that were found there.")
         self.phase_seconds = counter("phase_seconds", "Time spent in each phase of a round.", ["phase"])
         self.restarts = counter("worker_restarts", "Workers that died and were replaced.")
         self.running = gauge("requests_running", "Sequences that the worker is computing.")
@@ -131,6 +135,8 @@ class Metrics:
         for model, usage in stats.cache_usage.items():
             worker.cache_usage.labels(model).set(usage)
         self._grow("preemptions", worker.preemptions, stats.num_preemptions)
+        self._grow("prefix_queries", worker.prefix_queries, stats.num_prefix_queries)
+        self._grow("prefix_hits", worker.prefix_hits, stats.num_prefix_hits)
         for method, counts in stats.drafts.items():
             self._grow(f"drafts_{method}", worker.drafts.labels(method), counts.num_drafts)
             self._grow(f"draft_tokens_{method}", worker.draft_tokens.labels(method), counts.num_draft_tokens)

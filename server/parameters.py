@@ -33,7 +33,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "priority": (0,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),

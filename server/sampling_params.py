@@ -30,7 +30,7 @@ def build_sampling_params(
     _check_stream_options(request)
     _check_token_ids("stop_token_ids", request.stop_token_ids or [], worker.vocab_size)
     speculation = request.speculation or SpeculationOptions()
-    max_tokens = _max_tokens(request, num_prompt_tokens, worker.max_model_len)
+    max_tokens = _max_tokens(request, num_prompt_tokens, worker)
     logprobs = _logprobs(request, max_logprobs)
     return SamplingParams(
         max_tokens=max_tokens,
@@ -55,26 +55,35 @@ def build_sampling_params(
     )
 
 
+def longest_request(worker: Ready) -> int:
+    """Tokens of prompt and output together that fit into the model's context and into the empty cache."""
+    return min(worker.max_model_len, worker.num_target_blocks * worker.block_size)
+
+
 def _check_stream_options(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is only allowed with stream: true.", param="stream_options")
 
 
-def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, max_model_len: int) -> int:
-    if num_prompt_tokens >= max_model_len:
+def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, worker: Ready) -> int:
+    longest = longest_request(worker)
+    if longest < worker.max_model_len:
+        limit = f"This server's cache holds {longest} tokens (setting cache_memory)"
+    else:
+        limit = f"This model's context is {longest} tokens long"
+    if num_prompt_tokens >= longest:
         raise ContextLengthError(
-            f"This model's context is {max_model_len} tokens long, but the prompt has {num_prompt_tokens} "
-            "tokens and at least one more is needed.",
+            f"{limit}, but the prompt has {num_prompt_tokens} tokens and at least one more is needed.",
             param="messages" if isinstance(request, ChatRequest) else "prompt",
         )
-    room = max_model_len - num_prompt_tokens
+    room = longest - num_prompt_tokens
     name, asked = _asked_tokens(request)
     if asked is None:
         return room
     if asked > room:
         raise ContextLengthError(
-            f"This model's context is {max_model_len} tokens long, but {num_prompt_tokens} tokens of prompt "
-            f"and {asked} of output were asked for. Shorten the prompt or lower {name}.",
+            f"{limit}, but {num_prompt_tokens} tokens of prompt and {asked} of output were asked for. "
+            f"Shorten the prompt or lower {name}.",
             param=name,
         )
     return asked

@@ -79,7 +79,8 @@ class ChatTemplates:
             rendered = self._hf_tokenizer.apply_chat_template(
                 list(messages), chat_template=self._override, tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # Templates are programs: a field of an unexpected type can make them fail in any of these ways.
             raise ChatTemplateError(f"The model's chat template refused the messages: {error}") from error
         return str(rendered)
 

@@ -36,7 +36,7 @@ class WorkerProcess:
         self._context = context
         self._socket = socket
         self._folder = folder
-        self._outbox: asyncio.Queue[ToWorker] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
 
     @classmethod
     async def start(cls, command: Sequence[str], config: EngineConfig, number: int) -> "WorkerProcess":
@@ -60,7 +60,8 @@ class WorkerProcess:
         return cls(process, context, socket, folder)
 
     def send(self, message: ToWorker) -> None:
-        self._outbox.put_nowait(message)
+        """Encoded at once: a message that cannot be is the error of who sends it, not of the connection."""
+        self._outbox.put_nowait(encode(message))
 
     async def run(self, on_message: Callable[[FromWorker], None]) -> int:
         """Pass on every message until the process has ended; return its exit code."""
@@ -99,7 +100,7 @@ class WorkerProcess:
 
     async def _send(self) -> None:
         while True:
-            await self._socket.send(encode(await self._outbox.get()))
+            await self._socket.send(await self._outbox.get())
 
     async def _end(self) -> None:
         if self._process.returncode is None:

@@ -1,8 +1,9 @@
 """A worker without a model: speaks ``engine.messages`` and says what it is told to.
 
 Sequence tokens are bytes of ``--text``, repeated for ever, several per step; ids are the bytes themselves,
-as in the tests' byte-level tokenizer. Log-probabilities follow from the position (``logprob_at``). Options
-make it slow, fail, or crash. Spawned by the server's tests.
+as in the tests' byte-level tokenizer. Log-probabilities follow from the position (``logprob_at``). Prompts
+are taken over from earlier ones as from a prefix cache. Options make it slow, fail, or crash. Spawned by the
+server's tests.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from os.path import commonprefix
 
 import zmq
 
@@ -37,6 +39,7 @@ from engine.messages import (
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 256
 MAX_MODEL_LEN = 512
+BLOCK_SIZE = 16
 NUM_DRAFTED = 3  # unless the request says otherwise
 DRAWN_SEED = 1000  # of a request without one
 
@@ -82,6 +85,7 @@ class FakeSequence:
     params: SamplingParams
     prompt: list[int]
     script: Iterator[int]
+    num_cached_tokens: int
     output: list[int] = field(default_factory=list)
 
     def step(self, limit: int) -> TokenOutput:
@@ -99,6 +103,7 @@ class FakeSequence:
             self.finish_reason(),
             drafted,
             accepted,
+            num_cached_tokens=self.num_cached_tokens,
             seed=(DRAWN_SEED if params.seed is None else params.seed) + self.index,
             logprobs=self.logprobs(token_ids, start),
             prompt_logprobs=self.prompt_logprobs() if is_first else None,
@@ -142,6 +147,9 @@ class FakeWorker:
         self.options = options
         self.socket = socket
         self.sequences: list[FakeSequence] = []
+        self.known_prompts: list[tuple[str, list[int]]] = []  # with their salts
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
         self.num_tokens = 0
         self.num_drafts = 0
         self.num_draft_tokens = 0
@@ -176,10 +184,32 @@ class FakeWorker:
             self.send(Failed(request.request_id, self.options.refusal_code, self.options.refuse))
             return
         for index in range(request.n):
-            script = self.script(ignore_eos=request.params.ignore_eos)
             self.sequences.append(
-                FakeSequence(request.request_id, index, request.params, request.prompt_token_ids, script)
+                FakeSequence(
+                    request.request_id,
+                    index,
+                    request.params,
+                    request.prompt_token_ids,
+                    self.script(ignore_eos=request.params.ignore_eos),
+                    self.take_over(request),
+                )
             )
+
+    def take_over(self, request: Generate) -> int:
+        """Tokens of the prompt that earlier ones of the same salt began with, in whole blocks."""
+        if not request.cache_prompt:
+            return 0
+        salt, prompt = request.cache_salt, request.prompt_token_ids
+        shared = [
+            len(commonprefix([prompt, known]))
+            for known_salt, known in self.known_prompts
+            if known_salt == salt
+        ]
+        found = min(max(shared, default=0), len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        self.known_prompts.append((salt, prompt))
+        self.num_prefix_queries += len(prompt)
+        self.num_prefix_hits += found
+        return found
 
     def abort(self, message: Abort) -> None:
         """As the real worker does, say so when that leaves nothing to compute."""
@@ -224,8 +254,8 @@ class FakeWorker:
             num_speculative_tokens=NUM_DRAFTED,
             cache_usage={"target": len(self.sequences) / 4, "draft": len(self.sequences) / 8},
             num_preemptions=0,
-            num_prefix_queries=0,
-            num_prefix_hits=0,
+            num_prefix_queries=self.num_prefix_queries,
+            num_prefix_hits=self.num_prefix_hits,
             drafts={
                 "draft_model": DraftCounts(self.num_drafts, self.num_draft_tokens, self.num_accepted_tokens)
             },
@@ -264,7 +294,7 @@ def main() -> None:
                 max_model_len=MAX_MODEL_LEN,
                 num_target_blocks=64,
                 num_draft_blocks=64,
-                block_size=16,
+                block_size=BLOCK_SIZE,
                 methods=["draft_model", "ngram"],
                 method="draft_model",
             )

@@ -13,6 +13,9 @@ ROOT = Path(__file__).parent.parent
 PRODUCT = ("server", "engine", "benchmarks", "tools")
 MAX_LINES = 320
 
+# Subcommands that run the engine in the terminal's process; each import waits until it is asked for.
+COMMANDS = ("engine.terminal", "engine.check", "engine.replay_command")
+
 # Scheduling is bookkeeping with plain integers: it must be testable, and readable, without tensors.
 TORCH_FREE = (
     "engine.messages",
@@ -66,9 +69,8 @@ def test_server_sees_only_the_border_of_the_engine(path: Path) -> None:
         assert not is_within(module, ("torch",)), f"{name_of(path)} imports {module}"
         if module.split(".")[0] != "engine" or module == "engine":
             continue
-        # The terminal command runs the engine in its own process; the import waits until it is asked for.
-        terminal = name_of(path) == "server/cli.py" and lazy and is_within(module, ("engine.terminal",))
-        allowed = is_within(module, ("engine.messages", "engine.config")) or terminal
+        command = name_of(path) == "server/cli.py" and lazy and is_within(module, COMMANDS)
+        allowed = is_within(module, ("engine.messages", "engine.config")) or command
         assert allowed, f"{name_of(path)} imports {module}"
 
 

@@ -3,9 +3,10 @@
     python tools/train_demo_pair.py --corpus stories.train.txt --validation stories.valid.txt \\
         --work-dir runs/demo --out engine/demo_pair
 
-The target learns next-token prediction (Muon for matrices, AdamW for the rest); the draft is distilled
-from it (KL to the target's distribution at every position, which is what acceptance rewards). Learning
-rates follow the share of the minutes spent. A stopped run goes on from its last checkpoint. CPU or CUDA.
+The target learns next-token prediction (Muon for matrices, AdamW for the rest). The draft starts as
+the target's first layers between its embeddings and its head, and is distilled from it (cross-entropy and
+total variation to the target's distribution at every position: acceptance is 1 - TV). Learning rates follow
+the share of the minutes spent. A stopped run goes on from its last checkpoint. CPU or CUDA.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target-minutes", type=float, default=80)
     parser.add_argument("--draft-minutes", type=float, default=15)
     parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument("--draft-tokens-per-step", type=int, default=2048)
     parser.add_argument("--window", type=int, default=256, help="first 75 %% of the time")
     parser.add_argument("--final-window", type=int, default=1024, help="the rest")
     parser.add_argument("--chat-share", type=float, default=0.3)
@@ -102,6 +104,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, name: str, model: LlamaForCausalLM, loss: LossFunction):
         self.args, self.name, self.model, self.loss = args, name, model, loss
+        self.tokens_per_step = args.draft_tokens_per_step if name == "draft" else args.tokens_per_step
         self.dtype = compute_dtype(args)
         matrices, others = split_parameters(model)
         self.optimizers = [
@@ -134,7 +137,7 @@ class Trainer:
     def _train_step(self, stream: StoryStream, progress: float) -> float:
         scale = learning_rate_scale(self.step, progress)
         window = self.args.window if progress < 0.75 else self.args.final_window
-        ids = stream.batch(self.args.tokens_per_step, window).to(self.args.device)
+        ids = stream.batch(self.tokens_per_step, window).to(self.args.device)
         # Short micro-batches keep the logits in cache on a CPU; the gradient is the sum of all.
         micro_batches = ids.split(max(1, 4096 // window))
         total = 0.0
@@ -190,6 +193,15 @@ class Trainer:
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy; logits [batch, window, vocab], ids [batch, window + 1]."""
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+@torch.no_grad()
+def copy_first_layers(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    """Both have one hidden size, so the draft can start with the target's embeddings and head."""
+    draft.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    draft.model.norm.load_state_dict(target.model.norm.state_dict())
+    for layer, source in zip(draft.model.layers, target.model.layers, strict=False):
+        layer.load_state_dict(source.state_dict())
 
 
 def distillation_loss(target: LlamaForCausalLM, dtype: torch.dtype) -> LossFunction:
@@ -273,6 +285,7 @@ def main() -> None:
     target.eval().requires_grad_(False)
     export(target, tokenizer, args.out / "target", args.context)
 
+    copy_first_layers(target, draft)
     trainer = Trainer(args, "draft", draft, distillation_loss(target, compute_dtype(args)))
     trainer.run(
         args.draft_minutes,

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, chat_logprobs
 from server.prompt import chat_prompt
-from server.routes.common import GenerationContext, check_request, require_json, respond, start_generation
+from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
 from server.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -22,14 +22,13 @@ from server.schemas.chat import (
 from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
 
-router = APIRouter(tags=["generate"])
+router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 
 @router.post(
     "/v1/chat/completions",
     response_model=None,
     responses={200: {"model": ChatCompletion}},
-    dependencies=[Depends(require_json)],
 )
 async def create_chat_completion(body: ChatRequest, request: Request, services: ServicesDep) -> Response:
     headers = check_request(body, services)

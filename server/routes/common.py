@@ -5,14 +5,22 @@ Every error here has its real HTTP status, because nothing has been sent yet.
 
 import time
 import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from engine.messages import TokenLogprob
-from server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedMediaTypeError
+from server.errors import (
+    ClientDisconnectedError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    UnsupportedMediaTypeError,
+)
 from server.generation import Generation, Job
 from server.logprobs import prompt_logprobs
 from server.parameters import check_parameters
@@ -21,6 +29,7 @@ from server.responding import AnswerWriter, respond_stream, respond_whole
 from server.sampling_params import build_sampling_params
 from server.schemas.common import GenerationRequest, SpeculationReport
 from server.schemas.completion import CompletionRequest
+from server.schemas.json_body import parse_json
 from server.schemas.logprobs import PromptLogprobs
 from server.services import Model, Services
 from server.speculation_report import speculation_report
@@ -32,10 +41,40 @@ MAX_HEADER_LENGTH = 1000
 ID_PREFIXES = {"completions": "cmpl", "chat.completions": "chatcmpl"}
 
 
-def require_json(request: Request) -> None:
+class JsonRequest(Request):
+    """A request whose body has been parsed already."""
+
+    parsed: Any = None
+
+    async def json(self) -> Any:
+        return self.parsed
+
+
+class JsonRoute(APIRoute):
+    """A route that takes JSON only, read by ``parse_json``; every route with a body is one."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def parse_and_handle(request: Request) -> Response:
+            _require_json(request)
+            request = JsonRequest(request.scope, request.receive)
+            try:
+                content = await request.body()
+            except ClientDisconnect as error:
+                raise ClientDisconnectedError("The client closed the connection.") from error
+            if content:  # FastAPI says what an empty body lacks
+                request.parsed = parse_json(content)
+            return await handle(request)
+
+        return parse_and_handle
+
+
+def _require_json(request: Request) -> None:
     """Without this FastAPI would call a form body a wrong type."""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    main, _, sub = media_type.partition("/")
+    if main != "application" or (sub != "json" and not sub.endswith("+json")):
         raise UnsupportedMediaTypeError("Send the request as JSON with 'Content-Type: application/json'.")
 
 
@@ -119,6 +158,9 @@ def start_generation(
             max_logprobs=services.settings.max_logprobs,
         ),
         n=n,
+        priority=body.priority or 0,
+        cache_prompt=body.cache_prompt is not False,
+        cache_salt=body.cache_salt or "",
         stop_strings=body.stop or [],
         include_stop_string=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,

@@ -3,26 +3,25 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from engine.messages import TokenLogprob
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
 from server.prompt import completion_prompts
-from server.routes.common import GenerationContext, check_request, require_json, respond, start_generation
+from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
 from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
 from server.schemas.logprobs import CompletionLogprobs
 from server.services import ServicesDep
 
-router = APIRouter(tags=["generate"])
+router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 
 @router.post(
     "/v1/completions",
     response_model=None,
     responses={200: {"model": Completion}},
-    dependencies=[Depends(require_json)],
 )
 async def create_completion(body: CompletionRequest, request: Request, services: ServicesDep) -> Response:
     headers = check_request(body, services)

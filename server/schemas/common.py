@@ -59,7 +59,9 @@ class GenerationRequest(BaseModel):
     model: str
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling. Default 1: off.")
-    top_k: int | None = Field(None, ge=-1, description="Keep the k likeliest tokens. Default 0: off.")
+    top_k: int | None = Field(
+        None, ge=-1, le=INT64_MAX, description="Keep the k likeliest tokens. Default 0: off."
+    )
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the best.")
     presence_penalty: float | None = Field(
         None, ge=-2, le=2, description="Taken from the logit of every token that has occurred. Default 0."
@@ -90,11 +92,22 @@ class GenerationRequest(BaseModel):
     prompt_logprobs: int | None = Field(
         None, ge=0, description="Log-probabilities of the prompt's tokens, and of this many others at each."
     )
-    truncate_prompt_tokens: int | None = Field(None, ge=1, description="Keep the last tokens of the prompt.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, le=INT64_MAX, description="Keep the last tokens of the prompt."
+    )
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions | None = None
+    priority: int | None = Field(
+        None, ge=INT64_MIN, le=INT64_MAX, description="Lower goes first, whoever came first. Default 0."
+    )
+    cache_prompt: bool | None = Field(
+        None, description="Share what is computed of the prompt with other requests. Default true."
+    )
+    cache_salt: NonEmptyString | None = Field(
+        None, description="Share it with requests of the same salt only. Default: those without one."
+    )
 
     # Accepted because they change nothing about the output.
     user: str | None = None
@@ -107,6 +120,12 @@ class GenerationRequest(BaseModel):
 
 
 class PromptTokensDetails(BaseModel):
+    """``cached_tokens`` were taken over from earlier requests, counted once per prompt.
+
+    Choices of one prompt may take over different numbers, as the first computes what the others share: what
+    counts is each prompt's first choice, summed over the prompts, as in ``prompt_tokens``.
+    """
+
     cached_tokens: int = 0
     audio_tokens: int = 0
 

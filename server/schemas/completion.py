@@ -43,7 +43,7 @@ class CompletionRequest(GenerationRequest):
         }
     )
 
-    prompt: Prompt
+    prompt: Prompt = Field(description="Whitespace is text like any other; no tokens at all are refused.")
     max_tokens: int | None = Field(None, ge=0, description="Default 16.")
     echo: bool | None = Field(None, description="Start the text with the prompt.")
     logprobs: Annotated[int | None, Field(ge=0), BeforeValidator(_false_as_none)] = Field(

@@ -235,7 +235,7 @@ def test_unknown_model(server: RunningServer) -> None:
             b'{"model": "tiny-model", "prompt": "x", "temperature": NaN}',
             "application/json",
             400,
-            "invalid_value",
+            "invalid_json",
         ),
         (b"[]", "application/json", 400, "invalid_type"),
         (b"", "application/json", 400, "missing_required_parameter"),

@@ -10,9 +10,9 @@ from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
 
 WITH_DRAFT = Ready(
-    "target", "draft", "cpu", "float32", 100, 50, 1, 1, 16, ["draft_model", "ngram"], "draft_model"
+    "target", "draft", "cpu", "float32", 100, 50, 4, 4, 16, ["draft_model", "ngram"], "draft_model"
 )
-WITHOUT_DRAFT = Ready("target", None, "cpu", "float32", 100, 50, 1, 0, 16, ["ngram"], "none")
+WITHOUT_DRAFT = Ready("target", None, "cpu", "float32", 100, 50, 4, 0, 16, ["ngram"], "none")
 
 
 def completion(*, worker: Ready = WITH_DRAFT, **fields: Any) -> SamplingParams:

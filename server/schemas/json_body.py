@@ -1,0 +1,74 @@
+"""Bytes of a request body to JSON, strictly: what Python's parser lets through but JSON or UTF-8 does not.
+
+Called by ``server.routes.common`` before pydantic sees anything, so that no part of a body, known or not,
+can hold a value that breaks later: in the tokenizer, in an error message, on the way to the worker.
+"""
+
+import json
+import re
+from typing import Any, NoReturn
+
+from server.errors import InvalidRequestError
+
+# Lists and objects inside each other. Far below Python's and pydantic's own limits, far above any real body.
+MAX_DEPTH = 100
+
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse_json(content: bytes) -> Any:
+    """The value, or ``InvalidRequestError``. Of several equal keys in an object, the last one counts."""
+    try:
+        value = _decoder.decode(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise _invalid(f"it is not UTF-8, from byte {error.start} on") from None
+    except json.JSONDecodeError as error:
+        raise _invalid(f"{error.msg}, line {error.lineno} column {error.colno}") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:  # Python does not read integers of thousands of digits
+        raise _invalid("it has a number with too many digits") from None
+    if content.count(b"[") + content.count(b"{") > MAX_DEPTH and _is_too_deep(value):
+        raise _too_deep()
+    if SURROGATE_ESCAPE.search(content):
+        _check_surrogates(value)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _invalid(f"{name} is not a JSON number")
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _is_too_deep(value: Any) -> bool:
+    """Goes down level by level, without recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _check_surrogates(value: Any) -> None:
+    r"""A pair of escapes such as ``\ud83d\ude00`` has become one character; a single half is no text."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise _invalid(f"\\u{half:04x} is half of a character, without its other half") from None
+
+
+def _too_deep() -> InvalidRequestError:
+    return _invalid(f"lists and objects are nested deeper than {MAX_DEPTH} levels")
+
+
+def _invalid(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The request body is not valid JSON: {reason}.", code="invalid_json")

@@ -1,0 +1,34 @@
+"""Sends what must be refused, and checks that the worker never hears of it. For tests of bad input."""
+
+from typing import Any
+
+import httpx
+
+from tests.server.running import MODEL, RunningServer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def refusal(server: RunningServer, response: httpx.Response, num_before: int) -> dict[str, Any]:
+    assert response.status_code == 400, response.text
+    assert server.messages_to_worker("Generate")[num_before:] == []
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert len(response.content) < 10_000
+    return dict(error)
+
+
+def refused(server: RunningServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    num_before = len(server.messages_to_worker("Generate"))
+    return refusal(server, server.post(path, body), num_before)
+
+
+def refused_raw(server: RunningServer, content: bytes, path: str = COMPLETIONS) -> dict[str, Any]:
+    num_before = len(server.messages_to_worker("Generate"))
+    headers = {"content-type": "application/json"}
+    return refusal(server, server.client.post(path, content=content, headers=headers), num_before)
+
+
+def body(extra: str, prompt: str = '"x"') -> bytes:
+    return f'{{"model": "{MODEL}", "prompt": {prompt}, "max_tokens": 1, {extra}}}'.encode()

@@ -1,0 +1,70 @@
+"""What ``serve`` prints when the models are loaded, and what follows from the cache's size."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.messages import Ready
+from server.config import Settings
+from server.errors import ContextLengthError
+from server.launch import capacity
+from server.sampling_params import build_sampling_params, longest_request
+from server.schemas.completion import CompletionRequest
+
+WORKER = Ready(
+    target="target",
+    draft="draft",
+    device="cuda:0",
+    dtype="bfloat16",
+    vocab_size=100,
+    max_model_len=4000,
+    num_target_blocks=2000,
+    num_draft_blocks=2000,
+    block_size=16,
+    methods=["draft_model", "ngram"],
+    method="draft_model",
+)
+
+
+def worker(**fields: Any) -> Ready:
+    return msgspec.structs.replace(WORKER, **fields)
+
+
+def test_capacity() -> None:
+    assert capacity(Settings(), WORKER) == [
+        "Ready on cuda:0 in bfloat16.",
+        "  drafting  4 tokens a round, by the draft model",
+        "  cache     2,000 blocks of 16 tokens: 32,000 tokens for each model",
+        "  requests  up to 4,000 tokens, prompt and output together; 8 of that length at once",
+    ]
+
+
+def test_cache_smaller_than_the_context() -> None:
+    small = worker(num_target_blocks=100, num_draft_blocks=100)
+    assert capacity(Settings(), small)[-1] == (
+        "  requests  up to 1,600 tokens, prompt and output together "
+        "(the model could take 4,000: raise cache_memory); 1 of that length at once"
+    )
+    assert longest_request(small) == 1600
+    request = CompletionRequest(model="m", prompt="p", max_tokens=601)
+    with pytest.raises(ContextLengthError, match=r"cache holds 1600 tokens .*but 1000 .* and 601"):
+        build_sampling_params(request, num_prompt_tokens=1000, worker=small, max_logprobs=5)
+
+
+def test_requests_at_once_are_limited_by_the_setting_too() -> None:
+    assert capacity(Settings(max_num_sequences=3), WORKER)[-1].endswith("; 3 of that length at once")
+
+
+@pytest.mark.parametrize(
+    ("length", "fields", "words"),
+    [
+        (1, {"method": "ngram"}, "1 token a round, by n-grams of the text so far"),
+        (0, {}, "nothing, unless a request asks for it"),
+        (4, {"method": "none"}, "nothing, unless a request asks for it"),
+        (4, {"method": "none", "methods": []}, "nothing"),
+    ],
+)
+def test_who_drafts(length: int, fields: dict[str, Any], words: str) -> None:
+    lines = capacity(Settings(num_speculative_tokens=length), worker(**fields))
+    assert lines[1] == f"  drafting  {words}"
