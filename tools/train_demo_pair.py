@@ -258,6 +258,13 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path, context:
     GenerationConfig(bos_token_id=0, eos_token_id=[0, 2]).save_pretrained(folder)
 
 
+def record_arguments(args: argparse.Namespace) -> None:
+    """What the pair was trained with, beside it; of files only the names."""
+    values = {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "arguments.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
 def main() -> None:
     args = parse_arguments()
     logging.set_verbosity_error()
@@ -265,6 +272,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     args.work_dir.mkdir(parents=True, exist_ok=True)
+    record_arguments(args)
     stories, validation = read_stories(args.corpus), read_stories(args.validation)
     tokenizer_path = args.work_dir / "tokenizer.json"
     if not tokenizer_path.exists():
