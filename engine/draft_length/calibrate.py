@@ -1,0 +1,93 @@
+"""Measures at start what passes of different sizes cost, on scratch blocks that are given back.
+
+Short contexts only, and forwards without sampling: the moving averages bring the rest in. Bounded in time:
+a slow model gets fewer points, but always its smallest ones, as the shape matters more than the precision.
+"""
+
+import time
+from statistics import median
+
+import torch
+
+from engine.batch import Span
+from engine.block_manager import BlockPool, BlockTable
+from engine.draft_length.costs import CostModel
+from engine.models.decoder_only import DecoderModel
+
+# Tokens in one pass, in the order of what they tell; larger ones are extrapolated.
+SIZES = (1, 5, 2, 9, 16, 3, 32, 64, 128)
+MIN_SIZES = 2
+MAX_REPEATS = 5
+# A row that is scored brings its pending token and some drafts.
+SCORE_TOKENS_PER_ROW = 5
+
+
+def calibrate(
+    target: DecoderModel,
+    target_pool: BlockPool,
+    draft: DecoderModel | None,
+    draft_pool: BlockPool | None,
+    max_tokens: int,
+    seconds: float = 1.0,
+) -> CostModel:
+    """``max_tokens``: no step has more, prompts apart. Both caches must be allocated and unused."""
+    models = 1 if draft is None else 2
+    score = _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds / models)
+    if draft is None or draft_pool is None:
+        return CostModel({}, score)
+    return CostModel(_measure(draft, draft_pool, 1, max_tokens, seconds / models), score)
+
+
+def _measure(
+    model: DecoderModel, pool: BlockPool, tokens_per_row: int, max_tokens: int, seconds: float
+) -> dict[int, float]:
+    """Every size in turn, again and again: a busy moment then spoils one sample of several points."""
+    deadline = time.perf_counter() + seconds
+    samples: dict[int, list[float]] = {}
+    for _ in range(1 + MAX_REPEATS):
+        for size in SIZES:
+            late = len(samples) >= MIN_SIZES and time.perf_counter() > deadline
+            tables = None if late or size > max_tokens else _reserve(pool, _row_lengths(size, tokens_per_row))
+            if tables is None:
+                continue
+            try:
+                samples.setdefault(size, []).append(_forward_seconds(model, tables))
+            finally:
+                for table, _ in tables:
+                    pool.release(table)
+    # The first sample is slow: memory is allocated, kernels are chosen.
+    return {size: median(seconds[1:] or seconds) for size, seconds in samples.items()}
+
+
+def _row_lengths(size: int, tokens_per_row: int) -> list[int]:
+    """``size`` tokens as rows of about ``tokens_per_row``; up to nine are one row with its drafts."""
+    if tokens_per_row > 1 and size <= 9:
+        return [size]
+    return [min(tokens_per_row, size - start) for start in range(0, size, tokens_per_row)]
+
+
+def _reserve(pool: BlockPool, row_lengths: list[int]) -> list[tuple[BlockTable, int]] | None:
+    """A scratch table for each row, with its number of tokens; None if the pool is too small."""
+    if sum(map(pool.blocks_for, row_lengths)) > pool.num_free:
+        return None
+    tables = [(BlockTable(), length) for length in row_lengths]
+    for table, length in tables:
+        pool.reserve(table, length)
+    return tables
+
+
+def _forward_seconds(model: DecoderModel, tables: list[tuple[BlockTable, int]]) -> float:
+    spans = [Span(table, [0] * length, length) for table, length in tables]
+    _synchronize(model.device)
+    started = time.perf_counter()
+    model.forward(spans)
+    _synchronize(model.device)
+    elapsed = time.perf_counter() - started
+    for table, _ in tables:
+        table.num_computed_tokens = 0
+    return elapsed
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

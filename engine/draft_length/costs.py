@@ -1,0 +1,153 @@
+"""What a round costs: seconds of a draft pass, of a target pass and of the host's share.
+
+Each is a curve over its size, measured at a few points at start and followed by moving averages while the
+engine runs. Nothing is assumed about a curve's shape except that more never costs less: on a CPU the step
+from one token to two is large and the next ones small, on a GPU nothing changes until a ridge.
+
+Contexts are not a parameter: what longer ones cost shows up in the moving averages, as does a busy machine.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+# A moving average's share of the newest measurement, once there were some.
+RATE = 0.1
+# Sizes not measured now follow half of what the measured one shows: a slower machine is slower everywhere,
+# but a point measured wrongly at start says nothing about the others.
+SHARED = 0.5
+# A measurement moves the average as if it were off by at most this factor's logarithm: a process that was
+# descheduled takes ten times longer, and that is no news about the model.
+MAX_SURPRISE = 0.25
+# Sizes that differ by less share a point: up to ten tokens each has its own, later there are a few dozen.
+NEAR = 0.1
+# Per step and per row, until measured.
+HOST_SECONDS, HOST_SECONDS_PER_ROW = 1e-4, 3e-5
+
+
+class CostCurve:
+    """Seconds by size, linear between points and never falling; zero at size 0."""
+
+    def __init__(self, points: dict[int, float]) -> None:
+        self._sizes: list[float] = sorted(points)
+        seconds = [max(points[size], 1e-9) for size in sorted(points)]
+        # Where measurements contradict each other, half-way between trusting the lower and the higher ones.
+        rising = accumulate(seconds, max)
+        falling = reversed(list(accumulate(reversed(seconds), min)))
+        self._seconds = [math.sqrt(high * low) for high, low in zip(rising, falling, strict=True)]
+        self._num_measured = [0] * len(self._sizes)
+
+    def __call__(self, size: float) -> float:
+        if size <= 0:
+            return 0.0
+        sizes, seconds = self._sizes, self._seconds
+        right = bisect_left(sizes, size)
+        if right == 0:
+            return seconds[0]
+        if right == len(sizes):
+            return self._beyond(size)
+        left = right - 1
+        share = (size - sizes[left]) / (sizes[right] - sizes[left])
+        return seconds[left] + share * (seconds[right] - seconds[left])
+
+    def _beyond(self, size: float) -> float:
+        """Past the last point the last slope goes on; a single point is taken to be proportional."""
+        last_size, last = self._sizes[-1], self._seconds[-1]
+        if len(self._sizes) == 1:
+            return last * size / last_size
+        slope = (last - self._seconds[-2]) / (last_size - self._sizes[-2])
+        return last + slope * (size - last_size)
+
+    def follow(self, size: float, surprise: float) -> None:
+        """A pass of this size took exp(``surprise``) times what the curve says."""
+        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
+        index = self._point(size)
+        rate = max(RATE, 1 / (2 + self._num_measured[index]))
+        self._num_measured[index] += 1
+        elsewhere = math.exp(SHARED * rate * surprise)
+        here = math.exp(rate * surprise) * self._seconds[index]
+        self._seconds = [seconds * elsewhere for seconds in self._seconds]
+        self._seconds[index] = here
+        self._keep_rising(index)
+
+    def _point(self, size: float) -> int:
+        """Where measurements of this size go: a point of its own, or one that is near in proportion."""
+        index = bisect_left(self._sizes, size)
+        near = [i for i in (index - 1, index) if 0 <= i < len(self._sizes)]
+        closest = min(near, key=lambda i: abs(self._sizes[i] - size))
+        if abs(self._sizes[closest] - size) <= NEAR * size:
+            return closest
+        seconds = self(size)
+        self._sizes.insert(index, size)
+        self._seconds.insert(index, seconds)
+        self._num_measured.insert(index, 0)
+        return index
+
+    def _keep_rising(self, index: int) -> None:
+        """The point just measured is right; neighbours that contradict it give way."""
+        seconds, value = self._seconds, self._seconds[index]
+        for right in range(index + 1, len(seconds)):
+            if seconds[right] >= value:
+                break
+            seconds[right] = value
+        for left in range(index - 1, -1, -1):
+            if seconds[left] <= value:
+                break
+            seconds[left] = value
+
+    def points(self) -> dict[float, float]:
+        return dict(zip(self._sizes, self._seconds, strict=True))
+
+
+class CostModel:
+    """``draft`` and ``score`` are seconds by the tokens packed into one pass, ``host`` by rows.
+
+    ``score`` includes verification, ``draft`` drawing: live measurements bring both in.
+    """
+
+    def __init__(self, draft: dict[int, float], score: dict[int, float]) -> None:
+        self.draft = CostCurve(draft or {1: 1e-9})
+        self.score = CostCurve(score)
+        self.host = CostCurve({rows: HOST_SECONDS + HOST_SECONDS_PER_ROW * rows for rows in (1, 64)})
+        self.lookup_seconds = 0.0  # of a row that drafts without a model
+
+    def observe_round(
+        self,
+        draft_sizes: Sequence[float],
+        num_lookups: int,
+        num_rows: int,
+        num_score_tokens: int,
+        draft_seconds: float,
+        score_seconds: float,
+        host_seconds: float,
+    ) -> None:
+        """A step without prompts. ``draft_sizes`` are the tokens of each draft pass, catching up included."""
+        if draft_sizes:
+            expected = sum(map(self.draft, draft_sizes))
+            surprise = _surprise(draft_seconds - num_lookups * self.lookup_seconds, expected)
+            for size in set(draft_sizes):
+                self.draft.follow(size, surprise * draft_sizes.count(size) / len(draft_sizes))
+        elif num_lookups:
+            # Half a millisecond is far beyond any look-up: the process was descheduled.
+            seconds = min(draft_seconds / num_lookups, 5e-4)
+            self.lookup_seconds += RATE * (seconds - self.lookup_seconds)
+        self.score.follow(num_score_tokens, _surprise(score_seconds, self.score(num_score_tokens)))
+        self.host.follow(num_rows, _surprise(host_seconds, self.host(num_rows)))
+
+    def state(self) -> dict[str, object]:
+        """Milliseconds, for people."""
+        return {
+            "draft_ms_by_tokens": _milliseconds(self.draft),
+            "score_ms_by_tokens": _milliseconds(self.score),
+            "host_ms_by_rows": _milliseconds(self.host),
+            "lookup_ms": round(1000 * self.lookup_seconds, 4),
+        }
+
+
+def _surprise(measured: float, expected: float) -> float:
+    return math.log(max(measured, 1e-9) / expected)
+
+
+def _milliseconds(curve: CostCurve) -> dict[str, float]:
+    return {f"{size:g}": round(1000 * seconds, 4) for size, seconds in curve.points().items()}

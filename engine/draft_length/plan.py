@@ -1,0 +1,120 @@
+"""The search itself: how many tokens each row should draft, given survival and costs. A pure function.
+
+A *slot* is one more drafted token of one row. Slots are ranked by survival over the whole batch and added
+in that order; the best prefix wins. Every prefix is looked at, not only up to the first that does not pay:
+the first slot carries the step from one token to two and the first draft pass, so that one drafted token
+can be a loss where four are a gain. A draft accepted to its end leaves its last token for the draft model
+to catch up with, which makes the next round's first pass larger.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.draft_length.costs import CostModel
+
+# Slots that survive less often than this are not worth the look.
+SURVIVAL_FLOOR = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutlook:
+    """One row as the search sees it: ``fill`` is the share of the tokens asked for that are drafted."""
+
+    survival: list[float]
+    fill: float
+    uses_model: bool
+
+
+@dataclass(slots=True)
+class Plan:
+    """Draft lengths by row, with the tokens and seconds that one step of them is expected to take."""
+
+    lengths: list[int]
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Search:
+    """``best`` may draft nothing; ``best_drafting`` is the best that does, None if nobody can."""
+
+    plain: Plan
+    best: Plan
+    best_drafting: Plan | None
+
+
+def plain_plan(num_rows: int, costs: CostModel, num_prompt_tokens: int) -> Plan:
+    seconds = costs.host(num_rows) + costs.score(num_rows + num_prompt_tokens)
+    return Plan([0] * num_rows, num_rows, seconds)
+
+
+def search(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int) -> Search:
+    plain = plain_plan(len(rows), costs, num_prompt_tokens)
+    slots = [
+        (-chance, position, i) for i, row in enumerate(rows) for position, chance in enumerate(row.survival)
+    ]
+    slots.sort()
+    draft, score, score_tokens = costs.draft, costs.score, float(len(rows) + num_prompt_tokens)
+    overhead = costs.host(len(rows)) + costs.lookup_seconds * sum(not row.uses_model for row in rows)
+    draft_seconds = [costs.draft(size) for size in range(len(rows) + 1)]
+    num_active = [0] * (1 + max((len(row.survival) for row in rows), default=0))
+    tokens, drafting_seconds, lag = plain.tokens, 0.0, 0.0
+    best_rate, best_count, best_tokens, best_seconds = 0.0, 0, 0.0, 1.0
+    for count, (chance, position, i) in enumerate(slots, start=1):
+        row = rows[i]
+        if row.uses_model:
+            active = num_active[position] = num_active[position] + 1
+            if position > 0:
+                drafting_seconds += draft_seconds[active] - draft_seconds[active - 1]
+                lag -= row.survival[position - 1]
+            lag -= chance
+        score_tokens += row.fill
+        tokens -= chance * row.fill
+        seconds = overhead + drafting_seconds + draft(num_active[0] + lag) + score(score_tokens)
+        if tokens > best_rate * seconds:
+            best_rate, best_count, best_tokens, best_seconds = tokens / seconds, count, tokens, seconds
+    if not slots:
+        return Search(plain, plain, None)
+    lengths = [0] * len(rows)
+    for _, _, i in slots[:best_count]:
+        lengths[i] += 1
+    drafting = Plan(lengths, best_tokens, best_seconds)
+    return Search(plain, drafting if drafting.rate > plain.rate else plain, drafting)
+
+
+def evaluate(
+    rows: Sequence[RowOutlook],
+    lengths: list[int],
+    costs: CostModel,
+    num_prompt_tokens: int,
+    lag: int | None = None,
+) -> Plan:
+    """What a step of these lengths gives. ``lag`` are tokens the draft has to catch up with first; None:
+    as many as there will be if it goes on like that, one of every draft that was accepted to its end."""
+    model_lengths = [length for row, length in zip(rows, lengths, strict=True) if row.uses_model]
+    usual_lag = sum(
+        row.survival[length - 1]
+        for row, length in zip(rows, lengths, strict=True)
+        if row.uses_model and 0 < length <= len(row.survival)
+    )
+    tokens = score_tokens = float(len(rows))
+    for row, length in zip(rows, lengths, strict=True):
+        tokens += row.fill * sum(row.survival[:length])
+        score_tokens += row.fill * length
+    seconds = costs.host(len(rows)) + costs.score(score_tokens + num_prompt_tokens)
+    seconds += sum(map(costs.draft, draft_sizes(model_lengths, usual_lag if lag is None else lag)))
+    return Plan(lengths, tokens, seconds)
+
+
+def draft_sizes(lengths: list[int], lag: float) -> list[float]:
+    """Tokens of each draft pass; the first one also catches up."""
+    sizes: list[float] = [
+        sum(length > position for length in lengths) for position in range(max(lengths, default=0))
+    ]
+    if sizes:
+        sizes[0] += lag
+    return sizes

@@ -1,0 +1,264 @@
+"""How many tokens every row of a step drafts: as many as raise expected tokens per second, or none.
+
+Exactness: ``choose`` is called before a round draws anything and knows only earlier rounds, the rows and
+the clock. A length that depended on a token of its own round would bias the output: tokens that are easy
+to accept would be dropped less often than others. Whatever is drafted after ``choose`` must be verified.
+
+Three things are tried out now and then, as far as a small share of the time pays for it (``probes``): a
+short draft where drafting is off, a longer one where it is on, and none at all, so that the plain step
+that everything is compared with is a measured one.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.draft_length.costs import CostModel
+from engine.draft_length.plan import (
+    SURVIVAL_FLOOR,
+    RowOutlook,
+    Search,
+    draft_sizes,
+    evaluate,
+    search,
+)
+from engine.draft_length.probes import Probes
+from engine.draft_length.report import Report
+from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
+
+DRAFT_MODEL = "draft_model"
+# A new plan replaces the last one when it promises this much more. Little: what it saves is a draft cache
+# that lags a token or two, and sitting on a plan that is 5 % worse is a loss of 5 %.
+HYSTERESIS = 0.01
+# The search is repeated after so many rounds, and at once when rows, limits or prompts change.
+SEARCH_EVERY = 4
+# Switching on must earn within so many rounds what it takes to bring the draft's cache up to date.
+CATCH_UP_ROUNDS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One drawing row. ``limit``: the most it may draft. ``lag``: tokens that its draft cache misses."""
+
+    key: Hashable
+    method: str
+    temperature: float
+    limit: int
+    lag: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one row. ``ended``: it finished within the round, which then says nothing about
+    acceptance: the tokens behind its end were never judged."""
+
+    key: Hashable
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSeconds:
+    """Wall time of drafting, of scoring with verification, and of the rest."""
+
+    draft: float
+    score: float
+    host: float
+
+
+class LengthPolicy(Protocol):
+    """``choose`` and ``observe`` once per step; rows that left in between are left out of ``outcomes``.
+
+    ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds.
+    """
+
+    def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]: ...
+
+    def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None: ...
+
+    def forget(self, key: Hashable) -> None: ...
+
+    def state(self) -> dict[str, object]: ...
+
+
+class FixedDraftLength:
+    """The same length for every row that allows it."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self.num_draft_tokens = num_draft_tokens
+
+    def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
+        return [max(0, min(self.num_draft_tokens, row.limit)) for row in rows]
+
+    def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
+        pass
+
+    def forget(self, key: Hashable) -> None:
+        pass
+
+    def state(self) -> dict[str, object]:
+        return {"policy": "fixed", "num_draft_tokens": self.num_draft_tokens}
+
+
+class DraftLengthPolicy:
+    """``auto``. Deterministic: the same past gives the same lengths."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self.probes = Probes()
+        self.report = Report()
+        self._groups: dict[tuple[str, str], GroupAcceptance] = {}
+        self._sequences: dict[Hashable, SequenceAcceptance] = {}
+        self._round = 0
+        self._signature: tuple[object, ...] = ()
+        self._last_search: Search | None = None
+        self._next_search = 0
+        self._asked: dict[Hashable, tuple[Candidate, int]] = {}
+
+    def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
+        """Tokens to draft, by row."""
+        if not rows:
+            return []
+        self._round += 1
+        sequences = [self._sequence(row) for row in rows]
+        signature = (num_prompt_tokens, *((row.key, row.limit) for row in rows))
+        if self._last_search is None or signature != self._signature or self._round >= self._next_search:
+            self._signature = signature
+            self._next_search = self._round + SEARCH_EVERY
+            self._last_search = self._search(rows, sequences, num_prompt_tokens)
+        found = self._last_search
+        lengths = found.best.lengths
+        if num_prompt_tokens == 0 and self.probes.may_run(self._round, found):
+            lengths = self._probe(rows, sequences, found) or lengths
+        self._asked = {row.key: (row, length) for row, length in zip(rows, lengths, strict=True)}
+        return list(lengths)
+
+    def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
+        """The verdict on what ``choose`` asked for; fewer may have been drafted."""
+        found = self._last_search
+        if found is None or not outcomes:
+            return
+        num_emitted = len(outcomes) + sum(outcome.num_accepted_tokens for outcome in outcomes)
+        self._learn(outcomes)
+        if seconds is not None:
+            self._observe_costs(outcomes, seconds)
+            lengths = [outcome.num_draft_tokens for outcome in outcomes]
+            self.report.count(found, lengths, num_emitted, seconds.draft + seconds.score + seconds.host)
+        self.probes.settle(self._round, found, num_emitted)
+
+    def forget(self, key: Hashable) -> None:
+        """A sequence has ended."""
+        self._sequences.pop(key, None)
+
+    def state(self) -> dict[str, object]:
+        """For people: builtins only."""
+        return {
+            "policy": "auto",
+            **self.report.state(self._last_search, [length for _, length in self._asked.values()]),
+            "survival": {
+                f"{method}, {bucket}": group.state() for (method, bucket), group in self._groups.items()
+            },
+            "costs": self.costs.state(),
+            "probes": self.probes.state(),
+        }
+
+    def _sequence(self, row: Candidate) -> SequenceAcceptance:
+        sequence = self._sequences.get(row.key)
+        if sequence is None:
+            name = row.method, temperature_bucket(row.temperature)
+            group = self._groups.setdefault(name, GroupAcceptance())
+            sequence = self._sequences[row.key] = SequenceAcceptance(group, self._round)
+        return sequence
+
+    def _search(
+        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], num_prompt_tokens: int
+    ) -> Search:
+        outlooks = _outlooks(rows, sequences)
+        found = search(outlooks, self.costs, num_prompt_tokens)
+        previous = [
+            min(sequence.num_draft_tokens, max(0, row.limit))
+            for row, sequence in zip(rows, sequences, strict=True)
+        ]
+        if any(previous) and previous != found.best.lengths:
+            kept = evaluate(outlooks, previous, self.costs, num_prompt_tokens)
+            if kept.rate * (1 + HYSTERESIS) > found.best.rate and kept.rate > found.plain.rate:
+                found = Search(found.plain, kept, found.best_drafting)
+        if any(found.best.lengths) and not self._worth_catching_up(rows, found):
+            found = Search(found.plain, found.plain, found.best_drafting)
+        for sequence, length in zip(sequences, found.best.lengths, strict=True):
+            sequence.num_draft_tokens = length
+        return found
+
+    def _worth_catching_up(self, rows: Sequence[Candidate], found: Search) -> bool:
+        """A draft cache that was left behind costs a long pass, to be earned within some rounds."""
+        best = found.best
+        catching_up = self.costs.draft(_lag(rows, best.lengths)) / CATCH_UP_ROUNDS
+        return best.tokens / (best.seconds + catching_up) > found.plain.rate
+
+    def _probe(
+        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search
+    ) -> list[int] | None:
+        """Other lengths for this round, if some are due and can be afforded."""
+        outlooks = _outlooks(rows, sequences)
+        ages = [sequence.age(self._round) for sequence in sequences]
+        limits = [max(0, row.limit) for row in rows]
+        for lengths in self.probes.candidates(found, limits, ages):
+            plan = evaluate(outlooks, lengths, self.costs, 0, _lag(rows, lengths))
+            if self.probes.begin(plan, found.best):
+                return lengths
+        self.probes.postpone(self._round)
+        return None
+
+    def _learn(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            sequence = self._sequences.get(outcome.key)
+            _, num_asked = self._asked[outcome.key]
+            if sequence is not None and num_asked:
+                sequence.learn(
+                    self._round,
+                    num_asked,
+                    outcome.num_draft_tokens,
+                    outcome.num_accepted_tokens,
+                    outcome.ended,
+                )
+
+    def _observe_costs(self, outcomes: Sequence[Outcome], seconds: RoundSeconds) -> None:
+        lag, num_lookups, by_model = 0, 0, []
+        for outcome in outcomes:
+            row, num_asked = self._asked[outcome.key]
+            if row.method != DRAFT_MODEL:
+                num_lookups += num_asked > 0
+            elif outcome.num_draft_tokens:
+                by_model.append(outcome.num_draft_tokens)
+                lag += row.lag
+        self.costs.observe_round(
+            draft_sizes=draft_sizes(by_model, lag),
+            num_lookups=num_lookups,
+            num_rows=len(outcomes),
+            num_score_tokens=sum(outcome.num_draft_tokens + 1 for outcome in outcomes),
+            draft_seconds=seconds.draft,
+            score_seconds=seconds.score,
+            host_seconds=seconds.host,
+        )
+
+
+def temperature_bucket(temperature: float) -> str:
+    """Requests in a bucket share what is known about acceptance."""
+    if temperature == 0:
+        return "greedy"
+    return "temperature up to 0.8" if temperature <= 0.8 else "temperature above 0.8"
+
+
+def _outlooks(rows: Sequence[Candidate], sequences: list[SequenceAcceptance]) -> list[RowOutlook]:
+    return [
+        RowOutlook(sequence.survival(row.limit, SURVIVAL_FLOOR), sequence.fill, row.method == DRAFT_MODEL)
+        for row, sequence in zip(rows, sequences, strict=True)
+    ]
+
+
+def _lag(rows: Sequence[Candidate], lengths: list[int]) -> int:
+    """Tokens that the draft's cache has to catch up with before these lengths."""
+    return sum(
+        row.lag for row, length in zip(rows, lengths, strict=True) if length and row.method == DRAFT_MODEL
+    )
