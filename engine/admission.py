@@ -10,6 +10,9 @@ from engine.messages import Generate, Method, SamplingParams, Verification
 from engine.sampling.random import sequence_seed
 from engine.sequence import Sequence
 
+# The longest draft that the policy may choose: drafts without a model cost next to nothing.
+AUTO_LIMITS: dict[Method, int] = {"draft_model": 8, "ngram": 16}
+
 
 class RequestError(Exception):
     """A request the engine cannot serve; ``code`` names the reason for the client."""
@@ -23,7 +26,8 @@ class RequestError(Exception):
 class Admission:
     """What the loaded pair allows, and what requests get that do not say.
 
-    ``method`` is one of ``methods`` or none; ``verification`` None decides by seed.
+    ``method`` is one of ``methods`` or none. ``num_speculative_tokens`` None leaves the draft length to the
+    policy; ``verification`` None decides by seed.
     """
 
     vocab_size: int
@@ -31,7 +35,7 @@ class Admission:
     eos_token_ids: frozenset[int]
     methods: frozenset[Method]
     method: Method
-    num_speculative_tokens: int
+    num_speculative_tokens: int | None
     verification: Verification | None
 
     def sequences(self, request: Generate) -> list[Sequence]:
@@ -42,7 +46,7 @@ class Admission:
         stop_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
-        method, num_speculative_tokens = self._speculation(params)
+        method, num_speculative_tokens, fixed_draft_length = self._speculation(params)
         return [
             Sequence(
                 request_id=request.request_id,
@@ -52,6 +56,7 @@ class Admission:
                 verification=self._verification(params),
                 method=method,
                 num_speculative_tokens=num_speculative_tokens,
+                fixed_draft_length=fixed_draft_length,
                 stop_token_ids=stop_token_ids,
                 token_ids=list(prompt),
                 num_prompt_tokens=len(prompt),
@@ -89,9 +94,11 @@ class Admission:
         by_seed: Verification = "rejection" if params.seed is None else "coupled"
         return params.verification or self.verification or by_seed
 
-    def _speculation(self, params: SamplingParams) -> tuple[Method, int]:
-        """Who drafts, and how many tokens at most."""
-        wanted = params.num_speculative_tokens
-        length = self.num_speculative_tokens if wanted is None else wanted
+    def _speculation(self, params: SamplingParams) -> tuple[Method, int, bool]:
+        """Who drafts; how many tokens; whether exactly so many or at most."""
         method = params.method or self.method
-        return (method, length) if length > 0 and method != "none" else ("none", 0)
+        asked = params.num_speculative_tokens
+        length = self.num_speculative_tokens if asked is None else asked
+        if method == "none" or length == 0:
+            return "none", 0, True
+        return (method, AUTO_LIMITS[method], False) if length is None else (method, length, True)

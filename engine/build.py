@@ -2,10 +2,12 @@
 
 import torch
 
-from engine.admission import Admission
+from engine.admission import AUTO_LIMITS, Admission
 from engine.block_manager import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.draft_length.calibrate import calibrate
+from engine.draft_length.policy import DraftLengthPolicy
 from engine.messages import Method
 from engine.models.decoder_only import DecoderModel, ModelLoadError
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
@@ -28,7 +30,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     target = load_decoder(config.target, dtype, device)
     torch.set_num_threads(config.num_threads or _num_threads(target))
     draft = None
-    if config.draft is not None and config.num_speculative_tokens > 0 and config.method != "none":
+    if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         draft = load_decoder(config.draft, dtype, device)
         _check_pair(target, draft)
 
@@ -42,13 +44,20 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_draft_len = min(max_model_len, draft.max_position or max_model_len)
         proposers.append(DraftModelProposer(draft, max_draft_len, target.vocab_size))
     proposer = RoutedProposer(proposers)
+    target_pool = BlockPool(num_blocks, config.block_size)
+    draft_pool = None if draft is None else BlockPool(num_blocks, config.block_size)
+    policy = None
+    if config.num_speculative_tokens == "auto":
+        max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
+        policy = DraftLengthPolicy(calibrate(target, target_pool, draft, draft_pool, max_tokens))
     scheduler = Scheduler(
-        target_pool=BlockPool(num_blocks, config.block_size),
-        draft_pool=None if draft is None else BlockPool(num_blocks, config.block_size),
+        target_pool=target_pool,
+        draft_pool=draft_pool,
         max_num_sequences=config.max_num_sequences,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_draft_len=max_draft_len,
         prefix_caching=config.prefix_caching,
+        policy=policy,
     )
     return EngineCore(
         target=target,
@@ -60,7 +69,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             eos_token_ids=target.eos_token_ids,
             methods=proposer.methods,
             method=_method(config, draft),
-            num_speculative_tokens=config.num_speculative_tokens,
+            num_speculative_tokens=None if policy is not None else int(config.num_speculative_tokens),
             verification=None if config.verification == "auto" else config.verification,
         ),
     )

@@ -50,6 +50,7 @@ PROMPTS = [
 MAX_PROMPT_TOKENS, NUM_TESTED_PROMPT_TOKENS = 512, 2
 GREEDY_LENGTHS, GREEDY_TOKENS = (1, 4, 8), 32
 NUM_TIMED_PROMPTS = 2
+DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
 # Logits closer than this may change places when they are computed in another shape.
@@ -111,7 +112,12 @@ def check(settings: CheckSettings) -> Report:
     texts = settings.prompts.read_text().splitlines() if settings.prompts else PROMPTS
     prompt, tested, law = _expected(settings, tokenizer, texts[0])
     # The reference is gone before the engine comes: a large target fits into memory only once.
-    core = build_engine(EngineConfig(**{name: getattr(settings, name) for name in EngineConfig.model_fields}))
+    fields = {name: getattr(settings, name) for name in EngineConfig.model_fields}
+    # Lengths are measured one by one, so the policy must not choose.
+    configured = (
+        DEFAULT_LENGTH if settings.num_speculative_tokens == "auto" else settings.num_speculative_tokens
+    )
+    core = build_engine(EngineConfig(**{**fields, "num_speculative_tokens": configured}))
     prompts = [_encode(tokenizer, text, number, core.target.vocab_size) for number, text in enumerate(texts)]
     method = core.admission.method
     speculates = core.snapshot().num_speculative_tokens > 0
@@ -124,7 +130,7 @@ def check(settings: CheckSettings) -> Report:
         RESOLUTIONS[str(core.target.dtype)],
     )
     sampling = [check_law(core, prompt, tested, law, rule, settings.samples) for rule in RULES]
-    speeds = _speeds(core, prompts, settings) if speculates else []
+    speeds = _speeds(core, prompts, settings, configured) if speculates else []
     exact = not greedy.differences and all(result.passed for result in sampling)
     return Report(
         target=settings.target,
@@ -137,7 +143,7 @@ def check(settings: CheckSettings) -> Report:
         sampling=sampling,
         speeds=speeds,
         exact=exact,
-        verdict=_verdict(exact, greedy, sampling, speeds, settings.num_speculative_tokens),
+        verdict=_verdict(exact, greedy, sampling, speeds, configured),
     )
 
 
@@ -167,8 +173,10 @@ def _tokenizers(core: EngineCore, tokenizer: Any | None, settings: CheckSettings
     return compare_tokenizers(tokenizer, draft_tokenizer, core.target.vocab_size, proposer.model.vocab_size)
 
 
-def _speeds(core: EngineCore, prompts: list[list[int]], settings: CheckSettings) -> list[Speed]:
-    lengths = sorted({*SPEED_LENGTHS, settings.num_speculative_tokens})
+def _speeds(
+    core: EngineCore, prompts: list[list[int]], settings: CheckSettings, configured: int
+) -> list[Speed]:
+    lengths = sorted({*SPEED_LENGTHS, configured})
     seconds = settings.seconds / len(TEMPERATURES)
     return [
         speed

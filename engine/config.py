@@ -5,7 +5,7 @@ and adds HTTP's own; descriptions here become ``--help`` and the docs table.
 """
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
@@ -38,8 +38,10 @@ class EngineConfig(BaseModel):
     ngram_min_match: int = Field(
         2, ge=1, description="Tokens that must have occurred before for ngram to draft what followed."
     )
-    num_speculative_tokens: int = Field(
-        4, ge=0, le=32, description="Tokens drafted per round; 0 switches speculation off."
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | Literal["auto"] = Field(
+        4,
+        description="Tokens drafted per round; 0 switches speculation off. "
+        "auto: as many as raise tokens per second, by costs measured at start and followed since.",
     )
     verification: Literal["auto", "rejection", "block", "coupled"] = Field(
         "auto",

@@ -8,6 +8,7 @@ import torch
 
 from engine.admission import Admission, RequestError
 from engine.batch import Span
+from engine.draft_length.policy import LengthPolicy, Outcome, RoundSeconds
 from engine.messages import Failed, Generate, Method, RoundTrace, Stats, TokenLogprob, TokenOutput
 from engine.models.decoder_only import DecoderModel
 from engine.proposers.routed import RoutedProposer
@@ -54,6 +55,7 @@ class EngineCore:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[TokenOutput | Failed]:
+        before = dict(self.stats.phase_seconds)
         with self.stats.phase("host"):
             scheduled = self.scheduler.schedule()
             if not scheduled:
@@ -70,7 +72,10 @@ class EngineCore:
             for part in scheduled:
                 if not part.completes:
                     self.scheduler.publish(part.sequence)
-            return self._commit(drawing, sampler, drafts, logits, judgement)
+            outputs = self._commit(drawing, sampler, drafts, logits, judgement)
+        if self.scheduler.policy is not None:
+            self._observe(self.scheduler.policy, scheduled, drafts, judgement, before)
+        return outputs
 
     def _sampler(self, drawing: list[Sequence]) -> Sampler:
         rows = [
@@ -157,16 +162,54 @@ class EngineCore:
             )
         return outputs
 
+    def _observe(
+        self,
+        policy: LengthPolicy,
+        scheduled: list[Scheduled],
+        drafts: Drafts,
+        judgement: Judgement,
+        before: dict[str, float],
+    ) -> None:
+        """Tell the policy what became of the rows it was asked about, and what the step cost."""
+        drawing = [part.sequence for part in scheduled if part.completes]
+        num_accepted = judgement.verdict.num_accepted.tolist()
+        outcomes = [
+            Outcome(sequence, drafts.lengths[i], num_accepted[i], ended=sequence.finish_reason is not None)
+            for i, sequence in enumerate(drawing)
+            if sequence in self.scheduler.chosen
+        ]
+        # Steps that also compute prompts say nothing about rounds.
+        only_rounds = len(outcomes) == len(scheduled)
+        took = {name: seconds - before[name] for name, seconds in self.stats.phase_seconds.items()}
+        policy.observe(
+            outcomes,
+            RoundSeconds(took["draft"], took["score"] + took["verify"], took["host"])
+            if only_rounds
+            else None,
+        )
+
+    def speculation(self) -> dict[str, object]:
+        """How the draft length is chosen, and why: for ``GET /speculation``."""
+        if self.scheduler.policy is not None:
+            return self.scheduler.policy.state()
+        return {"policy": "fixed", "num_draft_tokens": self.admission.num_speculative_tokens or 0}
+
     @property
-    def _num_speculative_tokens(self) -> int:
-        return 0 if self.admission.method == "none" else self.admission.num_speculative_tokens
+    def _draft_length_in_force(self) -> float:
+        """Tokens that a drafting sequence guesses per round: the last step's mean, or the fixed number."""
+        if self.admission.method == "none":
+            return 0
+        if self.admission.num_speculative_tokens is not None:
+            return self.admission.num_speculative_tokens
+        lengths = self.scheduler.chosen.values()
+        return sum(lengths) / len(lengths) if lengths else 0
 
     def snapshot(self) -> Stats:
         stats, scheduler = self.stats, self.scheduler
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            num_speculative_tokens=self._num_speculative_tokens,
+            num_speculative_tokens=self._draft_length_in_force,
             cache_usage=scheduler.cache_usage(),
             num_preemptions=scheduler.num_preemptions,
             num_prefix_queries=scheduler.num_prefix_queries,

@@ -8,7 +8,7 @@ Words used here and everywhere: a *request* is what the client asked; each of it
 *sequence*, addressed by (request_id, index). *Drafted* tokens are guesses; *accepted* ones were kept.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -165,7 +165,7 @@ class Stats(msgspec.Struct, frozen=True):
 
     num_running: int
     num_waiting: int
-    num_speculative_tokens: int
+    num_speculative_tokens: float
     cache_usage: dict[str, float]
     num_preemptions: int
     num_prefix_queries: int  # prompt tokens looked up in the prefix cache
@@ -183,8 +183,14 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     stats: Stats
 
 
+class SpeculationState(msgspec.Struct, frozen=True, tag=True):
+    """How the draft length is chosen, and why; for people. Sent now and then."""
+
+    state: dict[str, Any]
+
+
 ToWorker = Generate | Abort | Shutdown
-FromWorker = Ready | StepOutput | Failed
+FromWorker = Ready | StepOutput | SpeculationState | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

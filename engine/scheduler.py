@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.block_manager import BlockPool, BlockTable
+from engine.draft_length.policy import Candidate, LengthPolicy
 from engine.sequence import Sequence
 
 
@@ -31,6 +32,7 @@ class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.
 
     ``draft_pool`` is None without a draft model; ``max_draft_len`` is the draft model's context.
+    ``policy`` decides how much sequences draft that leave it open; None if none does.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_draft_len: int,
         prefix_caching: bool = True,
+        policy: LengthPolicy | None = None,
     ) -> None:
         self.target_pool = target_pool
         self.draft_pool = draft_pool
@@ -48,6 +51,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_draft_len = max_draft_len
         self.prefix_caching = prefix_caching
+        self.policy = policy
+        self.chosen: dict[Sequence, int] = {}  # draft lengths of this step's decoding sequences
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -71,6 +76,8 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         self._release(sequence)
+        if self.policy is not None:
+            self.policy.forget(sequence)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget what either cache holds beyond the first ``num_tokens`` tokens."""
@@ -91,6 +98,7 @@ class Scheduler:
         return usage
 
     def schedule(self) -> list[Scheduled]:
+        self.chosen = self._choose_draft_lengths()
         budget = self.max_num_batched_tokens
         scheduled: list[Scheduled] = []
         for sequence in list(self.running):
@@ -154,17 +162,45 @@ class Scheduler:
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         return self.prefix_caching and sequence.cache_prompt
 
+    def _choose_draft_lengths(self) -> dict[Sequence, int]:
+        """Before anything is drawn: how many tokens each decoding sequence drafts in this step."""
+        decoding = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
+        limits = [self._draft_limit(sequence) for sequence in decoding]
+        if self.policy is None:
+            return dict(zip(decoding, limits, strict=True))
+        candidates = [
+            Candidate(
+                key=sequence,
+                method=sequence.method,
+                temperature=0.0 if sequence.greedy else sequence.params.temperature,
+                limit=0 if sequence.fixed_draft_length else limit,
+                lag=max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens),
+            )
+            for sequence, limit in zip(decoding, limits, strict=True)
+        ]
+        num_prompt_tokens = sum(sequence.num_uncomputed_tokens for sequence in self.running) - len(decoding)
+        lengths = self.policy.choose(candidates, min(num_prompt_tokens, self.max_num_batched_tokens))
+        return {
+            sequence: limit if sequence.fixed_draft_length else length
+            for sequence, limit, length in zip(decoding, limits, lengths, strict=True)
+        }
+
+    def _draft_limit(self, sequence: Sequence) -> int:
+        """The most this sequence may draft now."""
+        limit = min(
+            sequence.num_speculative_tokens,
+            sequence.max_num_tokens - len(sequence) - 1,  # a round emits one more than it drafts
+        )
+        if sequence.method == "draft_model":
+            limit = min(limit, self.max_draft_len - len(sequence))
+        return max(0, limit)
+
     def _plan(self, sequence: Sequence, budget: int) -> Scheduled:
         num_uncomputed = sequence.num_uncomputed_tokens
         if num_uncomputed > 1:
             return Scheduled(sequence, min(num_uncomputed, budget), 0, completes=num_uncomputed <= budget)
-        num_draft_tokens = min(
-            sequence.num_speculative_tokens,
-            sequence.max_num_tokens - len(sequence) - 1,  # a round emits one more than it drafts
-            self.max_draft_len - len(sequence) if sequence.method == "draft_model" else budget,
-            budget - 1,
-        )
-        return Scheduled(sequence, 1, max(0, num_draft_tokens), completes=True)
+        num_draft_tokens = min(self.chosen.get(sequence, 0), budget - 1)
+        return Scheduled(sequence, 1, num_draft_tokens, completes=True)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:
         """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""

@@ -21,6 +21,7 @@ class Sequence:
     verification: Verification
     method: Method
     num_speculative_tokens: int  # 0 with method none
+    fixed_draft_length: bool  # always so many; else so many at most, as the policy says
     stop_token_ids: frozenset[int]
     token_ids: list[int]
     num_prompt_tokens: int

@@ -11,6 +11,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 
 import zmq
 from transformers.utils import logging as transformers_logging
@@ -26,6 +27,7 @@ from engine.messages import (
     Generate,
     Ready,
     Shutdown,
+    SpeculationState,
     StepOutput,
     TokenOutput,
     decode_to_worker,
@@ -34,6 +36,8 @@ from engine.messages import (
 from engine.models.decoder_only import ModelLoadError
 
 IDLE_POLL_MILLISECONDS = 1000
+# How often the state of speculation is told while there is work.
+STATE_SECONDS = 0.5
 # How long a last message may take to leave when the process ends.
 LINGER_MILLISECONDS = 1000
 
@@ -43,6 +47,7 @@ class Worker:
         self.core = core
         self.socket = socket
         self.running = True
+        self.next_state = 0.0
 
     def run(self) -> None:
         parent = os.getppid()
@@ -58,6 +63,9 @@ class Worker:
         for result in results:
             if isinstance(result, Failed):
                 self._send(result)
+        if not self.core.has_work or time.monotonic() > self.next_state:
+            self.next_state = time.monotonic() + STATE_SECONDS
+            self._send(SpeculationState(self.core.speculation()))
 
     def _drain_inbox(self) -> None:
         """Handle what has arrived; with nothing to do, wait for something, but not for ever."""

@@ -11,10 +11,19 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.config import EngineConfig
-from engine.messages import Abort, Failed, FromWorker, Generate, Ready, Stats, StepOutput
+from engine.messages import (
+    Abort,
+    Failed,
+    FromWorker,
+    Generate,
+    Ready,
+    SpeculationState,
+    Stats,
+    StepOutput,
+)
 from server.engine_stream import EngineStream
 from server.errors import (
     ApiError,
@@ -67,6 +76,11 @@ class EngineClient(Protocol):
         """Requests the engine has not finished."""
         ...
 
+    @property
+    def speculation(self) -> dict[str, Any]:
+        """What the worker last said of its draft lengths; empty before the first step."""
+        ...
+
     async def start(self) -> None: ...
 
     async def wait_until_ready(self) -> Ready:
@@ -105,6 +119,7 @@ class WorkerClient:
         self._first_load_over = asyncio.Event()
         self._worker: WorkerProcess | None = None
         self._load_error = ""
+        self._speculation: dict[str, Any] = {}
         self._supervision: asyncio.Task[None] | None = None
         self._streams: dict[str, EngineStream] = {}
         self._waiting: set[str] = set()  # requests without a first token
@@ -116,6 +131,10 @@ class WorkerClient:
     @property
     def num_requests(self) -> int:
         return len(self._streams)
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        return self._speculation
 
     async def start(self) -> None:
         self._supervision = asyncio.create_task(self._supervise())
@@ -208,7 +227,10 @@ class WorkerClient:
             case Failed():
                 if stream := self._streams.get(message.request_id):
                     stream.fail(_error_from(message))
+            case SpeculationState():
+                self._speculation = message.state
             case Ready():
+                self._speculation = {}
                 self._state = EngineState("ready", "The server is ready.", message)
                 self._observer.worker_ready(message)
                 self._first_load_over.set()

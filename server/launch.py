@@ -129,6 +129,8 @@ def _drafting(settings: Settings, worker: Ready) -> str:
     length = settings.num_speculative_tokens
     if worker.method == "none" or length == 0:
         return "nothing, unless a request asks for it" if worker.methods else "nothing"
+    if length == "auto":
+        return f"as many tokens a round as pays, by {DRAFTERS[worker.method]}"
     return f"{length} {'token' if length == 1 else 'tokens'} a round, by {DRAFTERS[worker.method]}"
 
 

@@ -23,7 +23,7 @@ def speculation_report(generation: Generation, config: EngineConfig, worker: Rea
         accepted_tokens=counts.accepted,
         acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
         acceptance_length=1 + counts.accepted / counts.rounds if counts.rounds else 1.0,
-        method=params.method if params.num_speculative_tokens and params.method else "none",
+        method="none" if params.num_speculative_tokens == 0 else str(params.method),
         verification=_rule(params),
         seeds=[choice.seed for choice in generation.choices],
     )
@@ -37,7 +37,8 @@ def speculation_report(generation: Generation, config: EngineConfig, worker: Rea
 def _in_force(params: SamplingParams, config: EngineConfig, worker: Ready) -> SamplingParams:
     """With the engine's own settings where the request left them open."""
     asked = params.num_speculative_tokens
-    length = config.num_speculative_tokens if asked is None else asked
+    configured = None if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
+    length = configured if asked is None else asked
     method = params.method or worker.method
     return msgspec.structs.replace(
         params,

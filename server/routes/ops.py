@@ -1,4 +1,6 @@
-"""What operators and probes ask: ``/health``, ``/ready``, ``/metrics``, ``/version``. Never needs a key."""
+"""What operators and probes ask: ``/health``, ``/ready``, ``/metrics``, ``/version``, ``/speculation``."""
+
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -39,6 +41,19 @@ async def version(services: ServicesDep) -> dict[str, str | None]:
         "draft": settings.draft,
         "device": worker.device if worker else None,
         "dtype": worker.dtype if worker else None,
+    }
+
+
+@router.get("/speculation")
+async def speculation(services: ServicesDep) -> dict[str, Any]:
+    """Who drafts and how verdicts are made; how many tokens are drafted, by which costs, and why."""
+    settings, worker = services.settings, services.engine.state.worker
+    return {
+        "method": worker.method if worker else None,
+        "methods": worker.methods if worker else None,
+        "num_speculative_tokens": settings.num_speculative_tokens,
+        "verification": settings.verification,
+        **services.engine.speculation,
     }
 
 

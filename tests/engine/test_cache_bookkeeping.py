@@ -45,6 +45,7 @@ def make_sequence(name: int, prompt: int, max_tokens: int, k: int, draft: bool =
         verification="rejection",
         method="draft_model" if draft and k else "none",
         num_speculative_tokens=k,
+        fixed_draft_length=True,
         stop_token_ids=frozenset(),
         token_ids=[0] * prompt,
         num_prompt_tokens=prompt,

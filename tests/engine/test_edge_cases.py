@@ -139,7 +139,7 @@ def test_the_context_ends_inside_a_run(models: Models) -> None:
 @pytest.mark.parametrize("draft", ["padded_draft", "lacking_draft"])
 @pytest.mark.parametrize("verification", ["rejection", "block"])
 def test_vocabularies_of_different_width(models: Models, draft: str, verification: str) -> None:
-    """Every prompt token occurs, also those that the draft does not know; nothing beyond the target's comes."""
+    """Every token occurs in the prompt, also those that the draft lacks; none beyond the target's comes."""
     core = make_engine(models.target, getattr(models, draft), verification=verification)
     outputs = run_engine(core, [list(range(16))] * 3, SamplingParams(max_tokens=60, temperature=1.5))
     assert {token for tokens in outputs for token in tokens} == set(range(16))
