@@ -92,14 +92,15 @@ def main() -> None:
         "|---|---|---|",
         f"| parameters | {parameters(args.pair / 'target'):,} | {parameters(args.pair / 'draft'):,} |",
         f"| training tokens | {target['tokens']:,} | {draft['tokens']:,} (distilled from the target) |",
-        f"| training minutes, 2 CPU cores | {target['minutes']} | {draft['minutes']} |",
+        f"| training minutes, two busy CPU cores | {target['minutes']:.0f} | {draft['minutes']:.0f} |",
         "| validation loss, nats per token "
         f"| {target['validation_loss']:.3f} | {draft['validation_loss']:.3f} |",
         f"| mean overlap with the target, 1 - TV | | {draft['overlap']:.3f} |",
         f"| seconds per plain token, draft / target | | {ratio:.3f} |",
         "",
-        "Trained by `tools/train_demo_pair.py` (see `arguments.json` for its arguments); byte-level BPE of",
-        "2,048 tokens with `<|endoftext|>`, `<|im_start|>`, `<|im_end|>`; weights in float16 on disk.",
+        "Trained by `tools/train_demo_pair.py` (`arguments.json` has its arguments; the draft starts as the",
+        "target's first layer); byte-level BPE of 2,048 tokens with `<|endoftext|>`, `<|im_start|>`,",
+        "`<|im_end|>`; weights in float16 on disk. This card: `tools/write_model_card.py`.",
         "",
         f"Acceptance, {NUM_SPECULATIVE_TOKENS} speculative tokens, rejection rule, 50 story openings, "
         "128 tokens each:",
