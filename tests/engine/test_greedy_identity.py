@@ -60,3 +60,48 @@ def test_top_k_1_is_greedy(models: Models, expected: list[list[int]]) -> None:
     core = make_engine(models.target, models.close_draft)
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=1.5, top_k=1)
     assert run_engine(core, prompts(), params) == expected
+
+
+ADJUSTED = {
+    "penalties": SamplingParams(
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        repetition_penalty=1.4,
+    ),
+    "bias and minimum": SamplingParams(
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        logit_bias={3: 2.5, 5: -100.0},
+        min_tokens=9,
+        stop_token_ids=[1, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize("adjustment", ADJUSTED)
+@pytest.mark.parametrize("num_speculative_tokens", range(9))
+def test_penalties_and_bias_equal_plain_decoding(
+    models: Models, adjustment: str, num_speculative_tokens: int
+) -> None:
+    params = ADJUSTED[adjustment]
+    plain = run_engine(make_engine(models.target, None), prompts(), params)
+    core = make_engine(models.target, models.close_draft, num_speculative_tokens=num_speculative_tokens)
+    assert run_engine(core, prompts(), params) == plain
+
+
+def test_repetition_penalty_is_that_of_transformers(models: Models) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
+    core = make_engine(models.target, models.close_draft)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, repetition_penalty=1.3)
+    for prompt, got in zip(prompts(), run_engine(core, prompts(), params), strict=True):
+        ids = torch.tensor([prompt])
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            repetition_penalty=1.3,
+        )
+        assert got == generated[0, len(prompt) :].tolist()

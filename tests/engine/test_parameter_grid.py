@@ -4,7 +4,7 @@ import pytest
 
 from engine.messages import SamplingParams
 from engine.sampling.sampler import Rule
-from tests.engine.simulation import STOP_ID, p_value
+from tests.engine.simulation import STOP_ID, p_value, simulate
 
 SIGNIFICANCE = 1e-5  # some 400 tests with fixed seeds: none should come near it
 
@@ -52,3 +52,14 @@ def test_joint_distribution_whatever_the_batch(rule: Rule, in_flight: int) -> No
         max_tokens=3, temperature=0.9, top_p=0.95, frequency_penalty=0.5, logit_bias={STOP_ID: 0.7}
     )
     assert p_value(params, rule, num_samples=2000, in_flight=in_flight) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
+@pytest.mark.parametrize("adjustment", ADJUSTMENTS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_seed_says_the_same_in_every_batch(cut: str, adjustment: str, rule: Rule) -> None:
+    """Token for token: what holds for all seeds at once, above, holds for 1, 2 and 8 in flight."""
+    params = SamplingParams(max_tokens=3, **CUTS[cut], **ADJUSTMENTS[adjustment])  # type: ignore[arg-type]
+    together = simulate(params, rule, num_samples=16)
+    for in_flight in (1, 2, 8):
+        assert simulate(params, rule, num_samples=16, in_flight=in_flight) == together

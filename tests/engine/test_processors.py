@@ -7,22 +7,7 @@ import torch
 from engine.messages import SamplingParams
 from engine.sampling import processors
 from engine.sampling.processors import SamplingTensors, to_probs
-
-
-def naive_probs(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """One row, float64, by the definitions."""
-    weights = np.exp((logits - logits.max()) / params.temperature)
-    order = np.argsort(-weights, kind="stable")
-    kept = order[: params.top_k] if params.top_k else order
-    if params.top_p < 1:
-        mass = weights[kept] / weights[kept].sum()
-        kept = kept[: int((mass.cumsum() - mass < params.top_p).sum())]
-    if params.min_p > 0:
-        kept = kept[weights[kept] >= params.min_p * weights.max()]
-    probs = np.zeros_like(weights)
-    probs[kept] = weights[kept]
-    return probs / probs.sum()
-
+from tests.naive import distribution
 
 GRID = [
     SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -41,7 +26,7 @@ def test_every_combination_equals_the_definition(vocab_size: int) -> None:
     probs = to_probs(logits, SamplingTensors.build(GRID, torch.device("cpu")))
     for row, params in enumerate(GRID):
         for position in range(2):
-            want = naive_probs(logits[row, position].double().numpy(), params)
+            want = distribution(logits[row, position].double().numpy(), params)
             np.testing.assert_allclose(probs[row, position].numpy(), want, atol=1e-6, err_msg=str(params))
 
 
@@ -53,7 +38,7 @@ def test_top_p_of_a_flat_distribution_looks_beyond_the_first_candidates(
     logits = torch.linspace(0, 0.1, 100)[None, None]
     probs = to_probs(logits, SamplingTensors.build([params], torch.device("cpu")))
     np.testing.assert_allclose(
-        probs[0, 0].numpy(), naive_probs(logits[0, 0].double().numpy(), params), atol=1e-6
+        probs[0, 0].numpy(), distribution(logits[0, 0].double().numpy(), params), atol=1e-6
     )
 
 
