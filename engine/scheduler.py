@@ -199,7 +199,9 @@ class Scheduler:
         num_uncomputed = sequence.num_uncomputed_tokens
         if num_uncomputed > 1:
             return Scheduled(sequence, min(num_uncomputed, budget), 0, completes=num_uncomputed <= budget)
-        num_draft_tokens = min(self.chosen.get(sequence, 0), budget - 1)
+        # A prompt of one token draws at once; the policy has not been asked about it.
+        unasked = self._draft_limit(sequence) if sequence.fixed_draft_length else 0
+        num_draft_tokens = min(self.chosen.get(sequence, unasked), budget - 1)
         return Scheduled(sequence, 1, num_draft_tokens, completes=True)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:

@@ -117,7 +117,9 @@ def load_settings(flags: Sequence[str], environ: Mapping[str, str] | None = None
     try:
         return Settings(_cli_parse_args=list(flags), _cli_exit_on_error=False, **yaml_values)
     except ValidationError as error:
-        raise ConfigError("\n".join(map(_describe, error.errors()))) from None
+        # One line for each setting: a setting of several types is refused once for each of them.
+        first = {detail["loc"][:1]: detail for detail in reversed(error.errors())}
+        raise ConfigError("\n".join(map(_describe, reversed(first.values())))) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
 
@@ -180,7 +182,7 @@ def _default_model_name(target: str) -> str:
 
 
 def _describe(error: ErrorDetails) -> str:
-    name = ".".join(map(str, error["loc"]))
+    name = str(error["loc"][0]) if error["loc"] else "settings"
     given = error.get("input")
     shown = f", not {given!r}" if isinstance(given, str | int | float) and name != "api_keys" else ""
     return f"{name}: {error['msg']}{shown}."

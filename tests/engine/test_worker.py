@@ -18,6 +18,7 @@ from engine.messages import (
     Ready,
     SamplingParams,
     Shutdown,
+    SpeculationState,
     StepOutput,
     TokenOutput,
     ToWorker,
@@ -45,8 +46,12 @@ class Connection:
         self.socket.send(encode(message))
 
     def receive(self) -> FromWorker:
-        assert self.socket.poll(TIMEOUT), "the worker is silent"
-        return decode_from_worker(self.socket.recv())
+        """The next message, but for those that only tell how speculation goes."""
+        while True:
+            assert self.socket.poll(TIMEOUT), "the worker is silent"
+            message = decode_from_worker(self.socket.recv())
+            if not isinstance(message, SpeculationState):
+                return message
 
     def outputs(self) -> list[TokenOutput]:
         message = self.receive()

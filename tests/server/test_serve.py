@@ -37,7 +37,12 @@ def test_serves_until_it_is_told_to_stop(model_folder: Path, tmp_path: Path) -> 
     arguments = ["--target", str(model_folder), "--port", "0"]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, *arguments], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            [sys.executable, "-c", SERVE, *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # A shell's background job is born deaf to Ctrl-C, and so would be all its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         wait_for(lambda: "Ready on cpu in float32" in log.read_text(), "the start", seconds=30)
