@@ -262,6 +262,7 @@ def _traces(
     """One per drawing sequence; Nones where nobody asked."""
     if not any(row.params.trace for row in sampler.rows):
         return [None] * len(sampler.rows)
+    drafted = _drafted_ids(drafts)
     target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
     num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
     return [
@@ -269,7 +270,7 @@ def _traces(
             position=row.position,
             source=methods[i] if drafts.lengths[i] else "none",
             rule=row.rule.value,
-            draft_ids=_drafted_ids(drafts)[i],
+            draft_ids=drafted[i],
             target_probs=target_probs[i][: drafts.lengths[i]],
             draft_probs=draft_probs[i][: drafts.lengths[i]],
             num_accepted=num_accepted[i],
