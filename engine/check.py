@@ -35,7 +35,7 @@ from engine.check_tokenizers import TokenizerResult, compare_tokenizers, load_to
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import SamplingParams, Verification
-from engine.models.decoder_only import ModelLoadError
+from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
 from engine.proposers.draft_model import DraftModelProposer

@@ -29,6 +29,11 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and activations. auto: bfloat16 on a GPU, float32 on a CPU."
     )
+    self_check: bool = Field(
+        True,
+        description="At load, compare a few tokens over our cache with the model's own attention, "
+        "and refuse a model that deviates.",
+    )
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
     method: Literal["auto", "draft_model", "ngram", "none"] = Field(
         "auto",

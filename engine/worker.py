@@ -33,7 +33,7 @@ from engine.messages import (
     decode_to_worker,
     encode,
 )
-from engine.models.decoder_only import ModelLoadError
+from engine.models.errors import ModelLoadError
 
 IDLE_POLL_MILLISECONDS = 1000
 # How often the state of speculation is told while there is work.

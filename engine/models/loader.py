@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.models.attention import ATTENTION_NAME
-from engine.models.decoder_only import DecoderModel, ModelLoadError
+from engine.models.decoder_only import DecoderModel
+from engine.models.errors import ModelLoadError
 from engine.models.packed_linear import can_pack, pack_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,6 +55,11 @@ def load_causal_model(path: str, dtype: torch.dtype, device: torch.device, atten
             path, config=config, dtype=dtype, attn_implementation=attention
         )
     except (OSError, ValueError, KeyError) as error:
+        if error.args == (attention,):
+            raise ModelLoadError(
+                f"{config.model_type} models cannot be served: their layers have no attention that "
+                "transformers lets us replace (AttentionInterface)"
+            ) from error
         raise ModelLoadError(f"cannot load {path}: {error}") from error
     model.eval().requires_grad_(False).to(device)
     return model
