@@ -78,7 +78,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
 
 def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    model = load_decoder(path, dtype, device)
+    model = load_decoder(
+        path, dtype, device, device_map=config.device_map, trust_remote_code=config.trust_remote_code
+    )
     if config.self_check:
         self_check(model)
     return model

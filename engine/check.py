@@ -152,7 +152,12 @@ def _expected(
 ) -> tuple[list[int], SamplingParams, Law]:
     device = resolve_device(settings.device)
     assert settings.target is not None
-    target = FreshModel(settings.target, resolve_dtype(settings.dtype, device), device)
+    target = FreshModel(
+        settings.target,
+        resolve_dtype(settings.dtype, device),
+        device,
+        trust_remote_code=settings.trust_remote_code,
+    )
     # The shorter the prompt, the more samples there are time for; what follows is as good a test.
     prompt = _encode(tokenizer, text, 0, target.vocab_size)[:NUM_TESTED_PROMPT_TOKENS]
     return prompt, *expected_law(target, prompt, settings.samples)

@@ -59,6 +59,10 @@ class PagedAttention:
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
+        # What attention needs of the batch, on each device where layers run.
+        self._on: dict[torch.device, tuple[torch.Tensor, list[AttentionGroup]]] = {
+            batch.slots.device: (batch.slots, batch.groups)
+        }
 
     def attend(
         self,
@@ -71,8 +75,8 @@ class PagedAttention:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.cache.write(layer, self.batch.slots, key, value)
-        groups = self.batch.groups
+        slots, groups = self._on.get(query.device) or self._copied_to(query.device)
+        self.cache.write(layer, slots, key, value)
         if len(groups) == 1:
             return self._attend_group(groups[0], layer, query, scaling, sliding_window, softcap, sinks)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
@@ -83,6 +87,11 @@ class PagedAttention:
                 rows = rows[group.output_index]
             output[rows] = self._attend_group(group, layer, query, scaling, sliding_window, softcap, sinks)
         return output
+
+    def _copied_to(self, device: torch.device) -> tuple[torch.Tensor, list[AttentionGroup]]:
+        groups = [group.to(device) for group in self.batch.groups]
+        self._on[device] = self.batch.slots.to(device), groups
+        return self._on[device]
 
     def _attend_group(
         self,

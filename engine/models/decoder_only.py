@@ -21,7 +21,9 @@ class DecoderModel:
         self.vocab_size = int(text_config.vocab_size)
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
         self.eos_token_ids = eos_token_ids(model)
+        self.generation_config = model.generation_config
         self.num_parameters = num_parameters
+        self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = probe_layers(model, self._probe)
         self.cache: KVCache | None = None
         self.block_size = 0
@@ -56,7 +58,8 @@ class DecoderModel:
             input_ids=token_ids,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=logits_index,
+            # Logits come from the last layer's device; an index on the CPU is good for any.
+            logits_to_keep=logits_index.cpu() if self.is_spread else logits_index,
             attention_context=context,
         )
         return output.logits[0]  # type: ignore[no-any-return]

@@ -82,7 +82,7 @@ def _over_cache(model: DecoderModel, texts: list[list[int]]) -> list[torch.Tenso
         spans = [
             Span(table, chunk, num_logits=len(chunk)) for table, chunk in zip(tables, chunks, strict=True)
         ]
-        parts = model.forward(spans).split([len(chunk) for chunk in chunks])
+        parts = torch.split(model.forward(spans), [len(chunk) for chunk in chunks])
         for row, part in zip(rows, parts, strict=True):
             row.append(part)
     model.cache = None
