@@ -2,18 +2,20 @@
 
 import torch
 
-from engine.admission import AUTO_LIMITS, Admission
+from engine.admission import Admission
 from engine.block_manager import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.draft_length.calibrate import calibrate
 from engine.draft_length.policy import DraftLengthPolicy
+from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
 from engine.messages import Method
 from engine.models.decoder_only import DecoderModel, ModelLoadError
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.ngram import NgramProposer
+from engine.proposers.prediction import PredictionProposer
 from engine.proposers.routed import RoutedProposer
 from engine.scheduler import Scheduler
 
@@ -37,7 +39,10 @@ def build_engine(config: EngineConfig) -> EngineCore:
     max_model_len = _max_model_len(config, target)
     num_blocks = _num_blocks(config, [target] if draft is None else [target, draft], max_model_len)
     target.allocate_cache(num_blocks, config.block_size)
-    proposers: list[Proposer] = [NgramProposer(config.ngram_min_match)]
+    proposers: list[Proposer] = [
+        PredictionProposer(),
+        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
+    ]
     max_draft_len = 0
     if draft is not None:
         draft.allocate_cache(num_blocks, config.block_size)
@@ -58,6 +63,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_draft_len=max_draft_len,
         prefix_caching=config.prefix_caching,
         policy=policy,
+        chooser=SourceChooser(FollowedCosts() if policy is None else CalibratedCosts(policy.costs)),
+        offers=proposer.offers,
     )
     return EngineCore(
         target=target,
@@ -83,8 +90,8 @@ def _num_threads(target: DecoderModel) -> int:
 
 
 def _method(config: EngineConfig, draft: DecoderModel | None) -> Method:
-    if config.method == "auto":
-        return "none" if draft is None else "draft_model"
+    if config.method == "auto" and draft is None and config.num_speculative_tokens != "auto":
+        return "none"  # n-grams alone can cost more than they give; a fixed length could not be helped
     if config.method == "draft_model" and draft is None:
         raise ModelLoadError("method is draft_model, but no draft model is given")
     return config.method

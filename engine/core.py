@@ -8,8 +8,16 @@ import torch
 
 from engine.admission import Admission, RequestError
 from engine.batch import Span
-from engine.draft_length.policy import LengthPolicy, Outcome, RoundSeconds
-from engine.messages import Failed, Generate, Method, RoundTrace, Stats, TokenLogprob, TokenOutput
+from engine.draft_length.policy import Outcome, RoundSeconds
+from engine.messages import (
+    Failed,
+    Generate,
+    PredictionUse,
+    RoundTrace,
+    Stats,
+    TokenLogprob,
+    TokenOutput,
+)
 from engine.models.decoder_only import DecoderModel
 from engine.proposers.routed import RoutedProposer
 from engine.sampling.adjust import History
@@ -72,9 +80,9 @@ class EngineCore:
             for part in scheduled:
                 if not part.completes:
                     self.scheduler.publish(part.sequence)
-            outputs = self._commit(drawing, sampler, drafts, logits, judgement)
-        if self.scheduler.policy is not None:
-            self._observe(self.scheduler.policy, scheduled, drafts, judgement, before)
+            parts = [part for part in scheduled if part.completes]
+            outputs = self._commit(parts, sampler, drafts, logits, judgement)
+        self._observe(scheduled, drafts, judgement, before)
         return outputs
 
     def _sampler(self, drawing: list[Sequence]) -> Sampler:
@@ -114,20 +122,21 @@ class EngineCore:
 
     def _commit(
         self,
-        drawing: list[Sequence],
+        parts: list[Scheduled],
         sampler: Sampler,
         drafts: Drafts,
         logits: torch.Tensor,
         judgement: Judgement,
     ) -> list[TokenOutput | Failed]:
         """Append what was emitted and bring both caches back to all tokens but the pending one."""
-        methods = [sequence.method for sequence in drawing]
-        traces = _traces(methods, sampler, drafts, logits, judgement)
+        sources = [part.source for part in parts]
+        traces = _traces(sources, sampler, drafts, logits, judgement)
         drafted = _drafted_ids(drafts)
         num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
         outputs: list[TokenOutput | Failed] = []
         first_row = 0
-        for i, (sequence, failed) in enumerate(zip(drawing, judgement.failed.tolist(), strict=True)):
+        for i, (part, failed) in enumerate(zip(parts, judgement.failed.tolist(), strict=True)):
+            sequence = part.sequence
             rows = logits[first_row : first_row + len(drafted[i]) + 1]
             first_row += len(rows)
             if sequence not in self.scheduler.running:
@@ -140,7 +149,7 @@ class EngineCore:
             emitted = sequence.append([*drafted[i][: num_accepted[i]], next_token[i]])
             # A stop inside the accepted run ends the sequence there: what follows was never said.
             num_kept = min(num_accepted[i], len(emitted))
-            self.stats.count_draft(sequence.method, len(drafted[i]), num_kept)
+            self.stats.count_draft(part.source, len(drafted[i]), num_kept)
             self.scheduler.truncate(sequence, len(sequence) - 1)
             self.scheduler.publish(sequence)
             if sequence.finish_reason:
@@ -158,41 +167,57 @@ class EngineCore:
                     logprobs=_logprobs(sequence, rows, emitted),
                     prompt_logprobs=sequence.prompt_logprobs if is_first else None,
                     trace=traces[i] if sequence.params.trace else None,
+                    prediction=_follow_prediction(part, emitted, len(drafted[i])),
                 )
             )
         return outputs
 
     def _observe(
         self,
-        policy: LengthPolicy,
         scheduled: list[Scheduled],
         drafts: Drafts,
         judgement: Judgement,
         before: dict[str, float],
     ) -> None:
-        """Tell the policy what became of the rows it was asked about, and what the step cost."""
-        drawing = [part.sequence for part in scheduled if part.completes]
+        """Tell policy and chooser what became of the rows they were asked about, and what the step cost."""
+        policy, chooser = self.scheduler.policy, self.scheduler.chooser
+        if policy is None and chooser is None:
+            return
+        parts = [part for part in scheduled if part.completes]
         num_accepted = judgement.verdict.num_accepted.tolist()
+        # A draft cache that only caught up has drafted nothing, which is nobody's failure.
         outcomes = [
-            Outcome(sequence, drafts.lengths[i], num_accepted[i], ended=sequence.finish_reason is not None)
-            for i, sequence in enumerate(drawing)
-            if sequence in self.scheduler.chosen
+            Outcome(
+                part.sequence,
+                drafts.lengths[i],
+                num_accepted[i],
+                ended=part.sequence.finish_reason is not None,
+            )
+            for i, part in enumerate(parts)
+            if part.sequence in self.scheduler.chosen
+            and (part.num_draft_tokens or not part.num_catch_up_tokens)
         ]
         # Steps that also compute prompts say nothing about rounds.
-        only_rounds = len(outcomes) == len(scheduled)
-        took = {name: seconds - before[name] for name, seconds in self.stats.phase_seconds.items()}
-        policy.observe(
-            outcomes,
-            RoundSeconds(took["draft"], took["score"] + took["verify"], took["host"])
-            if only_rounds
-            else None,
-        )
+        seconds = None
+        if len(outcomes) == len(scheduled):
+            took = {name: value - before[name] for name, value in self.stats.phase_seconds.items()}
+            seconds = RoundSeconds(took["draft"], took["score"] + took["verify"], took["host"])
+        if chooser is not None:
+            chooser.observe(outcomes, seconds)
+        if policy is not None:
+            policy.observe(outcomes, seconds)
 
     def speculation(self) -> dict[str, object]:
-        """How the draft length is chosen, and why: for ``GET /speculation``."""
+        """How drafts are chosen, and why: for ``GET /speculation``."""
+        state: dict[str, object] = {
+            "policy": "fixed",
+            "num_draft_tokens": self.admission.num_speculative_tokens or 0,
+        }
         if self.scheduler.policy is not None:
-            return self.scheduler.policy.state()
-        return {"policy": "fixed", "num_draft_tokens": self.admission.num_speculative_tokens or 0}
+            state = self.scheduler.policy.state()
+        if self.scheduler.chooser is not None:
+            state = {**state, "sources": self.scheduler.chooser.state()}
+        return state
 
     @property
     def _draft_length_in_force(self) -> float:
@@ -201,7 +226,7 @@ class EngineCore:
             return 0
         if self.admission.num_speculative_tokens is not None:
             return self.admission.num_speculative_tokens
-        lengths = self.scheduler.chosen.values()
+        lengths = [choice.num_tokens for choice in self.scheduler.chosen.values()]
         return sum(lengths) / len(lengths) if lengths else 0
 
     def snapshot(self) -> Stats:
@@ -256,8 +281,16 @@ def _logprobs(sequence: Sequence, rows: torch.Tensor, emitted: list[int]) -> lis
     return None if num_top is None else token_logprobs(rows[: len(emitted)], emitted, num_top)
 
 
+def _follow_prediction(part: Scheduled, emitted: list[int], num_drafted: int) -> PredictionUse | None:
+    cursor = part.sequence.prediction
+    if cursor is None:
+        return None
+    first = cursor.place
+    return PredictionUse(cursor.follow(emitted), first, num_drafted if part.source == "prediction" else 0)
+
+
 def _traces(
-    methods: list[Method], sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
+    sources: list[str], sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
 ) -> list[RoundTrace | None]:
     """One per drawing sequence; Nones where nobody asked."""
     if not any(row.params.trace for row in sampler.rows):
@@ -268,7 +301,7 @@ def _traces(
     return [
         RoundTrace(
             position=row.position,
-            source=methods[i] if drafts.lengths[i] else "none",
+            source=sources[i] if drafts.lengths[i] else "none",
             rule=row.rule.value,
             draft_ids=drafted[i],
             target_probs=target_probs[i][: drafts.lengths[i]],

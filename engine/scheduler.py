@@ -7,11 +7,13 @@ anew later; its random numbers depend on positions only, so nothing it says chan
 """
 
 from bisect import insort
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import count
 
 from engine.block_manager import BlockPool, BlockTable
-from engine.draft_length.policy import Candidate, LengthPolicy
+from engine.draft_length.policy import DRAFT_MODEL, Candidate, LengthPolicy
+from engine.draft_length.sources import AUTO_LIMITS, Offer, SourceChooser, strength
 from engine.sequence import Sequence
 
 
@@ -19,20 +21,38 @@ from engine.sequence import Sequence
 class Scheduled:
     """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
-    ``completes``: the last known token is among them, so the step draws what follows it.
+    ``completes``: the last known token is among them, so the step draws what follows it. ``source`` drafts.
+    ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
+    instead of it; they do not count those of a prompt's chunk.
     """
 
     sequence: Sequence
     num_tokens: int
     num_draft_tokens: int
     completes: bool
+    source: str = "none"
+    num_catch_up_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a decoding sequence is to draft in this step."""
+
+    source: str
+    num_tokens: int
+
+
+def offer_all(sequence: Sequence, limit: int) -> list[Offer]:
+    """Every source could draft as much as it may."""
+    return [Offer(source, limit) for source in sequence.sources]
 
 
 class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.
 
     ``draft_pool`` is None without a draft model; ``max_draft_len`` is the draft model's context.
-    ``policy`` decides how much sequences draft that leave it open; None if none does.
+    ``offers`` says what the sources of a sequence could draft now, ``chooser`` which of them does, and
+    ``policy`` how much, where that is left open; None where nothing is.
     """
 
     def __init__(
@@ -44,6 +64,8 @@ class Scheduler:
         max_draft_len: int,
         prefix_caching: bool = True,
         policy: LengthPolicy | None = None,
+        chooser: SourceChooser | None = None,
+        offers: Callable[[Sequence, int], list[Offer]] = offer_all,
     ) -> None:
         self.target_pool = target_pool
         self.draft_pool = draft_pool
@@ -52,7 +74,10 @@ class Scheduler:
         self.max_draft_len = max_draft_len
         self.prefix_caching = prefix_caching
         self.policy = policy
-        self.chosen: dict[Sequence, int] = {}  # draft lengths of this step's decoding sequences
+        self.chooser = chooser
+        self.offers = offers
+        self.chosen: dict[Sequence, Choice] = {}  # of this step's decoding sequences
+        self._catch_up_budget = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -78,6 +103,8 @@ class Scheduler:
         self._release(sequence)
         if self.policy is not None:
             self.policy.forget(sequence)
+        if self.chooser is not None:
+            self.chooser.forget(sequence)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget what either cache holds beyond the first ``num_tokens`` tokens."""
@@ -98,7 +125,8 @@ class Scheduler:
         return usage
 
     def schedule(self) -> list[Scheduled]:
-        self.chosen = self._choose_draft_lengths()
+        self.chosen = self._choose_drafts()
+        self._catch_up_budget = self.max_num_batched_tokens
         budget = self.max_num_batched_tokens
         scheduled: list[Scheduled] = []
         for sequence in list(self.running):
@@ -162,47 +190,82 @@ class Scheduler:
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         return self.prefix_caching and sequence.cache_prompt
 
-    def _choose_draft_lengths(self) -> dict[Sequence, int]:
-        """Before anything is drawn: how many tokens each decoding sequence drafts in this step."""
+    def _choose_drafts(self) -> dict[Sequence, Choice]:
+        """Before anything is drawn: who drafts for each decoding sequence in this step, and how much."""
         decoding = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
-        limits = [self._draft_limit(sequence) for sequence in decoding]
-        if self.policy is None:
-            return dict(zip(decoding, limits, strict=True))
-        candidates = [
-            Candidate(
-                key=sequence,
-                method=sequence.method,
-                temperature=0.0 if sequence.greedy else sequence.params.temperature,
-                limit=0 if sequence.fixed_draft_length else limit,
-                lag=max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens),
+        rows = self._choose_sources(decoding)
+        lengths = [row.limit for row in rows]
+        if self.policy is not None:
+            num_prompt_tokens = sum(sequence.num_uncomputed_tokens for sequence in self.running)
+            chosen = self.policy.choose(
+                [
+                    replace(row, limit=0) if sequence.fixed_draft_length else row
+                    for sequence, row in zip(decoding, rows, strict=True)
+                ],
+                min(num_prompt_tokens - len(decoding), self.max_num_batched_tokens),
             )
-            for sequence, limit in zip(decoding, limits, strict=True)
-        ]
-        num_prompt_tokens = sum(sequence.num_uncomputed_tokens for sequence in self.running) - len(decoding)
-        lengths = self.policy.choose(candidates, min(num_prompt_tokens, self.max_num_batched_tokens))
+            lengths = [
+                fixed if sequence.fixed_draft_length else length
+                for sequence, fixed, length in zip(decoding, lengths, chosen, strict=True)
+            ]
         return {
-            sequence: limit if sequence.fixed_draft_length else length
-            for sequence, limit, length in zip(decoding, limits, lengths, strict=True)
+            sequence: Choice(row.method, length)
+            for sequence, row, length in zip(decoding, rows, lengths, strict=True)
         }
 
-    def _draft_limit(self, sequence: Sequence) -> int:
-        """The most this sequence may draft now."""
-        limit = min(
-            sequence.num_speculative_tokens,
-            sequence.max_num_tokens - len(sequence) - 1,  # a round emits one more than it drafts
-        )
-        if sequence.method == "draft_model":
-            limit = min(limit, self.max_draft_len - len(sequence))
-        return max(0, limit)
+    def _choose_sources(self, decoding: list[Sequence]) -> list[Candidate]:
+        """Who drafts if anybody does, and the most that may be drafted."""
+        options = [self._candidates(sequence) for sequence in decoding]
+        chosen = [candidates[0] if candidates else None for candidates in options]
+        combining = [i for i, sequence in enumerate(decoding) if sequence.combines]
+        if self.chooser is not None and combining:
+            choices = self.chooser.choose(
+                [options[i] for i in combining],
+                fixed=[decoding[i].fixed_draft_length for i in combining],
+                num_rows=len(decoding),
+            )
+            for i, choice in zip(combining, choices, strict=True):
+                chosen[i] = choice
+        return [
+            choice or _candidate(sequence, Offer("none", 0))
+            for sequence, choice in zip(decoding, chosen, strict=True)
+        ]
+
+    def _candidates(self, sequence: Sequence) -> list[Candidate]:
+        """The sources that could draft something now."""
+        # A round emits one more than it drafts.
+        room = min(sequence.num_speculative_tokens, sequence.max_num_tokens - len(sequence) - 1)
+        if room <= 0:
+            return []
+        candidates = []
+        for offer in self.offers(sequence, room):
+            limit = offer.num_tokens
+            if not sequence.fixed_draft_length:
+                limit = min(limit, AUTO_LIMITS[offer.source])
+            if offer.source == DRAFT_MODEL:
+                limit = min(limit, self.max_draft_len - len(sequence))
+            if limit > 0:
+                candidates.append(_candidate(sequence, offer._replace(num_tokens=limit)))
+        return candidates
 
     def _plan(self, sequence: Sequence, budget: int) -> Scheduled:
         num_uncomputed = sequence.num_uncomputed_tokens
         if num_uncomputed > 1:
             return Scheduled(sequence, min(num_uncomputed, budget), 0, completes=num_uncomputed <= budget)
-        # A prompt of one token draws at once; the policy has not been asked about it.
-        unasked = self._draft_limit(sequence) if sequence.fixed_draft_length else 0
-        num_draft_tokens = min(self.chosen.get(sequence, unasked), budget - 1)
-        return Scheduled(sequence, 1, num_draft_tokens, completes=True)
+        choice = self.chosen.get(sequence)
+        if choice is None:
+            # A prompt of one token draws at once; nobody has been asked about it.
+            candidates = self._candidates(sequence) if sequence.fixed_draft_length else []
+            choice = Choice(candidates[0].method, candidates[0].limit) if candidates else Choice("none", 0)
+        num_tokens = min(choice.num_tokens, budget - 1)
+        if num_tokens == 0:
+            return Scheduled(sequence, 1, 0, completes=True)
+        lag = _lag(sequence) if choice.source == DRAFT_MODEL else 0
+        num_caught_up = min(lag, self._catch_up_budget)
+        self._catch_up_budget -= num_caught_up
+        if num_caught_up < lag:
+            num_tokens = 0  # all of it would stall the others; the rest comes in the next steps
+        return Scheduled(sequence, 1, num_tokens, True, choice.source, num_caught_up)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:
         """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""
@@ -229,10 +292,26 @@ class Scheduler:
     def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
         """The pools that hold this sequence, each with its table there; the target's first."""
         shares = [(self.target_pool, sequence.target_blocks)]
-        if sequence.method == "draft_model":
+        if sequence.uses_draft_model:
             assert self.draft_pool is not None
             shares.append((self.draft_pool, sequence.draft_blocks))
         return shares
+
+
+def _candidate(sequence: Sequence, offer: Offer) -> Candidate:
+    return Candidate(
+        key=sequence,
+        method=offer.source,
+        temperature=0.0 if sequence.greedy else sequence.params.temperature,
+        limit=offer.num_tokens,
+        lag=_lag(sequence) if offer.source == DRAFT_MODEL else 0,
+        match=strength(offer.match_length),
+    )
+
+
+def _lag(sequence: Sequence) -> int:
+    """Tokens that the draft model's cache misses before it can draft, the pending one apart."""
+    return max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

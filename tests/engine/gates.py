@@ -38,7 +38,7 @@ def greedy_identity(models: Models, params: SamplingParams) -> None:
 
 
 def self_draft_is_always_accepted(models: Models) -> None:
-    core = make_engine(models.target, models.target, num_speculative_tokens=5)
+    core = make_engine(models.target, models.target, method="draft_model", num_speculative_tokens=5)
     run_engine(core, PROMPTS, SamplingParams(max_tokens=40, temperature=0))
     assert core.stats.num_accepted_tokens == core.stats.num_draft_tokens > 0
 

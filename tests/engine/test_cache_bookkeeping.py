@@ -43,7 +43,7 @@ def make_sequence(name: int, prompt: int, max_tokens: int, k: int, draft: bool =
         params=SamplingParams(max_tokens=max_tokens),
         seed=0,
         verification="rejection",
-        method="draft_model" if draft and k else "none",
+        sources=("draft_model",) if draft and k else (),
         num_speculative_tokens=k,
         fixed_draft_length=True,
         stop_token_ids=frozenset(),

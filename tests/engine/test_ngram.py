@@ -66,7 +66,7 @@ def test_greedy_text_is_the_same_and_copies_are_accepted(models: Models) -> None
 
 def test_methods_side_by_side_in_one_batch(models: Models) -> None:
     """Deterministic and drawn drafts, and none, under the rules that use draft distributions."""
-    methods = ["ngram", "draft_model", "none", None, "ngram", "draft_model"]
+    methods = ["ngram", "draft_model", "none", "none", "ngram", "draft_model"]
     for verification in ("rejection", "block", "coupled"):
         base = SamplingParams(max_tokens=40, seed=4, verification=verification)
         params = [msgspec.structs.replace(base, method=method) for method in methods]
