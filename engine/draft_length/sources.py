@@ -152,9 +152,10 @@ class SourceChooser:
     def _choose_one(self, candidates: list[Candidate], num_rows: int, is_fixed: bool) -> Candidate | None:
         rated = [self._rate(candidate, num_rows, is_fixed) for candidate in candidates]
         acceptances = [self._acceptance(candidate) for candidate in candidates]
-        index = max(range(len(candidates)), key=rated.__getitem__)
+        best = index = max(range(len(candidates)), key=rated.__getitem__)
         for i, acceptance in enumerate(acceptances):
-            if i != index and acceptance.age(self._round) >= TRY_AGAIN:
+            is_chosen = i == best and rated[best] > 0
+            if not is_chosen and acceptance.age(self._round) >= TRY_AGAIN:
                 index = i
                 acceptance.last_drafted = acceptance.group.last_drafted = self._round
                 break

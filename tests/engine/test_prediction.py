@@ -1,4 +1,4 @@
-"""Predicted outputs: the cursor against its definition, drafts from it in the engine, who drafts in a round."""
+"""Predicted outputs: the cursor against its definition, and drafts from it in the engine."""
 
 import msgspec
 import pytest
