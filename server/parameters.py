@@ -32,7 +32,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),

@@ -7,7 +7,8 @@ long prompt takes a while to encode.
 from typing import Any, NamedTuple
 
 from server.errors import InvalidRequestError
-from server.schemas.chat import ChatRequest, Message, TextPart
+from server.schemas.chat import ChatRequest, Message
+from server.schemas.common import GenerationRequest, TextPart
 from server.schemas.completion import CompletionRequest
 from server.tokenizer import ChatTemplateError, Tokenizer
 
@@ -41,6 +42,14 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> TokenPrompt:
     if not token_ids:
         raise InvalidRequestError("The chat template made an empty prompt.", param="messages")
     return _truncate(TokenPrompt(token_ids, text), request.truncate_prompt_tokens, tokenizer)
+
+
+def predicted_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> list[int] | None:
+    """The prediction as the model might write it, and as no prompt begins; None if there is none. Where its
+    tokens are cut otherwise than the output's, drafting finds its place again."""
+    if request.prediction is None:
+        return None
+    return tokenizer.encode(request.prediction.text, add_special_tokens=False)
 
 
 def _truncate(prompt: TokenPrompt, num_tokens: int | None, tokenizer: Tokenizer) -> TokenPrompt:

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from engine.messages import TokenLogprob
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
-from server.prompt import completion_prompts
+from server.prompt import completion_prompts, predicted_tokens
 from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
 from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
 from server.schemas.logprobs import CompletionLogprobs
@@ -27,7 +27,8 @@ async def create_completion(body: CompletionRequest, request: Request, services:
     headers = check_request(body, services)
     model = services.model()
     prompts = await asyncio.to_thread(completion_prompts, body, model.tokenizer, model.worker.vocab_size)
-    context = start_generation("completions", body, prompts, model, services)
+    prediction = await asyncio.to_thread(predicted_tokens, body, model.tokenizer)
+    context = start_generation("completions", body, prompts, model, services, prediction)
     return await respond(request, context, CompletionWriter(context, body), headers)
 
 
