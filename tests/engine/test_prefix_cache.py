@@ -54,7 +54,7 @@ def test_a_hit_changes_neither_text_nor_acceptance(models: Models, verification:
 
 def test_self_draft_stays_perfect_after_hits(models: Models) -> None:
     """A draft cache that did not follow the hit would guess worse."""
-    core = make_engine(models.target, models.target)
+    core = make_engine(models.target, models.target, method="draft_model")
     for i in range(5):
         run_engine(core, [[*SHARED, i]], PARAMS)
     assert core.stats.num_accepted_tokens == core.stats.num_draft_tokens > 0
