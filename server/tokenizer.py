@@ -13,6 +13,9 @@ from tokenizers.decoders import DecodeStream
 
 from server.vocabulary import Vocabulary
 
+# A folder with a tokenizer has at least one of them.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
 
 class ChatTemplateError(Exception):
     """The model has no chat template, or its template refused the messages."""
@@ -89,6 +92,12 @@ def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
     """Load the tokenizer of a folder or hub id. Slow: imports transformers, may read from the network."""
     from transformers import AutoTokenizer
 
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{model} has no tokenizer. Copy tokenizer.json and tokenizer_config.json of the original "
+            "model into it."
+        )
     hf_tokenizer = AutoTokenizer.from_pretrained(model)
     fast = getattr(hf_tokenizer, "backend_tokenizer", None)
     if fast is None:

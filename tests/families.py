@@ -39,6 +39,8 @@ GPT2_SHAPE: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 INTERLEAVED = ["sliding_attention", "full_attention"]
 SLIDING = {"sliding_window": 8}
+# Random embeddings as large as Gemma's would repeat the last token for ever if they were the head too.
+UNTIED = {"tie_word_embeddings": False}
 
 # Family -> (transformers' model type, what its config says beyond the common shape).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,10 +61,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("qwen2", {}),
     "Qwen3": ("qwen3", {"head_dim": 16}),
     "Mistral, sliding window": ("mistral", SLIDING),
-    "Gemma": ("gemma", {"head_dim": 8}),
+    "Gemma": ("gemma", {**UNTIED, "head_dim": 8}),
     "Gemma 2": (
         "gemma2",
         {
+            **UNTIED,
             **SLIDING,
             "head_dim": 8,
             "query_pre_attn_scalar": 8,
@@ -73,7 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 3": (
         "gemma3_text",
-        {**SLIDING, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": INTERLEAVED},
+        {**UNTIED, **SLIDING, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": INTERLEAVED},
     ),
     "Phi-3": ("phi3", SLIDING),
     "Phi": ("phi", {"partial_rotary_factor": 0.5}),

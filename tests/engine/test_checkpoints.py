@@ -11,9 +11,11 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.config import BUNDLED_PAIR, EngineConfig
 from engine.messages import SamplingParams
 from engine.models.errors import ModelLoadError
 from engine.models.loader import load_causal_model, load_decoder
+from engine.worker import describe
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
 
@@ -185,3 +187,33 @@ def test_offload_is_refused(models: Models, tmp_path: Path) -> None:
     placement["model.layers.1"] = "disk"
     with pytest.raises(ModelLoadError, match="would leave a part of it on disk"):
         load_causal_model(models.target, torch.float32, CPU, "eager", device_map=placement)
+
+
+def test_generation_config(copy: Path) -> None:
+    """End-of-sequence ids, and what the worker tells the front end of sampling."""
+    values = {
+        "eos_token_id": [3, 5],
+        "temperature": 0.7,
+        "top_k": 20,
+        "do_sample": False,
+        "max_new_tokens": 9,
+    }
+    (copy / "generation_config.json").write_text(json.dumps(values))
+    config = {"target": str(copy), "draft": None, "device": "cpu"}
+    core = make_engine(str(copy), None)
+    assert core.admission.eos_token_ids == {3, 5}
+    ready = describe(core, EngineConfig(**config))
+    assert ready.default_sampling == {"temperature": 0.7, "top_k": 20, "max_new_tokens": 9}
+    assert describe(core, EngineConfig(**config, generation_config="none")).default_sampling == {}
+
+
+def test_the_bundled_pair_recommends_nothing() -> None:
+    core = make_engine(str(BUNDLED_PAIR / "target"), None)
+    assert describe(core, EngineConfig()).default_sampling == {}
+
+
+def test_generation_config_out_of_range(copy: Path) -> None:
+    (copy / "generation_config.json").write_text('{"top_p": 0.0}')
+    core = make_engine(str(copy), None)
+    with pytest.raises(ModelLoadError, match="has top_p 0.0, which is out of range"):
+        describe(core, EngineConfig(target=str(copy)))

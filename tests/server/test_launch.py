@@ -1,5 +1,6 @@
 """What ``serve`` prints when the models are loaded, and what follows from the cache's size."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from server.errors import ContextLengthError
 from server.launch import capacity
 from server.sampling_params import build_sampling_params, longest_request
 from server.schemas.completion import CompletionRequest
+from server.tokenizer import load_tokenizer
 
 WORKER = Ready(
     target="target",
@@ -68,3 +70,10 @@ def test_requests_at_once_are_limited_by_the_setting_too() -> None:
 def test_who_drafts(length: int, fields: dict[str, Any], words: str) -> None:
     lines = capacity(Settings(num_speculative_tokens=length), worker(**fields))
     assert lines[1] == f"  drafting  {words}"
+
+
+def test_folder_without_a_tokenizer_is_said_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no tokenizer. Copy tokenizer.json") as refused:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(refused.value)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.messages import Ready, SamplingParams
@@ -106,3 +107,37 @@ def test_draft_model_must_exist_if_asked_for() -> None:
     with pytest.raises(Exception, match="no draft model"):
         completion(worker=WITHOUT_DRAFT, speculation={"method": "draft_model"})
     assert completion(worker=WITHOUT_DRAFT, speculation={"method": "auto"}).num_speculative_tokens is None
+
+
+RECOMMENDED = msgspec.structs.replace(
+    WITH_DRAFT,
+    default_sampling={
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.95,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 30,
+    },
+)
+
+
+def test_generation_config_gives_the_defaults() -> None:
+    expected = SamplingParams(
+        max_tokens=16, temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.1
+    )
+    assert completion(worker=RECOMMENDED) == expected
+    request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "p"}]})
+    params = build_sampling_params(request, num_prompt_tokens=10, worker=RECOMMENDED, max_logprobs=5)
+    assert params == msgspec.structs.replace(expected, max_tokens=30)
+    params = build_sampling_params(request, num_prompt_tokens=35, worker=RECOMMENDED, max_logprobs=5)
+    assert params.max_tokens == 15  # no more than fits
+
+
+def test_a_request_wins_over_the_generation_config() -> None:
+    neutral = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    assert completion(worker=RECOMMENDED, **neutral) == completion()
+    assert completion(worker=RECOMMENDED, temperature=0, max_tokens=40).temperature == 0
+    assert completion(worker=RECOMMENDED, max_tokens=40).max_tokens == 40
+    partly = msgspec.structs.replace(WITH_DRAFT, default_sampling={"top_k": 7})
+    assert completion(worker=partly) == SamplingParams(max_tokens=16, top_k=7)
