@@ -34,7 +34,8 @@ class Scheduled:
 class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.
 
-    ``draft_pool`` is None without a draft model; ``max_draft_len`` is the draft model's context.
+    ``draft_pool`` is None without a draft model, and with one that keeps its own tables;
+    ``max_draft_len`` is the draft model's context.
     ``policy`` decides how much sequences draft that leave it open; None if none does.
     """
 
@@ -177,7 +178,7 @@ class Scheduler:
                 method=sequence.method,
                 temperature=0.0 if sequence.greedy else sequence.params.temperature,
                 limit=0 if sequence.fixed_draft_length else limit,
-                lag=max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens),
+                lag=self._draft_lag(sequence),
             )
             for sequence, limit in zip(decoding, limits, strict=True)
         ]
@@ -187,6 +188,12 @@ class Scheduler:
             sequence: limit if sequence.fixed_draft_length else length
             for sequence, limit, length in zip(decoding, limits, lengths, strict=True)
         }
+
+    def _draft_lag(self, sequence: Sequence) -> int:
+        """Tokens that the draft's cache misses; 0 where that is not this scheduler's business."""
+        if self.draft_pool is None:
+            return 0
+        return max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
 
     def _draft_limit(self, sequence: Sequence) -> int:
         """The most this sequence may draft now."""
@@ -233,8 +240,7 @@ class Scheduler:
     def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
         """The pools that hold this sequence, each with its table there; the target's first."""
         shares = [(self.target_pool, sequence.target_blocks)]
-        if sequence.method == "draft_model":
-            assert self.draft_pool is not None
+        if sequence.method == "draft_model" and self.draft_pool is not None:
             shares.append((self.draft_pool, sequence.draft_blocks))
         return shares
 

@@ -12,7 +12,7 @@ from scipy import stats
 from engine import check
 from engine.check_exactness import chi_square
 from engine.check_speed import Costs, Speed
-from engine.check_tokenizers import compare_tokenizers
+from engine.pairing import compare_tokenizers
 from engine.sampling import sampler as sampler_module
 from engine.sampling.verify import Verdict
 from tests.engine.conftest import Models
