@@ -9,7 +9,7 @@ import torch
 from engine.admission import Admission, RequestError
 from engine.batch import Span
 from engine.draft_length.policy import LengthPolicy, Outcome, RoundSeconds
-from engine.messages import Failed, Generate, Method, RoundTrace, Stats, TokenLogprob, TokenOutput
+from engine.messages import Failed, Generate, RoundTrace, Stats, TokenLogprob, TokenOutput
 from engine.models.decoder_only import DecoderModel
 from engine.proposers.routed import RoutedProposer
 from engine.sampling.adjust import History
@@ -121,8 +121,8 @@ class EngineCore:
         judgement: Judgement,
     ) -> list[TokenOutput | Failed]:
         """Append what was emitted and bring both caches back to all tokens but the pending one."""
-        methods = [sequence.method for sequence in drawing]
-        traces = _traces(methods, sampler, drafts, logits, judgement)
+        sources = [self.proposer.trace_source(sequence.method) for sequence in drawing]
+        traces = _traces(sources, sampler, drafts, logits, judgement)
         drafted = _drafted_ids(drafts)
         num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
         outputs: list[TokenOutput | Failed] = []
@@ -257,7 +257,7 @@ def _logprobs(sequence: Sequence, rows: torch.Tensor, emitted: list[int]) -> lis
 
 
 def _traces(
-    methods: list[Method], sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
+    sources: list[str], sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
 ) -> list[RoundTrace | None]:
     """One per drawing sequence; Nones where nobody asked."""
     if not any(row.params.trace for row in sampler.rows):
@@ -268,7 +268,7 @@ def _traces(
     return [
         RoundTrace(
             position=row.position,
-            source=methods[i] if drafts.lengths[i] else "none",
+            source=sources[i] if drafts.lengths[i] else "none",
             rule=row.rule.value,
             draft_ids=drafted[i],
             target_probs=target_probs[i][: drafts.lengths[i]],

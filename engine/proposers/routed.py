@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from engine.messages import Method
 from engine.proposers.base import Proposer
+from engine.proposers.translated import TranslatedDraftProposer
 from engine.sampling.sampler import Drafts, Sampler
 from engine.scheduler import Scheduled
 
@@ -19,6 +20,11 @@ class RoutedProposer:
     @property
     def methods(self) -> frozenset[Method]:
         return frozenset(self.proposers)
+
+    def trace_source(self, method: Method) -> str:
+        """What traces call it: a replay must know that a draft model's translated text was not drawn."""
+        proposer = self.proposers.get(method)
+        return proposer.trace_source if isinstance(proposer, TranslatedDraftProposer) else method
 
     def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
         methods = {part.sequence.method for part in scheduled}

@@ -65,10 +65,12 @@ class TranslatedDraftProposer:
     """``pool`` is the draft's own: the scheduler counts in target tokens and knows nothing of it.
 
     ``max_len`` draft tokens at most per sequence; ``max_batched_tokens`` of them are computed per step to
-    catch up with prompts. ``eos_token_id`` is what the target says where the draft ends its text.
+    catch up with prompts. ``eos_token_id`` is what the target says where the draft ends its text. To the
+    outside it is the pair's draft model; only traces tell it apart, since its drafts have no probabilities.
     """
 
     name: Method = "draft_model"
+    trace_source = "translated"
 
     def __init__(
         self,
