@@ -10,12 +10,22 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EOS = "<|end|>"
 TEXT = (
-    "The tortoise 🐢 walked slowly to the river, and the hare 🐇 laughed: \"Why don't you hurry?\"\n"
+    'The tortoise 🐢 walked slowly to the river, and the hare 🐇 laughed: "Why don\'t you hurry?"\n'
     "乌龟慢慢地走到河边，兔子笑了。 Cafe\u0301 naïve coöperation costs 12345.67 € today!\n"
     "\tTwo  spaces,   three; a family 👨\u200d👩\u200d👧 sat under the tree. Привет, мир! "
     "At last the tortoise won, and nobody laughed any more."

@@ -88,7 +88,9 @@ def test_the_draft_has_the_same_text_after_every_addition(name: str, pieces: lis
         text += piece
         assert draft.decode(state.ids) == text
         assert state.ids[:num_same] == before[:num_same]
-        assert num_same == len(before) or state.ids[num_same : num_same + 1] != before[num_same : num_same + 1]
+        assert (
+            num_same == len(before) or state.ids[num_same : num_same + 1] != before[num_same : num_same + 1]
+        )
 
 
 @given(st.sampled_from([*LOSSLESS, "characters"]), st.lists(st.integers(1, 20), max_size=40))
