@@ -49,11 +49,10 @@ def save_shuffled(folder: Path, num_merges_removed: int) -> str:
     model = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
     vocab_size = model.config.vocab_size
     new_ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
-    for layer in {model.get_input_embeddings(), model.get_output_embeddings()}:
-        shuffled = torch.empty_like(layer.weight)
-        shuffled[new_ids] = layer.weight.detach()
-        layer.weight.data = shuffled
-    model.tie_weights()
+    # By weight: both layers may share one.
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    for weight in {layer.weight for layer in layers}:
+        weight.data[new_ids] = weight.data.clone()
     for config in (model.config, model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, _renamed(getattr(config, name, None), new_ids.tolist()))
