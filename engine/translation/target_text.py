@@ -6,7 +6,7 @@ from engine.translation.tokenizer import BROKEN, TextTokenizer
 
 # Tokens before the new ones that are decoded with them: spaces and characters depend on neighbours.
 CONTEXT = 8
-# A character has at most four bytes: with three more tokens behind it, what is broken stays so.
+# A character has at most four bytes: with three tokens behind it, what is broken stays so.
 MAX_BYTES_TO_COME = 3
 # Tokens that may wait for a character to become complete; more, and they are taken as they are.
 MAX_PENDING = 12
@@ -48,8 +48,10 @@ class TargetText:
         everything = self._decode(num_pending)
         for count in range(num_pending, max(0, num_pending - MAX_PENDING), -1):
             text = everything if count == num_pending else self._decode(count)
-            settled = is_last or num_pending - count > MAX_BYTES_TO_COME or not text.endswith(BROKEN)
-            if settled and text.startswith(self.tail) and everything.startswith(text):
+            complete = not text.endswith(BROKEN) or (is_last and count == num_pending)
+            # Some decoders break the characters before a broken one too: complete ones go first.
+            hopeless = num_pending - count >= MAX_BYTES_TO_COME and everything.startswith(text)
+            if text.startswith(self.tail) and (complete or hopeless):
                 return self._take(count, text[len(self.tail) :])
         if is_last or num_pending > MAX_PENDING:
             return self._take(num_pending, self.tokenizer.decode(self.pending))
