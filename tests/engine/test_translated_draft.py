@@ -79,7 +79,7 @@ def test_greedy_text_is_the_same_and_drafts_are_accepted(
     core = make_engine(learnt["coarse"], learnt[draft], num_speculative_tokens=k)
     assert run_engine(core, prompts, GREEDY) == plain
     if k:
-        assert acceptance_rate(core) > 0.6
+        assert acceptance_rate(core) > 0.5
         assert core.stats.draft_tokens_per_position[k - 1] > 0
         assert set(core.stats.drafts) == {"draft_model"}
 
