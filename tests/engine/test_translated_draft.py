@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.core import EngineCore
 from engine.messages import Generate, SamplingParams
-from engine.models.decoder_only import ModelLoadError
+from engine.models.errors import ModelLoadError
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.translated import TranslatedDraftProposer
 from engine.sampling.sampler import Drafts, Sampler
