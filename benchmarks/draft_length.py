@@ -23,10 +23,10 @@ from benchmarks.common import (
     warn_if_busy,
 )
 from engine.build import build_engine
-from engine.check_tokenizers import load_tokenizer
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
+from engine.pairing import load_tokenizer
 
 
 def parse_arguments() -> argparse.Namespace:

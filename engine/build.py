@@ -15,11 +15,13 @@ from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
+from engine.pairing import Pairing, pair_models
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.ngram import NgramProposer
 from engine.proposers.prediction import PredictionProposer
 from engine.proposers.routed import RoutedProposer
+from engine.proposers.translated import TranslatedDraftProposer
 from engine.scheduler import Scheduler
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
@@ -34,10 +36,10 @@ def build_engine(config: EngineConfig) -> EngineCore:
     assert config.target is not None  # filled in by EngineConfig
     target = _load(config, config.target, dtype, device)
     torch.set_num_threads(config.num_threads or _num_threads(target))
-    draft = None
+    draft = pairing = None
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         draft = _load(config, config.draft, dtype, device)
-        _check_pair(target, draft)
+        pairing = pair_models(config.target, config.draft, target.vocab_size, draft.vocab_size)
 
     max_model_len = _max_model_len(config, target)
     num_blocks = _num_blocks(config, [target] if draft is None else [target, draft], max_model_len)
@@ -46,21 +48,26 @@ def build_engine(config: EngineConfig) -> EngineCore:
         PredictionProposer(),
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
     ]
-    max_draft_len = 0
-    if draft is not None:
-        draft.allocate_cache(num_blocks, config.block_size)
-        max_draft_len = min(max_model_len, draft.max_position or max_model_len)
-        proposers.append(DraftModelProposer(draft, max_draft_len, target.vocab_size))
-    proposer = RoutedProposer(proposers)
+    max_draft_len = max_model_len
     target_pool = BlockPool(num_blocks, config.block_size)
-    draft_pool = None if draft is None else BlockPool(num_blocks, config.block_size)
+    draft_pool = None
+    if draft is not None and pairing is not None:
+        draft.allocate_cache(num_blocks, config.block_size)
+        draft_pool = BlockPool(num_blocks, config.block_size)
+        if pairing.translators is None:
+            max_draft_len = min(max_model_len, draft.max_position or max_model_len)
+            proposers.append(DraftModelProposer(draft, max_draft_len, target.vocab_size))
+        else:
+            proposers.append(_translated(config, target, draft, draft_pool, pairing))
+    proposer = RoutedProposer(proposers)
     policy = None
     if config.num_speculative_tokens == "auto":
         max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
         policy = DraftLengthPolicy(calibrate(target, target_pool, draft, draft_pool, max_tokens))
     scheduler = Scheduler(
         target_pool=target_pool,
-        draft_pool=draft_pool,
+        # A draft with another tokenizer counts in its own tokens, and keeps its own tables.
+        draft_pool=None if pairing is None or pairing.translators else draft_pool,
         max_num_sequences=config.max_num_sequences,
         max_num_batched_tokens=config.max_num_batched_tokens,
         planner=DraftPlanner(
@@ -68,6 +75,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             policy=policy,
             chooser=SourceChooser(FollowedCosts() if policy is None else CalibratedCosts(policy.costs)),
             offers=proposer.offers,
+            follows=pairing is None or pairing.translators is None,
         ),
         prefix_caching=config.prefix_caching,
     )
@@ -135,10 +143,20 @@ def _num_blocks(config: EngineConfig, models: list[DecoderModel], max_model_len:
     return min(affordable, longest * config.max_num_sequences)
 
 
-def _check_pair(target: DecoderModel, draft: DecoderModel) -> None:
-    """A draft must speak the target's token ids; padding may differ, by less than padding ever does."""
-    if abs(target.vocab_size - draft.vocab_size) > 1024:
-        raise ModelLoadError(
-            f"the draft's vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}: "
-            "they must share a tokenizer"
-        )
+def _translated(
+    config: EngineConfig, target: DecoderModel, draft: DecoderModel, pool: BlockPool, pairing: Pairing
+) -> TranslatedDraftProposer:
+    assert pairing.translators is not None
+    target_tokenizer, draft_tokenizer = pairing.translators
+    return TranslatedDraftProposer(
+        draft,
+        pool,
+        target_tokenizer,
+        draft_tokenizer,
+        max_len=min(
+            draft.max_position or pool.num_blocks * pool.block_size, pool.num_blocks * pool.block_size
+        ),
+        max_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=target.vocab_size,
+        eos_token_id=pairing.eos_token_id,
+    )

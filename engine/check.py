@@ -31,14 +31,15 @@ from engine.check_exactness import (
     expected_law,
 )
 from engine.check_speed import PAYS_FROM, Speed, measure
-from engine.check_tokenizers import TokenizerResult, compare_tokenizers, load_tokenizer
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import SamplingParams, Verification
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
+from engine.pairing import TokenizerResult, load_tokenizer, pair_models
 from engine.proposers.draft_model import DraftModelProposer
+from engine.proposers.translated import TranslatedDraftProposer
 
 EXACT, NOT_EXACT, CANNOT_LOAD = 0, 1, 2
 PROMPTS = [
@@ -138,7 +139,7 @@ def check(settings: CheckSettings) -> Report:
         method=method,
         device=str(core.target.device),
         dtype=str(core.target.dtype).removeprefix("torch."),
-        tokenizers=_tokenizers(core, tokenizer, settings),
+        tokenizers=_tokenizers(core, settings),
         greedy=greedy,
         sampling=sampling,
         speeds=speeds,
@@ -170,12 +171,14 @@ def _encode(tokenizer: Any | None, text: str, number: int, vocab_size: int) -> l
     return list(tokenizer.encode(text))[:MAX_PROMPT_TOKENS]
 
 
-def _tokenizers(core: EngineCore, tokenizer: Any | None, settings: CheckSettings) -> TokenizerResult | None:
+def _tokenizers(core: EngineCore, settings: CheckSettings) -> TokenizerResult | None:
     proposer = core.proposer.proposers.get(DraftModelProposer.name)
-    if not isinstance(proposer, DraftModelProposer) or settings.draft is None:
+    if not isinstance(proposer, DraftModelProposer | TranslatedDraftProposer):
         return None
-    draft_tokenizer = load_tokenizer(settings.draft)
-    return compare_tokenizers(tokenizer, draft_tokenizer, core.target.vocab_size, proposer.model.vocab_size)
+    assert settings.target is not None
+    assert settings.draft is not None
+    sizes = core.target.vocab_size, proposer.model.vocab_size
+    return pair_models(settings.target, settings.draft, *sizes).result
 
 
 def _speeds(
@@ -236,6 +239,7 @@ def _print(report: Report) -> None:
         print(f"tokenizers  {report.tokenizers.verdict}")
         for line in report.tokenizers.special_tokens:
             print(f"            {line}")
+        print(f"drafts      {report.tokenizers.drafts}")
     greedy = report.greedy
     words = "identical to plain decoding" if not greedy.differences else "DIFFERENT from plain decoding"
     ties = f"; {greedy.near_ties} near ties left aside" if greedy.near_ties else ""

@@ -133,7 +133,7 @@ class EngineCore:
         judgement: Judgement,
     ) -> list[TokenOutput | Failed]:
         """Append what was emitted and bring both caches back to all tokens but the pending one."""
-        sources = [part.source for part in parts]
+        sources = [self.proposer.trace_source(part.source) for part in parts]
         round_traces = traces(sources, sampler, drafts, logits, judgement)
         drafted = drafted_ids(drafts)
         num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)

@@ -29,7 +29,7 @@ def offer_all(sequence: Sequence, limit: int) -> list[Offer]:
 class DraftPlanner:
     """``offers`` says what the sources of a sequence could draft now, ``chooser`` which of them does, and
     ``policy`` how much, where that is left open; None where nothing is. ``max_draft_len`` is the draft
-    model's context."""
+    model's context; ``follows`` is False where it keeps tables of its own, whose lag is its own business."""
 
     def __init__(
         self,
@@ -37,11 +37,13 @@ class DraftPlanner:
         policy: LengthPolicy | None = None,
         chooser: SourceChooser | None = None,
         offers: Callable[[Sequence, int], list[Offer]] = offer_all,
+        follows: bool = True,
     ) -> None:
         self.max_draft_len = max_draft_len
         self.policy = policy
         self.chooser = chooser
         self.offers = offers
+        self.follows = follows
 
     def choose(self, running: Iterable[Sequence], max_prompt_tokens: int) -> dict[Sequence, Choice]:
         """For every running sequence that decodes; prompts share the step with ``max_prompt_tokens``."""
@@ -81,7 +83,7 @@ class DraftPlanner:
             for i, choice in zip(combining, choices, strict=True):
                 chosen[i] = choice
         return [
-            choice or _candidate(sequence, Offer("none", 0))
+            choice or self._candidate(sequence, Offer("none", 0))
             for sequence, choice in zip(decoding, chosen, strict=True)
         ]
 
@@ -99,7 +101,7 @@ class DraftPlanner:
             if offer.source == DRAFT_MODEL:
                 limit = min(limit, self.max_draft_len - len(sequence))
             if limit > 0:
-                candidates.append(_candidate(sequence, offer._replace(num_tokens=limit)))
+                candidates.append(self._candidate(sequence, offer._replace(num_tokens=limit)))
         return candidates
 
     def unasked(self, sequence: Sequence) -> Choice:
@@ -118,18 +120,18 @@ class DraftPlanner:
         if self.chooser is not None:
             self.chooser.forget(sequence)
 
+    def lag(self, sequence: Sequence, source: str) -> int:
+        """Tokens that the draft model's cache misses before ``source`` can draft, the pending one apart."""
+        if source != DRAFT_MODEL or not self.follows:
+            return 0
+        return max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
 
-def draft_lag(sequence: Sequence) -> int:
-    """Tokens that the draft model's cache misses before it can draft, the pending one apart."""
-    return max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
-
-
-def _candidate(sequence: Sequence, offer: Offer) -> Candidate:
-    return Candidate(
-        key=sequence,
-        method=offer.source,
-        temperature=0.0 if sequence.greedy else sequence.params.temperature,
-        limit=offer.num_tokens,
-        lag=draft_lag(sequence) if offer.source == DRAFT_MODEL else 0,
-        match=strength(offer.match_length),
-    )
+    def _candidate(self, sequence: Sequence, offer: Offer) -> Candidate:
+        return Candidate(
+            key=sequence,
+            method=offer.source,
+            temperature=0.0 if sequence.greedy else sequence.params.temperature,
+            limit=offer.num_tokens,
+            lag=self.lag(sequence, offer.source),
+            match=strength(offer.match_length),
+        )

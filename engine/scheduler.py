@@ -12,8 +12,7 @@ from itertools import count
 
 from engine.block_manager import BlockPool, BlockTable
 from engine.draft_length.confidence import Patience
-from engine.draft_length.policy import DRAFT_MODEL
-from engine.draft_planner import Choice, DraftPlanner, draft_lag
+from engine.draft_planner import Choice, DraftPlanner
 from engine.sequence import Sequence
 
 
@@ -39,7 +38,8 @@ class Scheduled:
 class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.
 
-    ``draft_pool`` is None without a draft model. ``planner`` says who drafts, and how much.
+    ``draft_pool`` is None without a draft model, and with one that keeps its own tables. ``planner`` says who
+    drafts, and how much.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Scheduler:
         num_tokens = min(choice.num_tokens, budget - 1)
         if num_tokens == 0:
             return Scheduled(sequence, 1, 0, completes=True)
-        lag = draft_lag(sequence) if choice.source == DRAFT_MODEL else 0
+        lag = self.planner.lag(sequence, choice.source)
         num_caught_up = min(lag, self._catch_up_budget)
         self._catch_up_budget -= num_caught_up
         if num_caught_up < lag:
@@ -209,8 +209,7 @@ class Scheduler:
     def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
         """The pools that hold this sequence, each with its table there; the target's first."""
         shares = [(self.target_pool, sequence.target_blocks)]
-        if sequence.uses_draft_model:
-            assert self.draft_pool is not None
+        if sequence.uses_draft_model and self.draft_pool is not None:
             shares.append((self.draft_pool, sequence.draft_blocks))
         return shares
 

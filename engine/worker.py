@@ -99,7 +99,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
     assert config.target is not None
     return Ready(
         target=config.target,
-        draft=config.draft if draft_pool is not None else None,
+        draft=config.draft if "draft_model" in core.admission.methods else None,
         device=str(core.target.device),
         dtype=str(core.target.dtype).removeprefix("torch."),
         vocab_size=core.target.vocab_size,

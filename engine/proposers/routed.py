@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from engine.draft_length.sources import Offer
 from engine.messages import Source
 from engine.proposers.base import LookUp, Proposer
+from engine.proposers.translated import TranslatedDraftProposer
 from engine.sampling.sampler import Drafts, Sampler
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence
@@ -33,6 +34,13 @@ class RoutedProposer:
             if found:
                 offers.append(Offer(source, found, match_length))
         return offers
+
+    def trace_source(self, source: str) -> str:
+        """What traces call it: a replay must know that a draft model's translated text was not drawn."""
+        translated = any(
+            isinstance(proposer, TranslatedDraftProposer) for proposer in self.proposers.values()
+        )
+        return TranslatedDraftProposer.trace_source if translated and source == DRAFT_MODEL else source
 
     def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
         sources = {source for part in scheduled for source in part.sequence.sources}

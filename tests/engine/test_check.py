@@ -12,10 +12,12 @@ from scipy import stats
 from engine import check
 from engine.check_exactness import chi_square
 from engine.check_speed import Costs, Speed
-from engine.check_tokenizers import compare_tokenizers
+from engine.pairing import compare_tokenizers
 from engine.sampling import sampler as sampler_module
 from engine.sampling.verify import Verdict
 from tests.engine.conftest import Models
+from tests.engine.other_tokenizers import TOKENIZERS, save_tokenizer
+from tests.models import save_random_llama
 
 QUICK = ["--device", "cpu", "--samples", "400", "--seconds", "0.5", "--repeats", "1", "--json"]
 
@@ -132,6 +134,31 @@ def test_tokenizers_are_compared_by_string() -> None:
     other = compare_tokenizers(FakeTokenizer(words), FakeTokenizer(shifted), 512, 512)
     assert not other.compatible
     assert "different tokenizers" in other.verdict
+
+
+@pytest.mark.parametrize(
+    ("draft_tokenizer", "draft_vocab_size", "words"),
+    [
+        ("fine", 290, ["the same 290 tokens\n", "drafts      as token ids: the tokenizers are the same\n"]),
+        ("fine", 320, ["padded sizes 290 and 320", "as token ids", "ids that only one model has are never"]),
+        ("characters", 81, ["different tokenizers: ", "of 3", "as text, encoded again with the target's"]),
+    ],
+)
+def test_it_says_how_drafts_reach_the_target(
+    draft_tokenizer: str,
+    draft_vocab_size: int,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target = save_random_llama(tmp_path / "target", seed=1, vocab_size=290)
+    save_tokenizer(TOKENIZERS["fine"](), target)
+    draft = save_random_llama(tmp_path / "draft", seed=2, vocab_size=draft_vocab_size, layers=1)
+    save_tokenizer(TOKENIZERS[draft_tokenizer](), draft)
+    assert check.main(["--target", target, "--draft", draft, *QUICK[:-1]]) == 0
+    output = capsys.readouterr().out
+    for word in words:
+        assert word in output
 
 
 def speed(length: int, ratio: float) -> Speed:
