@@ -37,10 +37,10 @@ class RoutedProposer:
 
     def trace_source(self, source: str) -> str:
         """What traces call it: a replay must know that a draft model's translated text was not drawn."""
-        translated = any(
-            isinstance(proposer, TranslatedDraftProposer) for proposer in self.proposers.values()
-        )
-        return TranslatedDraftProposer.trace_source if translated and source == DRAFT_MODEL else source
+        for proposer in self.proposers.values():
+            if isinstance(proposer, TranslatedDraftProposer) and proposer.name == source:
+                return proposer.trace_source
+        return source
 
     def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
         sources = {source for part in scheduled for source in part.sequence.sources}
