@@ -41,7 +41,7 @@ def launch(settings: Settings) -> None:
             log_config=None,
             lifespan="on",
             server_header=False,
-            timeout_graceful_shutdown=settings.shutdown_timeout,
+            timeout_graceful_shutdown=int(settings.drain_timeout),
         )
         _say(_introduction(settings, listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
