@@ -169,7 +169,7 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse variables that are nearly settings. Others are let be: Kubernetes makes some of a service's name."""
+    """Refuse variables that are nearly settings. Others may be: Kubernetes makes some of a service's name."""
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
     for name in environ:
         shown = name.upper()

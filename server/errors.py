@@ -109,6 +109,17 @@ class WorkerLostError(ApiError):
     retry_after = 2
 
 
+class RequestTimeoutError(ApiError):
+    """The configured ``request_timeout`` passed. Whoever tries again would wait as long again."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}  # which the OpenAI SDK obeys
+
+
 class EngineError(ApiError):
     """The engine gave up on one request."""
 

@@ -33,7 +33,10 @@ def launch(settings: Settings) -> None:
     with bind(settings.host, settings.port) as listener:
         metrics = Metrics()
         engine = WorkerClient(
-            settings.engine_config(), metrics, max_queued_requests=settings.max_queued_requests
+            settings.engine_config(),
+            metrics,
+            max_queued_requests=settings.max_queued_requests,
+            max_queued_tokens=settings.max_queued_tokens,
         )
         app = create_app(settings, engine, metrics)
         config = uvicorn.Config(

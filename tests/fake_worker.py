@@ -41,6 +41,7 @@ EOS_TOKEN_ID = 256
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_DRAFTED = 3  # unless the request says otherwise
+QUEUE_SECONDS = 0.25
 DRAWN_SEED = 1000  # of a request without one
 
 # What `logprob_at` says of every tenth token: as good as impossible.
@@ -104,6 +105,7 @@ class FakeSequence:
             drafted,
             accepted,
             num_cached_tokens=self.num_cached_tokens,
+            queue_seconds=QUEUE_SECONDS if is_first else None,
             seed=(DRAWN_SEED if params.seed is None else params.seed) + self.index,
             logprobs=self.logprobs(token_ids, start),
             prompt_logprobs=self.prompt_logprobs() if is_first else None,

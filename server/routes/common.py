@@ -167,7 +167,7 @@ def start_generation(
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)
-    generation.start()
+    generation.start(services.settings.request_timeout)
     return GenerationContext(body, generation, model, services, created=int(time.time()))
 
 

@@ -60,7 +60,5 @@ async def speculation(services: ServicesDep) -> dict[str, Any]:
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request, services: ServicesDep) -> Response:
     """Prometheus text, or OpenMetrics for a client that accepts it."""
-    if services.engine.num_requests == 0:
-        services.metrics.idle()
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(services.metrics.registry), media_type=content_type)
