@@ -13,6 +13,7 @@ import uvicorn
 from engine.messages import Ready
 from server.app import create_app
 from server.config import Settings
+from server.draining import CLOSING_SECONDS, Server, drain_when_told
 from server.engine_client import WorkerClient
 from server.metrics import Metrics
 from server.sampling_params import longest_request
@@ -44,11 +45,11 @@ def launch(settings: Settings) -> None:
             log_config=None,
             lifespan="on",
             server_header=False,
-            timeout_graceful_shutdown=int(settings.drain_timeout),
+            timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         _say(_introduction(settings, listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_serve(uvicorn.Server(config), listener, app.state.services))
+            runner.run(_serve(Server(config), listener, app.state.services))
 
 
 def check_models(settings: Settings) -> None:
@@ -78,9 +79,10 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(server: uvicorn.Server, listener: socket.socket, services: Services) -> None:
+async def _serve(server: Server, listener: socket.socket, services: Services) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(services, server))
+    draining = asyncio.create_task(drain_when_told(server, services))
     try:
         await asyncio.wait({serving, announcing}, return_when=asyncio.FIRST_COMPLETED)
         if announcing.done() and announcing.exception() is not None:
@@ -90,9 +92,10 @@ async def _serve(server: uvicorn.Server, listener: socket.socket, services: Serv
             announcing.result()
     finally:
         announcing.cancel()
+        draining.cancel()
 
 
-async def _announce(services: Services, server: uvicorn.Server) -> None:
+async def _announce(services: Services, server: Server) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     _say(["Loading the models ..."])

@@ -25,7 +25,7 @@ async def ready(services: ServicesDep) -> JSONResponse:
     reason = services.not_ready_reason()
     if reason is None:
         return JSONResponse({"status": "ready"})
-    body = {"status": services.engine.state.status, "reason": reason}
+    body = {"status": services.status, "reason": reason}
     return JSONResponse(body, NotReadyError.status, {"retry-after": str(NotReadyError.retry_after)})
 
 
