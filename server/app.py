@@ -18,7 +18,7 @@ from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.metrics import Metrics
 from server.request_id import RequestIdMiddleware
-from server.routes import chat, completions, models, ops
+from server.routes import chat, completions, models, ops, responses, tokenize
 from server.services import Services, TokenizerLoader
 from server.tokenizer import load_tokenizer
 from server.version import package_version
@@ -49,7 +49,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.services = services
-    for route in (chat, completions, models, ops):
+    for route in (completions, chat, responses, tokenize, models, ops):
         app.include_router(route.router)
     install_error_handlers(app, metrics.count_error)
     _add_middleware(app, settings, metrics)

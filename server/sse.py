@@ -1,12 +1,13 @@
 """Server-sent events as OpenAI frames them: ``data:`` lines, ``: ping`` comments, ``data: [DONE]``.
 
-Frames and keeps alive; what an event says is the routes' business. Never a named event: the OpenAI SDK
-would take it for a chunk.
+Frames and keeps alive; what an event says is the routes' business. Completions and chats have no named
+events, as clients would take them for chunks; ``/v1/responses`` has nothing else, and no ``[DONE]``.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Receive, Scope, Send
@@ -22,6 +23,12 @@ STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 def chunk_event(chunk: Answer, *, with_usage: bool) -> bytes:
     """Without ``with_usage`` the key is absent, with it every chunk has it, null until the last."""
     return format_sse_event(data_str=chunk.model_dump_json(exclude=None if with_usage else {"usage"}))
+
+
+def typed_event(fields: dict[str, Any]) -> bytes:
+    """An event of ``/v1/responses``: named, as OpenAI does there, by the type that its data also has."""
+    data = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    return format_sse_event(data_str=data, event=str(fields["type"]))
 
 
 def error_event(error: ApiError) -> bytes:

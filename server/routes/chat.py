@@ -9,7 +9,14 @@ from fastapi.responses import Response
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, chat_logprobs
 from server.prompt import chat_prompt
-from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
+from server.routes.common import (
+    ChunkWriter,
+    GenerationContext,
+    JsonRoute,
+    check_request,
+    respond,
+    start_generation,
+)
 from server.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -38,14 +45,10 @@ async def create_chat_completion(body: ChatRequest, request: Request, services: 
     return await respond(request, context, ChatWriter(context, body), headers)
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     def __init__(self, context: GenerationContext, body: ChatRequest) -> None:
-        self._context = context
+        super().__init__(context)
         self._num_top_logprobs = body.top_logprobs or 0 if body.logprobs else None
-
-    @property
-    def include_usage(self) -> bool:
-        return self._context.include_usage
 
     def whole(self, choices: list[FinishedChoice]) -> ChatCompletion:
         context = self._context
@@ -64,10 +67,10 @@ class ChatWriter:
             if delta.index not in seen:
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
-            if delta.text or delta.finish_reason or context.body.return_token_ids:
-                choice = self._chunk_choice(delta)
+            choice = self._chunk_choice(delta)
+            if delta.text or delta.finish_reason or choice.token_ids:
                 yield ChatChunk(**context.header(), choices=[choice], **context.ending())
-        if self.include_usage:
+        if context.include_usage:
             yield ChatChunk(**context.header(), choices=[], **context.totals())
 
     def _role_chunk(self, index: int, *, is_first: bool) -> ChatChunk:

@@ -10,7 +10,14 @@ from engine.messages import TokenLogprob
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
 from server.prompt import completion_prompts
-from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
+from server.routes.common import (
+    ChunkWriter,
+    GenerationContext,
+    JsonRoute,
+    check_request,
+    respond,
+    start_generation,
+)
 from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
 from server.schemas.logprobs import CompletionLogprobs
 from server.services import ServicesDep
@@ -31,15 +38,11 @@ async def create_completion(body: CompletionRequest, request: Request, services:
     return await respond(request, context, CompletionWriter(context, body), headers)
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     def __init__(self, context: GenerationContext, body: CompletionRequest) -> None:
-        self._context = context
+        super().__init__(context)
         self._echo = bool(body.echo)
         self._num_top_logprobs = body.logprobs
-
-    @property
-    def include_usage(self) -> bool:
-        return self._context.include_usage
 
     def whole(self, choices: list[FinishedChoice]) -> Completion:
         context = self._context
@@ -56,7 +59,7 @@ class CompletionWriter:
             choice = self._chunk_choice(delta, is_first)
             if choice.text or choice.token_ids or choice.finish_reason:
                 yield Completion(**context.header(), choices=[choice], **context.ending())
-        if self.include_usage:
+        if context.include_usage:
             yield Completion(**context.header(), choices=[], **context.totals())
 
     def _whole_choice(self, choice: FinishedChoice) -> CompletionChoice:

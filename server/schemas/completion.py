@@ -1,6 +1,6 @@
 """``/v1/completions``: request, response and chunk (which have the same shape)."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
@@ -42,6 +42,8 @@ class CompletionRequest(GenerationRequest):
             "examples": [{"model": "foretoken-demo", "prompt": "Once upon a time", "max_tokens": 40}]
         }
     )
+
+    prompt_field: ClassVar[str] = "prompt"
 
     prompt: Prompt = Field(description="Whitespace is text like any other; no tokens at all are refused.")
     max_tokens: int | None = Field(None, ge=0, description="Default 16.")
