@@ -17,6 +17,7 @@ from server.config import Settings
 from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.metrics import Metrics
+from server.openapi import DESCRIPTION, TAGS, install_openapi
 from server.request_id import RequestIdMiddleware
 from server.routes import chat, completions, models, ops, responses, tokenize
 from server.services import Services, TokenizerLoader
@@ -45,6 +46,8 @@ def create_app(
     app = FastAPI(
         title="Foretoken",
         summary="OpenAI-compatible inference with exact speculative sampling.",
+        description=DESCRIPTION,
+        openapi_tags=TAGS,
         version=package_version(),
         lifespan=lifespan,
     )
@@ -52,6 +55,7 @@ def create_app(
     for route in (completions, chat, responses, tokenize, models, ops):
         app.include_router(route.router)
     install_error_handlers(app, metrics.count_error)
+    install_openapi(app, settings)
     _add_middleware(app, settings, metrics)
     return app
 

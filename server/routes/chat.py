@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, chat_logprobs
+from server.openapi import answer_or_stream
 from server.prompt import chat_prompt
 from server.routes.common import (
+    CHUNK_STREAM,
     ChunkWriter,
     GenerationContext,
     JsonRoute,
@@ -26,6 +29,7 @@ from server.schemas.chat import (
     ChatRequest,
     Delta,
 )
+from server.schemas.examples import CHATS
 from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
 
@@ -34,10 +38,14 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 @router.post(
     "/v1/chat/completions",
+    summary="Answer a conversation",
     response_model=None,
-    responses={200: {"model": ChatCompletion}},
+    responses=answer_or_stream(ChatCompletion, CHUNK_STREAM),
 )
-async def create_chat_completion(body: ChatRequest, request: Request, services: ServicesDep) -> Response:
+async def create_chat_completion(
+    body: Annotated[ChatRequest, Body(openapi_examples=CHATS)], request: Request, services: ServicesDep
+) -> Response:
+    """Write the messages out by the model's chat template, and continue them."""
     headers = check_request(body, services)
     model = services.model()
     prompt = await asyncio.to_thread(chat_prompt, body, model.tokenizer)

@@ -43,6 +43,8 @@ from server.services import Model, Services
 from server.speculation_report import speculation_report
 from server.sse import DONE, chunk_event, error_event
 
+CHUNK_STREAM = "`data:` lines, each a chunk as JSON, then `data: [DONE]`."
+
 MAX_CHOICES = 1024
 MAX_HEADER_LENGTH = 1000
 

@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from engine.messages import TokenLogprob
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
+from server.openapi import answer_or_stream
 from server.prompt import completion_prompts
 from server.routes.common import (
+    CHUNK_STREAM,
     ChunkWriter,
     GenerationContext,
     JsonRoute,
@@ -19,6 +22,7 @@ from server.routes.common import (
     start_generation,
 )
 from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
+from server.schemas.examples import COMPLETIONS
 from server.schemas.logprobs import CompletionLogprobs
 from server.services import ServicesDep
 
@@ -27,10 +31,16 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 @router.post(
     "/v1/completions",
+    summary="Continue a text",
     response_model=None,
-    responses={200: {"model": Completion}},
+    responses=answer_or_stream(Completion, CHUNK_STREAM),
 )
-async def create_completion(body: CompletionRequest, request: Request, services: ServicesDep) -> Response:
+async def create_completion(
+    body: Annotated[CompletionRequest, Body(openapi_examples=COMPLETIONS)],
+    request: Request,
+    services: ServicesDep,
+) -> Response:
+    """Continue one or several prompts, given as text or token ids."""
     headers = check_request(body, services)
     model = services.model()
     prompts = await asyncio.to_thread(completion_prompts, body, model.tokenizer, model.worker.vocab_size)

@@ -3,17 +3,19 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from server.choice import FinishedChoice
 from server.errors import ApiError
 from server.logprobs import ScoredToken, chat_logprobs
+from server.openapi import answer_or_stream
 from server.prompt import chat_prompt
 from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
 from server.sampling_params import DEFAULT_TEMPERATURE
+from server.schemas.examples import RESPONSES
 from server.schemas.logprobs import ChatTokenLogprob
 from server.schemas.responses import (
     FailureDetails,
@@ -29,15 +31,27 @@ from server.schemas.responses import (
 from server.services import ServicesDep
 from server.sse import typed_event
 
+EVENT_STREAM = (
+    "Named events whose data is JSON with a `type`, from `response.created` by `response.output_text.delta` to "
+    "`response.completed`, `response.incomplete` or `response.failed`. There is no `[DONE]`."
+)
+
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 
 @router.post(
     "/v1/responses",
+    summary="Answer a text or a conversation",
     response_model=None,
-    responses={200: {"model": ResponsesAnswer}},
+    responses=answer_or_stream(ResponsesAnswer, EVENT_STREAM),
 )
-async def create_response(body: ResponsesRequest, request: Request, services: ServicesDep) -> Response:
+async def create_response(
+    body: Annotated[ResponsesRequest, Body(openapi_examples=RESPONSES)],
+    request: Request,
+    services: ServicesDep,
+) -> Response:
+    """OpenAI's newer endpoint, as far as it is text in and text out. Nothing is stored: the client keeps the
+    conversation, and `previous_response_id`, `conversation`, `store: true` and `background` are refused."""
     headers = check_request(body, services)
     model = services.model()
     prompt = await asyncio.to_thread(chat_prompt, body, model.tokenizer)

@@ -1,14 +1,17 @@
 """``POST /tokenize`` and ``POST /detokenize``: what the model's tokenizer makes of a prompt, and back."""
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Body, Response
 
 from server.errors import InvalidRequestError
+from server.openapi import BODY_ERRORS
 from server.parameters import check_messages
 from server.prompt import check_token_ids, render_chat
 from server.routes.common import JsonRoute, check_model, ignored_header
 from server.sampling_params import longest_request
+from server.schemas.examples import DETOKENIZE, TOKENIZE
 from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from server.services import ServicesDep
 from server.tokenizer import Tokenizer
@@ -16,8 +19,13 @@ from server.tokenizer import Tokenizer
 router = APIRouter(tags=["tokenize"], route_class=JsonRoute)
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, response: Response, services: ServicesDep) -> TokenizeAnswer:
+@router.post("/tokenize", summary="Text or messages to token ids", responses=BODY_ERRORS)
+async def tokenize(
+    body: Annotated[TokenizeRequest, Body(openapi_examples=TOKENIZE)],
+    response: Response,
+    services: ServicesDep,
+) -> TokenizeAnswer:
+    """The token ids that completions or chats would give to the model."""
     if body.model is not None:
         check_model(body.model, services)
     _check_forms(body)
@@ -34,8 +42,11 @@ async def tokenize(body: TokenizeRequest, response: Response, services: Services
     )
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, services: ServicesDep) -> DetokenizeAnswer:
+@router.post("/detokenize", summary="Token ids to text", responses=BODY_ERRORS)
+async def detokenize(
+    body: Annotated[DetokenizeRequest, Body(openapi_examples=DETOKENIZE)], services: ServicesDep
+) -> DetokenizeAnswer:
+    """The text of token ids, special tokens included."""
     if body.model is not None:
         check_model(body.model, services)
     model = services.model()

@@ -61,14 +61,6 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "foretoken-demo", "messages": [{"role": "user", "content": "Tell me a story."}]}
-            ]
-        }
-    )
-
     prompt_field: ClassVar[str] = "messages"
 
     messages: list[Message] = Field(
