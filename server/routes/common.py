@@ -87,6 +87,8 @@ def _require_json(request: Request) -> None:
     main, _, sub = media_type.partition("/")
     if main != "application" or (sub != "json" and not sub.endswith("+json")):
         raise UnsupportedMediaTypeError("Send the request as JSON with 'Content-Type: application/json'.")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaTypeError("Send the request as it is, without a Content-Encoding.")
 
 
 def check_request(body: SamplingRequest, services: Services) -> dict[str, str]:

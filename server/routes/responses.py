@@ -32,8 +32,8 @@ from server.services import ServicesDep
 from server.sse import typed_event
 
 EVENT_STREAM = (
-    "Named events whose data is JSON with a `type`, from `response.created` by `response.output_text.delta` to "
-    "`response.completed`, `response.incomplete` or `response.failed`. There is no `[DONE]`."
+    "Named events whose data is JSON with a `type`, from `response.created` to `response.completed`, "
+    "`response.incomplete` or `response.failed`. There is no `[DONE]`."
 )
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)

@@ -60,6 +60,6 @@ class SpeculationState(BaseModel):
     speedup: Speedup
     phase_seconds: dict[str, float] = Field(description="Time since start: draft, score, verify, host.")
     policy: dict[str, Any] = Field(
-        description="What decides the draft length. With `auto`: measured costs of a pass, survival of drafts "
-        "by method and temperature, recent lengths, trials of other lengths."
+        description="What decides the draft length. With `auto`: measured costs of a pass, survival of "
+        "drafts by method and temperature, recent lengths, trials of other lengths."
     )
