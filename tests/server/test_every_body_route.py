@@ -55,7 +55,7 @@ def test_valid_request(server: RunningServer, path: str) -> None:
         (b'{"model": %s}' % (b"9" * 5000), "invalid_json"),
         (b'{"model": "m", "model": "m"}', "duplicate_key"),
         (b"[]", "invalid_type"),
-        (b"null", "missing_required_parameter"),
+        (b"null", "invalid_type"),
         (b'"x"', "invalid_type"),
         (b"", "missing_required_parameter"),
         (b'{"model": 1e400}', "invalid_type"),

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 import server.cli
@@ -48,3 +49,16 @@ def test_connections_do_not_wait_for_acknowledgements() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.proto == socket.IPPROTO_TCP
+
+
+async def test_sdk_waits_until_the_models_are_loaded(model_folder: Path, tmp_path: Path) -> None:
+    """It comes back after the seconds that Retry-After says, and is served."""
+    loading = "Loading the models"
+    with serve_process(model_folder, tmp_path, worker=("--load-seconds", "3"), until=loading) as serve:
+        async with openai.AsyncOpenAI(base_url=f"{serve.url}/v1", api_key="none", max_retries=0) as hasty:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await hasty.completions.create(model="tiny-model", prompt="x")
+            assert (caught.value.status_code, caught.value.code) == (503, "not_ready")
+            assert caught.value.response.headers["retry-after"] == "2"
+        async with openai.AsyncOpenAI(base_url=f"{serve.url}/v1", api_key="none", max_retries=5) as patient:
+            assert (await patient.completions.create(model="tiny-model", prompt="x")).choices
