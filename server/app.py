@@ -72,6 +72,6 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-foretoken-ignored"],
+            expose_headers=["x-request-id", "x-foretoken-ignored", "retry-after"],
         )
     app.add_middleware(RequestIdMiddleware, count_error=metrics.count_error)
