@@ -31,11 +31,11 @@ def lines_of(server: Server, path: str, body: dict[str, Any]) -> list[str]:
 
 
 def chunks_of(lines: list[str]) -> list[dict[str, Any]]:
-    """Every event is one data line and an empty one; comments may stand in between; [DONE] is last."""
+    """Every line is an event or a comment and followed by an empty one; [DONE] is last."""
     assert lines[-2:] == ["data: [DONE]", ""]
-    data = [line for line in lines[:-2] if line and not line.startswith(":")]
+    assert all((line == "") == (number % 2 == 1) for number, line in enumerate(lines))
+    data = [line for line in lines[:-2:2] if line != ": ping"]
     assert all(line.startswith("data: {") for line in data)
-    assert [line for line in lines if line == ""] == [""] * (len(data) + 1)
     return [json.loads(line.removeprefix("data: ")) for line in data]
 
 
