@@ -4,7 +4,7 @@ Each entry is (sequence's slots so far, new token ids): decoding rows bring one 
 chunk. Nothing is padded in the model's linear layers; only attention groups rows of similar size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -39,6 +39,18 @@ class AttentionGroup:
     output_index: torch.Tensor | None  # [real queries] into rows * queries; None: all, in order
     key_slots: torch.Tensor  # [rows * keys]
     query_positions: torch.Tensor  # [rows, queries]
+
+    def to(self, device: torch.device) -> "AttentionGroup":
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return replace(
+            self,
+            query_index=moved(self.query_index),
+            output_index=moved(self.output_index),
+            key_slots=self.key_slots.to(device),
+            query_positions=self.query_positions.to(device),
+        )
 
     def mask(self, sliding_window: int | None) -> torch.Tensor | None:
         """Boolean [rows, 1, queries, keys], True where a query may look; None if everywhere."""

@@ -9,8 +9,10 @@ from engine.core import EngineCore
 from engine.draft_length.calibrate import calibrate
 from engine.draft_length.policy import DraftLengthPolicy
 from engine.messages import Method
-from engine.models.decoder_only import DecoderModel, ModelLoadError
+from engine.models.decoder_only import DecoderModel
+from engine.models.errors import ModelLoadError
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
+from engine.models.self_check import self_check
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.ngram import NgramProposer
@@ -27,11 +29,11 @@ def build_engine(config: EngineConfig) -> EngineCore:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     assert config.target is not None  # filled in by EngineConfig
-    target = load_decoder(config.target, dtype, device)
+    target = _load(config, config.target, dtype, device)
     torch.set_num_threads(config.num_threads or _num_threads(target))
     draft = None
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
-        draft = load_decoder(config.draft, dtype, device)
+        draft = _load(config, config.draft, dtype, device)
         _check_pair(target, draft)
 
     max_model_len = _max_model_len(config, target)
@@ -73,6 +75,15 @@ def build_engine(config: EngineConfig) -> EngineCore:
             verification=None if config.verification == "auto" else config.verification,
         ),
     )
+
+
+def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    model = load_decoder(
+        path, dtype, device, device_map=config.device_map, trust_remote_code=config.trust_remote_code
+    )
+    if config.self_check:
+        self_check(model)
+    return model
 
 
 def _num_threads(target: DecoderModel) -> int:

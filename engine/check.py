@@ -35,7 +35,7 @@ from engine.check_tokenizers import TokenizerResult, compare_tokenizers, load_to
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import SamplingParams, Verification
-from engine.models.decoder_only import ModelLoadError
+from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
 from engine.proposers.draft_model import DraftModelProposer
@@ -152,7 +152,12 @@ def _expected(
 ) -> tuple[list[int], SamplingParams, Law]:
     device = resolve_device(settings.device)
     assert settings.target is not None
-    target = FreshModel(settings.target, resolve_dtype(settings.dtype, device), device)
+    target = FreshModel(
+        settings.target,
+        resolve_dtype(settings.dtype, device),
+        device,
+        trust_remote_code=settings.trust_remote_code,
+    )
     # The shorter the prompt, the more samples there are time for; what follows is as good a test.
     prompt = _encode(tokenizer, text, 0, target.vocab_size)[:NUM_TESTED_PROMPT_TOKENS]
     return prompt, *expected_law(target, prompt, settings.samples)

@@ -28,6 +28,24 @@ class ModelSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Weights and activations. auto: bfloat16 on a GPU, float32 on a CPU."
     )
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
+        None,
+        description="Spread each model over all GPUs with accelerate, by one of its strategies. "
+        "Default: all on one device.",
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run the model code that a checkpoint brings along. Read it first."
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: what the target's generation_config.json recommends for sampling is the default "
+        "of requests that do not say. none: it is not read for that.",
+    )
+    self_check: bool = Field(
+        True,
+        description="At load, compare a few tokens over our cache with the model's own attention, "
+        "and refuse a model that deviates.",
+    )
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
     max_model_len: int | None = Field(
         None, ge=2, description="Longest prompt plus output, in tokens. Default: the target's context."

@@ -11,10 +11,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Heads and sizes of one layer's keys and values, per token."""
+    """Heads and sizes of one layer's keys and values, per token, and the device where the layer runs."""
 
     key: tuple[int, int]  # [kv heads, key size]
     value: tuple[int, int]  # [kv heads, value size]
+    device: torch.device
 
     @property
     def num_elements(self) -> int:
@@ -24,12 +25,12 @@ class LayerShape:
 class KVCache:
     """Keys and values of one model: per layer two tensors [num_slots, kv heads, size]."""
 
-    def __init__(
-        self, layers: list[LayerShape], num_slots: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, layers: list[LayerShape], num_slots: int, dtype: torch.dtype) -> None:
         # Zeros, not empty: masked slots are multiplied by zero, which does not silence a NaN.
-        self.keys = [torch.zeros(num_slots, *layer.key, dtype=dtype, device=device) for layer in layers]
-        self.values = [torch.zeros(num_slots, *layer.value, dtype=dtype, device=device) for layer in layers]
+        self.keys = [torch.zeros(num_slots, *layer.key, dtype=dtype, device=layer.device) for layer in layers]
+        self.values = [
+            torch.zeros(num_slots, *layer.value, dtype=dtype, device=layer.device) for layer in layers
+        ]
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""

@@ -88,6 +88,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int
     methods: list[Method]  # who can draft here; "none" is always possible
     method: Method  # who drafts unless a request says otherwise
+    default_sampling: dict[str, float] = {}  # what the model's generation config recommends, by its names
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

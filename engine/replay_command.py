@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsCo
 from transformers.utils import logging as transformers_logging
 
 from engine.config import EngineConfig
-from engine.models.decoder_only import ModelLoadError
+from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
 from engine.replay import Replayer, RoundReport

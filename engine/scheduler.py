@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.block_manager import BlockPool, BlockTable
+from engine.draft_length.confidence import Patience
 from engine.draft_length.policy import Candidate, LengthPolicy
 from engine.sequence import Sequence
 
@@ -20,13 +21,15 @@ from engine.sequence import Sequence
 class Scheduled:
     """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
-    ``completes``: the last known token is among them, so the step draws what follows it.
+    ``completes``: the last known token is among them, so the step draws what follows it. ``patience``: when
+    its draft may end before ``num_draft_tokens``.
     """
 
     sequence: Sequence
     num_tokens: int
     num_draft_tokens: int
     completes: bool
+    patience: Patience | None = None
 
 
 class Scheduler:
@@ -206,7 +209,8 @@ class Scheduler:
         # A prompt of one token draws at once; the policy has not been asked about it.
         unasked = self._draft_limit(sequence) if sequence.fixed_draft_length else 0
         num_draft_tokens = min(self.chosen.get(sequence, unasked), budget - 1)
-        return Scheduled(sequence, 1, num_draft_tokens, completes=True)
+        patience = self.policy.patience(sequence) if self.policy is not None else None
+        return Scheduled(sequence, 1, num_draft_tokens, completes=True, patience=patience)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:
         """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""

@@ -21,7 +21,7 @@ from engine.admission import RequestError
 from engine.config import EngineConfig
 from engine.llm import LLM, Completion
 from engine.messages import SamplingParams
-from engine.models.decoder_only import ModelLoadError
+from engine.models.errors import ModelLoadError
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 

@@ -33,7 +33,8 @@ from engine.messages import (
     decode_to_worker,
     encode,
 )
-from engine.models.decoder_only import ModelLoadError
+from engine.models.errors import ModelLoadError
+from engine.models.generation_defaults import default_sampling
 
 IDLE_POLL_MILLISECONDS = 1000
 # How often the state of speculation is told while there is work.
@@ -108,6 +109,9 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         block_size=target_pool.block_size,
         methods=sorted(core.admission.methods),
         method=core.admission.method,
+        default_sampling=default_sampling(core.target.generation_config)
+        if config.generation_config == "auto"
+        else {},
     )
 
 
@@ -125,11 +129,12 @@ def main() -> int:
         socket.connect(args.socket)
         try:
             core = build_engine(config)
+            ready = describe(core, config)
         except ModelLoadError as error:
             print(f"foretoken worker: {error}", file=sys.stderr)
             socket.send(encode(Failed(request_id="", code="model_load_failed", message=str(error))))
             return 2
-        socket.send(encode(describe(core, config)))
+        socket.send(encode(ready))
         Worker(core, socket).run()
     return 0
 

@@ -109,8 +109,8 @@ def _placeholder(annotation: Any) -> str:
         return "A,B,..."
     words = [word for part in get_args(annotation) for word in get_args(part) if isinstance(word, str)]
     candidates = [annotation, *get_args(annotation), *map(_bare, get_args(annotation))]
-    shown = next((shown for kind, shown in PLACEHOLDERS.items() if kind in candidates), "VALUE")
-    return "|".join([shown, *words])
+    shown = [shown for kind, shown in PLACEHOLDERS.items() if kind in candidates][:1]
+    return "|".join([*shown, *words])
 
 
 def _bare(annotation: Any) -> Any:

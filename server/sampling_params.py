@@ -15,7 +15,15 @@ from server.schemas.completion import CompletionRequest
 from server.schemas.responses import ResponsesRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
-DEFAULT_TEMPERATURE = 1.0
+
+# What a request gets that does not say, where the model's generation config does not say either.
+NEUTRAL: dict[str, float] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 # A key of a JSON object that is an integer, in the one way to write it.
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
@@ -33,15 +41,21 @@ def build_sampling_params(
     speculation = request.speculation or SpeculationOptions()
     max_tokens = _max_tokens(request, num_prompt_tokens, worker)
     logprobs = _logprobs(request, max_logprobs)
+    default = NEUTRAL | worker.default_sampling
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=DEFAULT_TEMPERATURE if request.temperature is None else request.temperature,
-        top_k=max(0, request.top_k or 0),  # -1 is another usual way to say "off"
-        top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or 0.0,
+        temperature=default["temperature"] if request.temperature is None else request.temperature,
+        # -1 is another usual way to say "off"
+        top_k=int(default["top_k"]) if request.top_k is None else max(0, request.top_k),
+        top_p=default["top_p"] if request.top_p is None else request.top_p,
+        min_p=default["min_p"] if request.min_p is None else request.min_p,
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        repetition_penalty=(
+            default["repetition_penalty"]
+            if request.repetition_penalty is None
+            else request.repetition_penalty
+        ),
         logit_bias=_logit_bias(request.logit_bias or {}, worker.vocab_size),
         min_tokens=_min_tokens(request, max_tokens),
         seed=request.seed,
@@ -80,7 +94,7 @@ def _max_tokens(request: SamplingRequest, num_prompt_tokens: int, worker: Ready)
     room = longest - num_prompt_tokens
     name, asked = _asked_tokens(request)
     if asked is None:
-        return room
+        return min(room, int(worker.default_sampling.get("max_new_tokens", room)))
     if asked > room:
         raise ContextLengthError(
             f"{limit}, but {num_prompt_tokens} tokens of prompt and {asked} of output were asked for. "
@@ -91,7 +105,8 @@ def _max_tokens(request: SamplingRequest, num_prompt_tokens: int, worker: Ready)
 
 
 def _asked_tokens(request: SamplingRequest) -> tuple[str, int | None]:
-    """The field that limits the output and its value; None is "until the context ends"."""
+    """The field that limits the output and its value; None leaves it to the model: its
+    generation config's ``max_new_tokens``, or until the context ends."""
     if isinstance(request, CompletionRequest):
         asked = request.max_tokens
         return "max_tokens", DEFAULT_COMPLETION_TOKENS if asked is None else asked

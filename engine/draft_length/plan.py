@@ -14,6 +14,8 @@ from engine.draft_length.costs import CostModel
 
 # Slots that survive less often than this are not worth the look.
 SURVIVAL_FLOOR = 0.02
+# Rows of different lengths are padded to the longest for attention; what a token of padding costs, in tokens.
+PADDING = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def search(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int)
     num_active = [0] * (1 + max((len(row.survival) for row in rows), default=0))
     tokens, drafting_seconds, lag = plain.tokens, 0.0, 0.0
     best_rate, best_count, best_tokens, best_seconds = 0.0, 0, 0.0, 1.0
+    longest = 0
     for count, (chance, position, i) in enumerate(slots, start=1):
         row = rows[i]
         if row.uses_model:
@@ -74,7 +77,9 @@ def search(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int)
             lag -= chance
         score_tokens += row.fill
         tokens -= chance * row.fill
-        seconds = overhead + drafting_seconds + draft(num_active[0] + lag) + score(score_tokens)
+        longest = max(longest, position + 1)
+        padding = PADDING * (longest * len(rows) - count)
+        seconds = overhead + drafting_seconds + draft(num_active[0] + lag) + score(score_tokens + padding)
         if tokens > best_rate * seconds:
             best_rate, best_count, best_tokens, best_seconds = tokens / seconds, count, tokens, seconds
     if not slots:
@@ -105,7 +110,8 @@ def evaluate(
     for row, length in zip(rows, lengths, strict=True):
         tokens += row.fill * sum(row.survival[:length])
         score_tokens += row.fill * length
-    seconds = costs.host(len(rows)) + costs.score(score_tokens + num_prompt_tokens)
+    padding = PADDING * (max(lengths, default=0) * len(rows) - sum(lengths))
+    seconds = costs.host(len(rows)) + costs.score(score_tokens + padding + num_prompt_tokens)
     seconds += sum(map(costs.draft, draft_sizes(model_lengths, usual_lag if lag is None else lag)))
     return Plan(lengths, tokens, seconds)
 

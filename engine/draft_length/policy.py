@@ -13,9 +13,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
 from engine.draft_length.plan import (
     SURVIVAL_FLOOR,
+    Plan,
     RowOutlook,
     Search,
     draft_sizes,
@@ -34,6 +36,8 @@ HYSTERESIS = 0.01
 SEARCH_EVERY = 4
 # Switching on must earn within so many rounds what it takes to bring the draft's cache up to date.
 CATCH_UP_ROUNDS = 32
+# Every so many rounds nothing ends early, so that what unlikely tokens are worth stays known.
+EXPLORE_EVERY = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ class LengthPolicy(Protocol):
 
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None: ...
 
+    def patience(self, key: Hashable) -> Patience | None: ...
+
     def forget(self, key: Hashable) -> None: ...
 
     def state(self) -> dict[str, object]: ...
@@ -93,6 +99,9 @@ class FixedDraftLength:
 
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         pass
+
+    def patience(self, key: Hashable) -> Patience | None:
+        return None
 
     def forget(self, key: Hashable) -> None:
         pass
@@ -115,6 +124,7 @@ class DraftLengthPolicy:
         self._last_search: Search | None = None
         self._next_search = 0
         self._asked: dict[Hashable, tuple[Candidate, int]] = {}
+        self._patience: dict[Hashable, Patience] = {}
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
         """Tokens to draft, by row."""
@@ -128,11 +138,17 @@ class DraftLengthPolicy:
             self._next_search = self._round + SEARCH_EVERY
             self._last_search = self._search(rows, sequences, num_prompt_tokens)
         found = self._last_search
-        lengths = found.best.lengths
+        lengths, self._patience = found.best.lengths, {}
         if num_prompt_tokens == 0 and self.probes.may_run(self._round, found):
             lengths = self._probe(rows, sequences, found) or lengths
+        if lengths is found.best.lengths and self._round % EXPLORE_EVERY:
+            lengths = self._be_patient(rows, sequences, found.best)
         self._asked = {row.key: (row, length) for row, length in zip(rows, lengths, strict=True)}
         return list(lengths)
+
+    def patience(self, key: Hashable) -> Patience | None:
+        """When a row may stop drafting before the length that ``choose`` has just named."""
+        return self._patience.get(key)
 
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         """The verdict on what ``choose`` asked for; fewer may have been drafted."""
@@ -196,6 +212,28 @@ class DraftLengthPolicy:
         catching_up = self.costs.draft(_lag(rows, best.lengths)) / CATCH_UP_ROUNDS
         return best.tokens / (best.seconds + catching_up) > found.plain.rate
 
+    def _be_patient(
+        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], best: Plan
+    ) -> list[int]:
+        """A lone row may draft up to its limit, but ends early where the draft is unsure.
+
+        A token is worth what it costs at the rate of ``best``: its place in the target's pass, and a draft
+        pass. Rows that share their passes save little by one row's doubt, and rows of different lengths
+        cost more: there the planned lengths stay.
+        """
+        (row, sequence), *others = zip(rows, sequences, strict=True)
+        if others or not best.lengths[0] or row.method != DRAFT_MODEL:
+            return best.lengths
+        costs, longest = self.costs, max(2, row.limit)
+        score_seconds = (costs.score(1 + longest) - costs.score(2)) / (longest - 1)
+        usual_rate = max(0.1, sequence.survival(1, 0.0)[0])
+        self._patience[row.key] = Patience(
+            sequence.group.confidence,
+            least_to_score=best.rate * score_seconds,
+            least_to_draft=best.rate * (score_seconds + costs.draft(1)) / usual_rate,
+        )
+        return [row.limit]
+
     def _probe(
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search
     ) -> list[int] | None:
@@ -221,16 +259,21 @@ class DraftLengthPolicy:
                     outcome.num_draft_tokens,
                     outcome.num_accepted_tokens,
                     outcome.ended,
+                    self._patience.get(outcome.key),
                 )
 
     def _observe_costs(self, outcomes: Sequence[Outcome], seconds: RoundSeconds) -> None:
         lag, num_lookups, by_model = 0, 0, []
         for outcome in outcomes:
             row, num_asked = self._asked[outcome.key]
+            patience = self._patience.get(outcome.key)
+            # A token that was refused has cost its draft pass all the same.
+            refused = patience is not None and patience.refused_rate is not None
+            num_passes = outcome.num_draft_tokens + refused
             if row.method != DRAFT_MODEL:
                 num_lookups += num_asked > 0
-            elif outcome.num_draft_tokens:
-                by_model.append(outcome.num_draft_tokens)
+            elif num_passes:
+                by_model.append(num_passes)
                 lag += row.lag
         self.costs.observe_round(
             draft_sizes=draft_sizes(by_model, lag),

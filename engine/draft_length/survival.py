@@ -6,6 +6,8 @@ A position hardly ever reached is taken to be like the one before it. Survival t
 ``a_1`` to ``a_j``.
 """
 
+from engine.draft_length.confidence import ConfidenceTable, Patience
+
 # Decay of the counts per draft: a group remembers about 100 drafts, a sequence about 50.
 GROUP_DECAY, SEQUENCE_DECAY = 0.99, 0.98
 # What was known before a pause of so many rounds is old, and the first draft after it counts for more.
@@ -13,8 +15,8 @@ PAUSE, PAUSED_DECAY = 16, 0.7
 # The first draft of all starts optimistic; being wrong costs a few rounds.
 FIRST_RATE = 0.6
 # How many drafts the assumptions are worth: of a group that the next position is like the last, of a
-# sequence that it is like its group.
-GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 24.0
+# sequence that it is like its group. Rows of different lengths cost more, so the difference must be clear.
+GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 100.0
 # The text has changed when the first drafted tokens of late do so much better or worse than expected; what
 # was known then loses most of its weight.
 DRIFT_RATE, MAX_DRIFT, CHANGED_DECAY = 0.2, 0.5, 0.3
@@ -55,18 +57,27 @@ class AcceptanceCounts:
             self.fade(CHANGED_DECAY)
             self._drift = 0.0
 
-    def add(self, num_drafted: int, num_accepted: int, decay: float) -> None:
-        """A verdict says something about the accepted positions and the first rejected one."""
+    def add(
+        self, num_drafted: int, num_accepted: int, decay: float, refused_rate: float | None = None
+    ) -> None:
+        """A verdict says something about the accepted positions and the first rejected one.
+
+        ``refused_rate``: the draft ended before a token that would have been accepted so often. Without
+        counting it, a position would seem better than it is: only the likely tokens get there.
+        """
         reached, accepted, weight = self.reached, self.accepted, self.weight
-        if len(reached) < num_drafted:
-            missing = [0.0] * (num_drafted - len(reached))
+        num_positions = num_drafted + (refused_rate is not None)
+        if len(reached) < num_positions:
+            missing = [0.0] * (num_positions - len(reached))
             reached += missing
             accepted += missing
         for position in range(num_accepted):
             reached[position] += weight
             accepted[position] += weight
-        if num_accepted < num_drafted:
+        if num_accepted < num_positions:
             reached[num_accepted] += weight
+        if num_accepted == num_drafted and refused_rate is not None:
+            accepted[num_drafted] += weight * refused_rate
         self.fade(decay)
 
 
@@ -75,15 +86,19 @@ class GroupAcceptance:
 
     def __init__(self) -> None:
         self.counts = AcceptanceCounts()
+        self.confidence = ConfidenceTable()
         self.fill = 1.0
         self.last_drafted = 0  # round
         self._rates: list[float] | None = None
 
-    def add(self, current_round: int, num_drafted: int, num_accepted: int) -> None:
+    def add(
+        self, current_round: int, num_drafted: int, num_accepted: int, refused_rate: float | None
+    ) -> None:
         if current_round - self.last_drafted > PAUSE:
             self.counts.fade(PAUSED_DECAY)
-        self.counts.notice_change(num_accepted > 0, self.counts.rate(0, FIRST_RATE, GROUP_WEIGHT))
-        self.counts.add(num_drafted, num_accepted, GROUP_DECAY)
+        if num_drafted:
+            self.counts.notice_change(num_accepted > 0, self.counts.rate(0, FIRST_RATE, GROUP_WEIGHT))
+        self.counts.add(num_drafted, num_accepted, GROUP_DECAY, refused_rate)
         self._rates = None
 
     def rates(self) -> list[float]:
@@ -106,6 +121,7 @@ class GroupAcceptance:
             "acceptance_rate": [round(rate, 4) for rate in self.rates()],
             "survival": survival,
             "recent_drafts": [round(reached / self.counts.weight, 1) for reached in self.counts.reached],
+            "acceptance_by_confidence": self.confidence.state(),
             "drafted_of_asked": round(self.fill, 3),
         }
 
@@ -121,17 +137,30 @@ class SequenceAcceptance:
         self.num_draft_tokens = 0  # chosen last
 
     def learn(
-        self, current_round: int, num_asked: int, num_drafted: int, num_accepted: int, ended: bool
+        self,
+        current_round: int,
+        num_asked: int,
+        num_drafted: int,
+        num_accepted: int,
+        ended: bool,
+        patience: Patience | None = None,
     ) -> None:
-        """The verdict on one draft. One that was cut short by the end of the text is not counted."""
-        if num_drafted < num_asked or self.fill < 1:
+        """The verdict on one draft. One that was cut short by the end of the text is not counted.
+
+        With ``patience`` fewer tokens than asked for are no sign of a proposer that finds nothing.
+        """
+        if patience is None and (num_drafted < num_asked or self.fill < 1):
             self._add_fill(num_drafted / num_asked)
-        if num_drafted and not ended:
+        refused_rate = None if patience is None else patience.refused_rate
+        if (num_drafted or refused_rate is not None) and not ended:
             if current_round - self.last_drafted > PAUSE:
                 self.counts.fade(PAUSED_DECAY)
-            self.counts.notice_change(num_accepted > 0, self._first_rate())
-            self.counts.add(num_drafted, num_accepted, SEQUENCE_DECAY)
-            self.group.add(current_round, num_drafted, num_accepted)
+            if num_drafted:
+                self.counts.notice_change(num_accepted > 0, self._first_rate())
+            self.counts.add(num_drafted, num_accepted, SEQUENCE_DECAY, refused_rate)
+            self.group.add(current_round, num_drafted, num_accepted, refused_rate)
+            if patience is not None:
+                patience.learn(num_accepted)
         self.last_drafted = self.group.last_drafted = current_round
 
     def _add_fill(self, share: float) -> None:

@@ -12,9 +12,25 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from engine.batch import AttentionGroup, ForwardBatch
-from engine.kv_cache import KVCache, LayerShape
+from engine.kv_cache import KVCache
+from engine.models.errors import ModelLoadError
 
 ATTENTION_NAME = "foretoken"
+
+# What models hand to their attention function beside our own arguments, and what changes nothing here:
+# masks and packing are in our context, dropout is for training, and nobody asks for the weights.
+WITHOUT_EFFECT = frozenset(
+    {
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "dropout",
+        "max_length_k",
+        "max_length_q",
+        "output_attentions",
+        "position_ids",
+        "use_cache",
+    }
+)
 
 
 class AttentionContext(Protocol):
@@ -26,8 +42,14 @@ class AttentionContext(Protocol):
         value: torch.Tensor,
         scaling: float | None,
         sliding_window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``query`` [tokens, heads, size], ``key`` and ``value`` [tokens, kv heads, size]; like query."""
+        """``query`` [tokens, heads, size], ``key`` and ``value`` [tokens, kv heads, size]; like query.
+
+        ``softcap`` c makes c tanh(s / c) of each score s. ``sinks`` [heads] are one more score per head
+        that takes its share of the attention and gives no value.
+        """
         ...
 
 
@@ -37,6 +59,10 @@ class PagedAttention:
     def __init__(self, batch: ForwardBatch, cache: KVCache) -> None:
         self.batch = batch
         self.cache = cache
+        # What attention needs of the batch, on each device where layers run.
+        self._on: dict[torch.device, tuple[torch.Tensor, list[AttentionGroup]]] = {
+            batch.slots.device: (batch.slots, batch.groups)
+        }
 
     def attend(
         self,
@@ -46,19 +72,26 @@ class PagedAttention:
         value: torch.Tensor,
         scaling: float | None,
         sliding_window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.cache.write(layer, self.batch.slots, key, value)
-        groups = self.batch.groups
+        slots, groups = self._on.get(query.device) or self._copied_to(query.device)
+        self.cache.write(layer, slots, key, value)
         if len(groups) == 1:
-            return self._attend_group(groups[0], layer, query, scaling, sliding_window)
+            return self._attend_group(groups[0], layer, query, scaling, sliding_window, softcap, sinks)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in groups:
             rows = group.query_index
             assert rows is not None  # only a lone group can be the whole batch
             if group.output_index is not None:
                 rows = rows[group.output_index]
-            output[rows] = self._attend_group(group, layer, query, scaling, sliding_window)
+            output[rows] = self._attend_group(group, layer, query, scaling, sliding_window, softcap, sinks)
         return output
+
+    def _copied_to(self, device: torch.device) -> tuple[torch.Tensor, list[AttentionGroup]]:
+        groups = [group.to(device) for group in self.batch.groups]
+        self._on[device] = self.batch.slots.to(device), groups
+        return self._on[device]
 
     def _attend_group(
         self,
@@ -67,6 +100,8 @@ class PagedAttention:
         query: torch.Tensor,
         scaling: float | None,
         sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """The group's real queries' outputs [queries, heads, value size]."""
         keys, values = self.cache.gather(layer, group.key_slots)
@@ -80,37 +115,42 @@ class PagedAttention:
         mask = group.mask(sliding_window)
         if mask is not None and shared > 1:
             mask = mask.repeat(1, 1, shared, 1)
-        attended = F.scaled_dot_product_attention(
-            query,
-            keys.view(group.rows, group.keys, kv_heads, -1).transpose(1, 2),
-            values.view(group.rows, group.keys, kv_heads, -1).transpose(1, 2),
-            attn_mask=mask,
-            scale=scaling,
-        )
+        keys = keys.view(group.rows, group.keys, kv_heads, -1).transpose(1, 2)
+        values = values.view(group.rows, group.keys, kv_heads, -1).transpose(1, 2)
+        if softcap is None and sinks is None:
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+        else:
+            if sinks is not None:
+                sinks = sinks.view(1, kv_heads, shared, 1).repeat_interleave(group.queries, dim=2)
+            attended = attention_by_definition(query, keys, values, mask, scaling, softcap, sinks)
         attended = attended.view(group.rows, kv_heads, shared, group.queries, -1).permute(0, 3, 1, 2, 4)
-        output = attended.reshape(group.rows * group.queries, kv_heads * shared, -1)
+        output = attended.reshape(group.rows * group.queries, kv_heads * shared, -1).contiguous()
         return output if group.output_index is None else output[group.output_index]
 
 
-class LayerProbe:
-    """Records the shapes of every layer's keys and values; attends to nothing."""
+def attention_by_definition(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the fused kernel cannot do: softcaps (Gemma 2, arXiv 2408.00118) and sinks (gpt-oss).
 
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        self.layers[layer] = LayerShape(
-            key=(key.shape[1], key.shape[2]), value=(value.shape[1], value.shape[2])
-        )
-        return query.new_zeros(*query.shape[:2], value.shape[-1])
+    ``query`` [rows, heads, queries, size], ``keys`` and ``values`` [rows, heads, keys, size], ``mask``
+    boolean, ``sinks`` [1, heads, queries, 1]. Keeps all scores in memory, unlike the fused kernel.
+    """
+    scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : keys.shape[-2]].to(values.dtype)
+    return weights @ values
 
 
 def attention_forward(
@@ -123,9 +163,20 @@ def attention_forward(
     attention_context: AttentionContext,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' signature: [1, heads, tokens, size] comes in, [1, tokens, heads, size] goes out."""
+    """transformers' signature: [1, heads, tokens, size] comes in, [1, tokens, heads, size] goes out.
+
+    ``ModelLoadError`` for anything else that would change the result.
+    """
+    for name, given in others.items():
+        if given is not None and given is not False and name not in WITHOUT_EFFECT:
+            raise ModelLoadError(f"its attention uses {name}, which is not supported")
+    if is_causal is False:
+        raise ModelLoadError("its attention looks at later tokens too (is_causal is false)")
     output = attention_context.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
         query[0].transpose(0, 1),
@@ -133,6 +184,8 @@ def attention_forward(
         value[0].transpose(0, 1),
         scaling,
         sliding_window,
+        softcap,
+        s_aux,
     )
     return output[None], None
 

@@ -5,12 +5,9 @@ from typing import Any
 import torch
 
 from engine.batch import ForwardBatch, Span
-from engine.kv_cache import KVCache, LayerShape
-from engine.models.attention import LayerProbe, PagedAttention
-
-
-class ModelLoadError(Exception):
-    """A model cannot be loaded or cannot be served; the message is for the user."""
+from engine.kv_cache import KVCache
+from engine.models.attention import PagedAttention
+from engine.models.layer_probe import LayerProbe, probe_layers
 
 
 class DecoderModel:
@@ -24,8 +21,10 @@ class DecoderModel:
         self.vocab_size = int(text_config.vocab_size)
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
         self.eos_token_ids = eos_token_ids(model)
+        self.generation_config = model.generation_config
         self.num_parameters = num_parameters
-        self.layers = self._probe_layers()
+        self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        self.layers = probe_layers(model, self._probe)
         self.cache: KVCache | None = None
         self.block_size = 0
 
@@ -35,7 +34,7 @@ class DecoderModel:
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.cache = KVCache(self.layers, num_blocks * block_size, self.dtype, self.device)
+        self.cache = KVCache(self.layers, num_blocks * block_size, self.dtype)
 
     @torch.inference_mode()
     def forward(self, spans: list[Span]) -> torch.Tensor:
@@ -59,24 +58,16 @@ class DecoderModel:
             input_ids=token_ids,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=logits_index,
+            # Logits come from the last layer's device; an index on the CPU is good for any.
+            logits_to_keep=logits_index.cpu() if self.is_spread else logits_index,
             attention_context=context,
         )
         return output.logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def _probe_layers(self) -> list[LayerShape]:
-        """Ask a one-token forward what each layer would store."""
-        probe = LayerProbe()
+    def _probe(self, probe: LayerProbe) -> None:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._call(zero, zero, zero[0], probe)
-        num_layers = int(self.model.config.get_text_config().num_hidden_layers)
-        if sorted(probe.layers) != list(range(num_layers)):
-            raise ModelLoadError(
-                f"{self.model.config.model_type} models cannot be served: only {len(probe.layers)} of "
-                f"{num_layers} layers use attention that can be rolled back"
-            )
-        return [probe.layers[i] for i in range(num_layers)]
 
 
 def eos_token_ids(model: Any) -> frozenset[int]:

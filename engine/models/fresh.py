@@ -15,8 +15,12 @@ from engine.sampling.processors import SamplingTensors, to_probs
 
 
 class FreshModel:
-    def __init__(self, path: str, dtype: torch.dtype, device: torch.device) -> None:
-        self.model = load_causal_model(path, dtype, device, attention="eager")
+    def __init__(
+        self, path: str, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+    ) -> None:
+        self.model = load_causal_model(
+            path, dtype, device, attention="eager", trust_remote_code=trust_remote_code
+        )
         self.device = device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.eos_token_ids = eos_token_ids(self.model)

@@ -11,7 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.models.attention import ATTENTION_NAME
-from engine.models.decoder_only import DecoderModel, ModelLoadError
+from engine.models.checkpoint import check_folder, explain
+from engine.models.decoder_only import DecoderModel
+from engine.models.errors import ModelLoadError
 from engine.models.packed_linear import can_pack, pack_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,28 +34,77 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_decoder(path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    """The decoder-only model at ``path``, on ``device``, its cache not yet allocated."""
-    model = load_causal_model(path, dtype, device, ATTENTION_NAME)
+def load_decoder(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    device_map: str | dict[str, str | int] | None = None,
+    trust_remote_code: bool = False,
+) -> DecoderModel:
+    """The decoder-only model at ``path``, on ``device``, its cache not yet allocated.
+
+    With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say.
+    """
+    model = load_causal_model(
+        path, dtype, device, ATTENTION_NAME, device_map=device_map, trust_remote_code=trust_remote_code
+    )
+    device = model.get_input_embeddings().weight.device
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if can_pack(dtype, device):
+    if can_pack(dtype, device) and device_map is None:
         pack_linears(model)
     return DecoderModel(model, num_parameters, dtype, device)
 
 
-def load_causal_model(path: str, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+def load_causal_model(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    *,
+    device_map: str | dict[str, str | int] | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
-    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
-    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
-        raise ModelLoadError(f"{path} is not a model folder: it has no config.json")
+    check_folder(path)
+    path = str(Path(path).expanduser()) if path.startswith("~") else path
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if config.is_encoder_decoder:
             raise ModelLoadError(f"{path} is an encoder-decoder model, which is not served yet")
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=attention
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            device_map=device_map,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"cannot load {path}: {error}") from error
-    model.eval().requires_grad_(False).to(device)
-    return model
+    except ModelLoadError:
+        raise
+    except Exception as error:  # formats, quantisers and hubs fail in many ways; the user needs one line
+        if error.args == (attention,):
+            raise ModelLoadError(
+                f"{config.model_type} models cannot be served: their layers have no attention that "
+                "transformers lets us replace (AttentionInterface)"
+            ) from error
+        raise ModelLoadError(explain(path, error)) from error
+    # transformers fills what is missing with random numbers.
+    if missing := sorted(found["missing_keys"]):
+        raise ModelLoadError(f"{path} lacks weights of the model: {', '.join(missing[:3])}")
+    model.eval().requires_grad_(False)
+    if device_map is not None:
+        _refuse_offload(path, getattr(model, "hf_device_map", {}))
+        return model
+    return model if hasattr(model, "hf_quantizer") else model.to(device)
+
+
+def _refuse_offload(path: str, placement: dict[str, Any]) -> None:
+    """Offloaded layers would be copied to the device in every step."""
+    places = {str(place) for place in placement.values()}
+    if "disk" in places or ("cpu" in places and len(places) > 1):
+        raise ModelLoadError(
+            f"{path} does not fit on the devices at hand: accelerate would leave a part of it on "
+            f"{'disk' if 'disk' in places else 'the CPU'}; use a smaller dtype or model, or more devices"
+        )

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Span
+from engine.draft_length.confidence import Patience
 from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
-from engine.sampling.sampler import Drafts, Sampler
+from engine.sampling.sampler import DraftDraw, Drafts, Sampler
 from engine.scheduler import Scheduled
 
 
@@ -39,8 +40,8 @@ class DraftModelProposer:
         probs = None
         if sampler.uses_draft_probs:
             probs = torch.zeros(len(lengths), num_positions, sampler.vocab_size, device=sampler.device)
+        active = [row for row, length in enumerate(lengths) if length > 0]
         for position in range(num_positions):
-            active = [row for row, length in enumerate(lengths) if length > position]
             if position > 0:
                 logits = self._forward(
                     [
@@ -48,11 +49,15 @@ class DraftModelProposer:
                         for row in active
                     ]
                 )
-            ids, drawn_from = sampler.select(active).draw_drafts(logits, token_ids[active, :position])
-            token_ids[active, position] = ids
-            if probs is not None and drawn_from is not None:
-                probs[active, position] = drawn_from
-        return Drafts(token_ids, probs, lengths)
+            draw = sampler.select(active).draw_drafts(logits, token_ids[active, :position])
+            token_ids[active, position] = draw.ids
+            if probs is not None and draw.probs is not None:
+                probs[active, position] = draw.probs
+            active = rows_going_on([part.patience for part in completing], lengths, active, position, draw)
+            if not active:
+                break
+        longest = max(lengths)
+        return Drafts(token_ids[:, :longest], None if probs is None else probs[:, :longest], lengths)
 
     def _is_mine(self, part: Scheduled) -> bool:
         return part.sequence.method == self.name
@@ -81,3 +86,22 @@ class DraftModelProposer:
         logits = self.model.forward(spans)[:, : self.vocab_size]
         missing = self.vocab_size - logits.shape[-1]
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+def rows_going_on(
+    patience: list[Patience | None], lengths: list[int], active: list[int], position: int, draw: DraftDraw
+) -> list[int]:
+    """Rows that draft another token. Shortens ``lengths`` where patience has run out.
+
+    The distribution decides, whichever token was drawn from it: one that is not kept has never been looked
+    at, and its random number is free for the token that takes its place.
+    """
+    for i, row in enumerate(active):
+        row_patience = patience[row]
+        if row_patience is None:
+            continue
+        if not row_patience.keeps(float(draw.confidence[i])):
+            lengths[row] = position
+        elif not row_patience.goes_on():
+            lengths[row] = position + 1
+    return [row for row in active if lengths[row] > position + 1]

@@ -81,6 +81,18 @@ class Judgement(NamedTuple):
     failed: torch.Tensor
 
 
+class DraftDraw(NamedTuple):
+    """One drafted token of each row.
+
+    ``confidence`` says how peaked the distribution is that it was drawn from, whichever token came out: its
+    highest probability; at temperature 0, that of the likeliest token against the second one.
+    """
+
+    ids: torch.Tensor  # [B]
+    probs: torch.Tensor | None  # [B, V], the distributions drawn from, if a row asks for them
+    confidence: torch.Tensor  # [B]
+
+
 class Sampler:
     """Rows of one step. ``vocab_size`` is the target's; every distribution has that width."""
 
@@ -100,25 +112,24 @@ class Sampler:
             return self
         return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device)
 
-    def draw_drafts(
-        self, logits: torch.Tensor, drafted: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far].
-
-        Returns ids [B] and, if a row asks for them, the distributions drawn from [B, V].
-        """
+    def draw_drafts(self, logits: torch.Tensor, drafted: torch.Tensor) -> DraftDraw:
+        """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
         offset = drafted.shape[1]
         # A draft model that has lost its mind may still be asked: any guess is a guess.
         logits, _ = _replace_broken(self._adjust(logits[:, None], drafted, offset))
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
+        confidence = logits.new_empty(len(self.rows))
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
         for rule, indices in self.groups.items():
             members = self._index(indices)
             rule_probs = None
             if rule is Rule.EXACT_MATCH:
                 ids[members] = logits[members, 0].argmax(-1)
+                first, second = logits[members, 0].topk(2).values.unbind(-1)
+                confidence[members] = torch.sigmoid(first - second)
             else:
                 rule_probs = self._probs(logits[members], indices)[:, 0]
+                confidence[members] = rule_probs.amax(-1)
                 seeds, positions = self._seeds(rule, members), self.positions[members] + offset
                 if rule is Rule.COUPLED:
                     ids[members] = race(rule_probs, exponential_noise(seeds, positions, self.vocab_size))
@@ -127,7 +138,7 @@ class Sampler:
             if probs is not None:
                 one_hot = F.one_hot(ids[members], self.vocab_size)
                 probs[members] = one_hot.float() if rule_probs is None else rule_probs
-        return ids, probs
+        return DraftDraw(ids, probs, confidence)
 
     def verify(self, logits: torch.Tensor, drafts: Drafts) -> Judgement:
         """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row."""

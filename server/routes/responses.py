@@ -14,7 +14,6 @@ from server.logprobs import ScoredToken, chat_logprobs
 from server.openapi import answer_or_stream
 from server.prompt import chat_prompt
 from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
-from server.sampling_params import DEFAULT_TEMPERATURE
 from server.schemas.examples import RESPONSES
 from server.schemas.logprobs import ChatTokenLogprob
 from server.schemas.responses import (
@@ -151,6 +150,7 @@ class ResponsesWriter:
     def _answer(self, status: Status, **fields: Any) -> ResponsesAnswer:
         """What every answer repeats of the request, and ``fields``."""
         body, asked = self._body, self._body.model_extra or {}
+        params = self._context.generation.job.params  # with the defaults filled in
         return ResponsesAnswer(
             id=self._context.generation.job.id,
             created_at=self._context.created,
@@ -160,10 +160,10 @@ class ResponsesWriter:
             metadata=body.metadata or {},
             model=body.model,
             parallel_tool_calls=asked.get("parallel_tool_calls") is not False,
-            temperature=DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
+            temperature=params.temperature,
             tool_choice=asked.get("tool_choice") or "auto",
             top_logprobs=body.top_logprobs or 0,
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=params.top_p,
             user=body.user,
             **{"output": [], **fields},
         )

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from scipy import stats
 
+from engine.draft_length.confidence import ConfidenceTable, Patience
 from engine.messages import SamplingParams
+from engine.proposers.draft_model import rows_going_on
 from engine.sampling.adjust import History
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests import naive
@@ -40,17 +42,21 @@ TARGET, DRAFT = ToyLogits(1, 1.2), ToyLogits(2, 1.2)
 
 
 def simulate(
-    params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0
+    params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0, unsure: bool = False
 ) -> list[tuple[int, ...]]:
-    """Three tokens for each of the seeds 0, 1, ...; ``in_flight`` > 0 limits how many share a sampler."""
+    """Three tokens for each of the seeds 0, 1, ...; ``in_flight`` > 0 limits how many share a sampler.
+
+    ``unsure``: drafts end early where the draft is unsure.
+    """
     batch = in_flight or num_samples
     outputs: list[tuple[int, ...]] = []
     for first in range(0, num_samples, batch):
-        outputs += _simulate_batch(params, rule, range(first, min(first + batch, num_samples)))
+        seeds = range(first, min(first + batch, num_samples))
+        outputs += _simulate_batch(params, rule, seeds, unsure)
     return outputs
 
 
-def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range) -> list[tuple[int, ...]]:
+def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range, unsure: bool) -> list[tuple[int, ...]]:
     texts = {seed: list(PROMPT) for seed in seeds}
     while unfinished := [s for s in seeds if len(texts[s]) < len(PROMPT) + NUM_TOKENS]:
         remaining = [len(PROMPT) + NUM_TOKENS - len(texts[s]) for s in unfinished]
@@ -60,7 +66,8 @@ def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range) -> list[tu
             for seed in unfinished
         ]
         sampler = Sampler(rows, VOCAB_SIZE, CPU)
-        drafts = _propose(sampler, lengths)
+        drafts = _propose(sampler, lengths, unsure)
+        lengths = drafts.lengths
         logits = torch.stack(
             [
                 TARGET([*row.history.token_ids, *ids[:j]])
@@ -76,31 +83,38 @@ def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range) -> list[tu
     return [tuple(texts[seed][len(PROMPT) :]) for seed in seeds]
 
 
-def _propose(sampler: Sampler, lengths: list[int]) -> Drafts:
+def _propose(sampler: Sampler, lengths: list[int], unsure: bool) -> Drafts:
     """As the draft-model proposer does, with look-ups for forward passes."""
     width = max(lengths)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     probs = torch.zeros(len(lengths), width, VOCAB_SIZE) if sampler.uses_draft_probs else None
+    patience = [Patience(ConfidenceTable(), 0.5, 0.0) if unsure else None for _ in lengths]
+    active = [i for i, length in enumerate(lengths) if length > 0]
     for position in range(width):
-        active = [i for i, length in enumerate(lengths) if length > position]
         drafted = token_ids[active, :position]
         texts = [
             sampler.rows[i].history.token_ids + ids for i, ids in zip(active, drafted.tolist(), strict=True)
         ]
-        ids, drawn_from = sampler.select(active).draw_drafts(torch.stack([DRAFT(t) for t in texts]), drafted)
-        token_ids[active, position] = ids
-        if probs is not None and drawn_from is not None:
-            probs[active, position] = drawn_from
-    return Drafts(token_ids, probs, lengths)
+        draw = sampler.select(active).draw_drafts(torch.stack([DRAFT(t) for t in texts]), drafted)
+        token_ids[active, position] = draw.ids
+        if probs is not None and draw.probs is not None:
+            probs[active, position] = draw.probs
+        active = rows_going_on(patience, lengths, active, position, draw)
+        if not active:
+            break
+    width = max(lengths)
+    return Drafts(token_ids[:, :width], None if probs is None else probs[:, :width], lengths)
 
 
-def p_value(params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0) -> float:
+def p_value(
+    params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0, unsure: bool = False
+) -> float:
     """Chi-square of the simulated joint histogram against exact enumeration; 0 if the impossible occurs."""
     expected = naive.joint(
         lambda ids: TARGET(ids).double().numpy(), params, PROMPT, NUM_TOKENS, VOCAB_SIZE, [STOP_ID]
     )
     counts = np.zeros_like(expected)
-    for tokens, count in Counter(simulate(params, rule, num_samples, in_flight)).items():
+    for tokens, count in Counter(simulate(params, rule, num_samples, in_flight, unsure)).items():
         counts[tokens] = count
     return chi_square(counts.ravel(), expected.ravel())
 

@@ -43,8 +43,8 @@ def raw_draft_probs(patch: Patch) -> None:
     honest = Sampler.draw_drafts
 
     def draw(self: Sampler, logits: torch.Tensor, drafted: torch.Tensor) -> Any:
-        ids, probs = honest(self, logits, drafted)
-        return ids, None if probs is None else logits.softmax(-1)
+        draw = honest(self, logits, drafted)
+        return draw if draw.probs is None else draw._replace(probs=logits.softmax(-1))
 
     patch.setattr(Sampler, "draw_drafts", draw)
 
@@ -311,6 +311,18 @@ def stop_seen_only_at_the_end_of_a_round(patch: Patch) -> None:
     patch.setattr(Sequence, "append", append)
 
 
+def confidence_of_the_token_drawn(patch: Patch) -> None:
+    """A draft ends by how likely its drawn token was: unlikely ones are dropped after they were drawn."""
+    honest = Sampler.draw_drafts
+
+    def draw(self: Sampler, logits: torch.Tensor, drafted: torch.Tensor) -> Any:
+        draw = honest(self, logits, drafted)
+        assert draw.probs is not None
+        return draw._replace(confidence=draw.probs.gather(1, draw.ids[:, None])[:, 0])
+
+    patch.setattr(Sampler, "draw_drafts", draw)
+
+
 @dataclass(frozen=True)
 class Mutant:
     plant: Callable[[Patch], None]
@@ -319,6 +331,10 @@ class Mutant:
 
 def histogram(params: SamplingParams, rule: Rule, **options: int) -> Callable[[Models], None]:
     return lambda models: gates.joint_distribution(params, rule, **options)
+
+
+def unsure_histogram(models: Models) -> None:
+    gates.joint_distribution_of_unsure_drafts(PLAIN, Rule.REJECTION)
 
 
 def greedy(models: Models) -> None:
@@ -351,6 +367,7 @@ MUTANTS = [
     Mutant(rows_off_by_one, histogram(PLAIN, Rule.REJECTION)),
     Mutant(unsure_drafts_dropped, histogram(PLAIN, Rule.REJECTION)),
     Mutant(large_batches_mix_their_drafts, histogram(PLAIN, Rule.REJECTION, in_flight=8)),
+    Mutant(confidence_of_the_token_drawn, unsure_histogram),
     Mutant(block_numbers_by_position_only, histogram(NARROW, Rule.BLOCK, num_samples=20_000)),
     Mutant(noise_forgets_the_position, histogram(PLAIN, Rule.COUPLED)),
     Mutant(coupled_emits_the_draft, histogram(PLAIN, Rule.COUPLED)),
@@ -400,3 +417,9 @@ def test_the_engine_itself_passes(models: Models, gate: Callable[[Models], None]
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
 def test_the_sampler_itself_passes(rule: Rule, params: SamplingParams) -> None:
     gates.joint_distribution(params, rule, num_samples=10_000)
+
+
+@pytest.mark.parametrize("params", [WARM, PLAIN, PENALIZED])
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
+def test_drafts_that_end_where_the_draft_is_unsure(rule: Rule, params: SamplingParams) -> None:
+    gates.joint_distribution_of_unsure_drafts(params, rule, num_samples=10_000)

@@ -1,0 +1,96 @@
+"""What can be wrong with a checkpoint, in one sentence each: folders before loading, errors after.
+
+``engine.models.loader`` loads; this module only looks and explains.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from safetensors import SafetensorError
+
+from engine.models.errors import ModelLoadError
+
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def check_folder(path: str) -> None:
+    """``ModelLoadError`` if ``path`` is meant to be a folder, but no model can be loaded from it."""
+    folder = Path(path).expanduser()
+    if path.endswith(".gguf"):
+        raise ModelLoadError(f"{path} is a GGUF file; give the folder of the model's safetensors checkpoint")
+    looks_local = path.startswith((".", "/", "~")) or folder.exists()
+    if not looks_local:
+        return
+    if not folder.is_dir():
+        raise ModelLoadError(f"{path} is not a model folder: there is no such folder")
+    weights = [name for pattern in WEIGHTS for name in folder.glob(pattern) if "adapter" not in name.name]
+    if (folder / "adapter_config.json").is_file() and not weights:
+        raise ModelLoadError(
+            f"{path} is a LoRA adapter of {_base_model(folder)}, not a whole model: merge it "
+            "(merge_and_unload, then save_pretrained) and give the merged folder"
+        )
+    if not (folder / "config.json").is_file():
+        kind = "only GGUF files" if any(folder.glob("*.gguf")) else "no config.json"
+        raise ModelLoadError(f"{path} is not a model folder: it has {kind}")
+    if not weights:
+        raise ModelLoadError(f"{path} has a config.json, but no weights (*.safetensors)")
+
+
+def _base_model(folder: Path) -> str:
+    try:
+        return str(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError):
+        return "another model"
+
+
+def explain(path: str, error: BaseException) -> str:
+    """What went wrong while ``path`` was loaded, in one line that says what to do about it."""
+    for cause in _causes(error):
+        if isinstance(cause, GatedRepoError):
+            return (
+                f"{path} is gated: accept its terms on its page, and set HF_TOKEN to a token of that account"
+            )
+        if isinstance(cause, RepositoryNotFoundError):
+            return (
+                f"there is no folder {path}, and no such model on the hub "
+                "(a private one needs HF_TOKEN to be set)"
+            )
+        if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
+            return (
+                f"{path} is neither a folder nor in the local cache of the hub, and the hub cannot be "
+                "reached (no network, or HF_HUB_OFFLINE is set)"
+            )
+        if isinstance(cause, HFValidationError):
+            return f"{path} is neither a folder nor the id of a model on the hub"
+        if isinstance(cause, SafetensorError):
+            return f"the weights in {path} are damaged or cut off: {cause}"
+    text = str(error)
+    if "trust_remote_code" in text:
+        return (
+            f"{path} brings its own code, which is not run unless you ask for it: read it, "
+            "then set trust_remote_code"
+        )
+    if isinstance(error, ImportError):
+        return f"{path} needs a package that is not installed: {_one_line(text)}"
+    return f"cannot load {path}: {_one_line(text) or type(error).__name__}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen = 0
+    while error is not None and seen < 20:
+        yield error
+        error, seen = error.__cause__ or error.__context__, seen + 1
+
+
+def _one_line(text: str) -> str:
+    """The first sentences of a message that may go on for a page."""
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:300]} ..."

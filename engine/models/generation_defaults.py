@@ -1,0 +1,32 @@
+"""A model's ``generation_config.json`` as defaults of requests: what its makers recommend for sampling.
+
+The same fields that vLLM takes under ``--generation-config auto``. ``do_sample`` is not among them: greedy is
+``temperature`` 0, and a request that names no temperature samples.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.models.errors import ModelLoadError
+
+# Field -> whether a value is in the range that requests have.
+FIELDS: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 <= value <= 2,
+    "top_k": lambda value: value >= 0,
+    "top_p": lambda value: 0 < value <= 1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: value > 0,
+    "max_new_tokens": lambda value: value >= 1,
+}
+
+
+def default_sampling(generation_config: Any) -> dict[str, float]:
+    """What the config sets of ``FIELDS``; ``ModelLoadError`` for a value that no request could have."""
+    given = {name: getattr(generation_config, name, None) for name in FIELDS}
+    for name, value in given.items():
+        if value is not None and not FIELDS[name](value):
+            raise ModelLoadError(
+                f"the model's generation_config.json has {name} {value}, which is out of range: correct it, "
+                "or set generation_config to none"
+            )
+    return {name: value for name, value in given.items() if value is not None}

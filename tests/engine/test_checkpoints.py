@@ -1,0 +1,187 @@
+"""Checkpoints as users have them: loaded to the same text, or refused in one sentence."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from engine.messages import SamplingParams
+from engine.models.errors import ModelLoadError
+from engine.models.loader import load_causal_model, load_decoder
+from tests.engine.conftest import Models
+from tests.models import make_engine, run_engine
+
+CPU = torch.device("cpu")
+PROMPTS = [[1, 2, 3], [4, 5]]
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+
+
+@pytest.fixture
+def copy(models: Models, tmp_path: Path) -> Path:
+    """A checkpoint folder to spoil."""
+    shutil.copytree(models.target, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def text(folder: Path | str, **config: Any) -> list[list[int]]:
+    return run_engine(make_engine(str(folder), None, **config), PROMPTS, GREEDY)
+
+
+def refusal(folder: Path | str, **config: Any) -> str:
+    with pytest.raises(ModelLoadError) as refused:
+        make_engine(str(folder), None, **config)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert len(message) < 450
+    return message
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_sharded(models: Models, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert text(tmp_path) == text(models.target)
+    next(tmp_path.glob("model-00002-*")).unlink()
+    assert "model-00002-" in refusal(tmp_path)
+
+
+def test_pytorch_bin(models: Models, copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    torch.save(weights, copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    assert text(copy) == text(models.target)
+
+
+def test_tied_weights_are_kept_once(models: Models, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models.target, dtype=torch.float32)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    loaded = load_decoder(str(tmp_path), torch.float32, CPU)
+    assert loaded.model.lm_head.weight.data_ptr() == loaded.model.model.embed_tokens.weight.data_ptr()
+    assert loaded.num_parameters == load_decoder(models.target, torch.float32, CPU).num_parameters - 16 * 32
+
+
+def test_merged_adapter(models: Models, copy: Path) -> None:
+    """What merge_and_unload saves is the base's weights plus B A: a plain checkpoint."""
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.manual_seed(0)
+    rows, columns = weights[name].shape
+    weights[name] += torch.randn(rows, 2) @ torch.randn(2, columns)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32)
+    ids = torch.tensor([PROMPTS[0]])
+    expected = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=GREEDY.max_tokens
+    )
+    assert text(copy)[0] == expected[0, 3:].tolist()
+    assert text(copy) != text(models.target)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_adapter_that_is_not_merged(copy: Path, with_config: bool) -> None:
+    (copy / "model.safetensors").rename(copy / "adapter_model.safetensors")
+    (copy / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    if not with_config:
+        (copy / "config.json").unlink()
+    assert "is a LoRA adapter of org/base, not a whole model: merge it" in refusal(copy)
+
+
+def test_folders_without_a_model(copy: Path, tmp_path: Path) -> None:
+    assert "there is no such folder" in refusal(tmp_path / "nowhere")
+    (copy / "model.safetensors").unlink()
+    assert "has a config.json, but no weights" in refusal(copy)
+    (copy / "config.json").unlink()
+    assert "it has no config.json" in refusal(copy)
+    (copy / "model.Q4_K_M.gguf").touch()
+    assert "it has only GGUF files" in refusal(copy)
+    assert "is a GGUF file" in refusal(copy / "model.Q4_K_M.gguf")
+
+
+def test_truncated_weights(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    assert "damaged or cut off" in refusal(copy)
+
+
+def test_missing_weights_are_not_made_up(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks weights of the model: model.norm.weight" in refusal(copy)
+
+
+def test_configs_that_cannot_be_used(copy: Path) -> None:
+    config = copy / "config.json"
+    edit(config, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128})
+    assert "gptq" in refusal(copy).lower()
+    edit(config, quantization_config=None, model_type="frobnicate")
+    assert "frobnicate" in refusal(copy)
+    edit(config, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+    assert "set trust_remote_code" in refusal(copy)
+    config.write_text("{")
+    assert str(copy) in refusal(copy)
+
+
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+class Config(LlamaConfig):
+    model_type = "own"
+class Model(LlamaForCausalLM):
+    config_class = Config
+"""
+
+
+def test_code_of_its_own_runs_when_trusted(
+    models: Models, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    edit(copy / "config.json", model_type="own", auto_map=auto_map)
+    (copy / "own.py").write_text(OWN_CODE)
+    assert "set trust_remote_code" in refusal(copy)
+    assert text(copy, trust_remote_code=True) == text(models.target)
+
+
+def test_hub_id_from_the_cache(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a download leaves it: a snapshot named by its commit, and a reference to it."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)
+    commit, repository = "0" * 40, tmp_path / "models--org--model"
+    shutil.copytree(models.target, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    assert text("org/model") == text(models.target)
+    message = refusal("org/another")
+    assert "neither a folder nor in the local cache" in message
+    assert "HF_HUB_OFFLINE" in message
+
+
+def test_name_that_is_no_id() -> None:
+    assert "neither a folder nor the id" in refusal("two words")
+
+
+@pytest.mark.parametrize("device_map", ["auto", "sequential"])
+def test_device_map_on_one_device(models: Models, device_map: str) -> None:
+    assert text(models.target, device_map=device_map) == text(models.target)
+
+
+def test_offload_is_refused(models: Models, tmp_path: Path) -> None:
+    parts = ["embed_tokens", "layers.0", "layers.1", "norm", "rotary_emb"]
+    placement: dict[str, str | int] = {f"model.{part}": "cpu" for part in parts} | {"lm_head": "cpu"}
+    placement["model.layers.1"] = "disk"
+    with pytest.raises(ModelLoadError, match="would leave a part of it on disk"):
+        load_causal_model(models.target, torch.float32, CPU, "eager", device_map=placement)

@@ -1,0 +1,146 @@
+"""Decoder families as tiny random models: each architecture once, with what sets it apart switched on.
+
+Sizes are as small as the architecture allows; windows are shorter than the tests' texts; weights are large
+enough that softcaps, windows and routing change the text.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB_SIZE, CONTEXT = 48, 256
+STD = 0.25
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": STD,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": CONTEXT,
+    "initializer_range": STD,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+INTERLEAVED = ["sliding_attention", "full_attention"]
+SLIDING = {"sliding_window": 8}
+
+# Family -> (transformers' model type, what its config says beyond the common shape).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Llama with scaled rotary positions": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "Qwen2": ("qwen2", {}),
+    "Qwen3": ("qwen3", {"head_dim": 16}),
+    "Mistral, sliding window": ("mistral", SLIDING),
+    "Gemma": ("gemma", {"head_dim": 8}),
+    "Gemma 2": (
+        "gemma2",
+        {
+            **SLIDING,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            "layer_types": INTERLEAVED,
+        },
+    ),
+    "Gemma 3": (
+        "gemma3_text",
+        {**SLIDING, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": INTERLEAVED},
+    ),
+    "Phi-3": ("phi3", SLIDING),
+    "Phi": ("phi", {"partial_rotary_factor": 0.5}),
+    "GPT-2": ("gpt2", GPT2_SHAPE),
+    "GPT-BigCode": ("gpt_bigcode", GPT2_SHAPE),
+    "GPT-NeoX": ("gpt_neox", {"rotary_pct": 0.5}),
+    "GPT-NeoX, sequential residual": ("gpt_neox", {"rotary_pct": 0.25, "use_parallel_residual": False}),
+    "OPT": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "OLMo": ("olmo", {"clip_qkv": 1.0}),
+    "OLMo 2": ("olmo2", {}),
+    "OLMo 3": ("olmo3", {**SLIDING, "layer_types": INTERLEAVED}),
+    "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "StarCoder2": ("starcoder2", SLIDING),
+    "Cohere": ("cohere", {"logit_scale": 0.25}),
+    "Cohere 2": ("cohere2", {**SLIDING, "layer_types": INTERLEAVED}),
+    "Granite": ("granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.5}),
+    "GLM-4": ("glm4", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "EXAONE 4": ("exaone4", {**SLIDING, "layer_types": INTERLEAVED}),
+    "Seed-OSS": ("seed_oss", {"head_dim": 8}),
+    "Mixtral": ("mixtral", {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen2-MoE": ("qwen2_moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}),
+    "Qwen3-MoE": ("qwen3_moe", {**EXPERTS, "num_experts": 8, "head_dim": 8}),
+    "OLMoE": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "GPT-OSS, attention sinks": (
+        "gpt_oss",
+        {
+            **SLIDING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "layer_types": INTERLEAVED,
+        },
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+    ),
+}
+
+
+def save_family(folder: Path, family: str, seed: int = 1) -> str:
+    """A tiny random model of ``family``, saved in float32; returns the folder."""
+    model_type, differences = FAMILIES[family]
+    shape = {} if model_type in ("gpt2", "gpt_bigcode") else SHAPE
+    return save_random(folder, model_type, {**shape, **differences}, seed)
+
+
+def save_random(folder: Path, model_type: str, values: dict[str, Any], seed: int = 1) -> str:
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **values)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms, biases and sinks start as constants; trained ones are not
+                parameter.add_(torch.randn_like(parameter) * STD)
+    model.save_pretrained(folder)
+    return str(folder)
