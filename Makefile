@@ -3,11 +3,12 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+CLIENTS_VENV ?= .venv-clients
 PYTEST_ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test check lint types format clean
+.PHONY: help install install-dev serve test test-clients fuzz check lint types format clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
@@ -18,6 +19,12 @@ serve: install ## Install if needed, then serve on 127.0.0.1:8000 (settings: FOR
 
 test: install-dev ## Install if needed, then run all tests (PYTEST_ARGS="-k name" narrows them)
 	@exec $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-clients: $(CLIENTS_VENV)/.installed ## Install foreign clients into an environment of their own, then test with them
+	@exec $(CLIENTS_VENV)/bin/python -m pytest tests/clients --ignore tests/clients/test_fuzz.py $(PYTEST_ARGS)
+
+fuzz: $(CLIENTS_VENV)/.installed ## The same environment: thousands of requests generated from the API's own description
+	@exec $(CLIENTS_VENV)/bin/python -m pytest tests/clients/test_fuzz.py $(PYTEST_ARGS)
 
 check: lint types ## Install if needed, then lint, check the formatting and the types
 
@@ -33,7 +40,7 @@ format: install-dev ## Reformat the code and fix what ruff can fix
 	$(VENV)/bin/ruff format .
 
 clean: ## Remove the environment and the tools' caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -49,9 +56,15 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.installed $@
 
-$(VENV)/bin/python:
+$(CLIENTS_VENV)/.installed: pyproject.toml constraints.txt tests/clients/requirements.txt | $(CLIENTS_VENV)/bin/python
+	@echo "==> Installing Foretoken and foreign clients into $(CLIENTS_VENV) (the first time takes minutes)"
+	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install \
+		-c constraints.txt -r tests/clients/requirements.txt -e .
+	@touch $@
+
+$(VENV)/bin/python $(CLIENTS_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Foretoken needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 1; }
-	@echo "==> Creating $(VENV) with $$($(PYTHON) --version)"
-	@$(PYTHON) -m venv $(VENV) || \
-		{ rm -rf $(VENV); echo "No venv module: on Debian, install the package python3-venv" >&2; exit 1; }
+	@echo "==> Creating $(@:/bin/python=) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(@:/bin/python=) || \
+		{ rm -rf $(@:/bin/python=); echo "No venv module: on Debian, install the package python3-venv" >&2; exit 1; }

@@ -1,7 +1,8 @@
 """What the engine can be told: models, device, speculation, cache, scheduling.
 
 Imported by both processes, so it knows nothing of torch. ``server.config.Settings`` inherits these fields
-and adds HTTP's own; descriptions here become ``--help`` and the docs table.
+and adds HTTP's own. Each class is a group of settings: its docstring's first line is the group's title, and
+the descriptions become ``--help`` and ``docs/configuration.md``.
 """
 
 from pathlib import Path
@@ -12,10 +13,8 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
 
 
-class EngineConfig(BaseModel):
-    """Settings of one worker. ``target`` None means the bundled pair."""
-
-    model_config = ConfigDict(extra="forbid")
+class ModelSettings(BaseModel):
+    """Models and device"""
 
     target: str | None = Field(
         None, description="Target model: a folder or hub id. Default: the bundled demo pair."
@@ -48,6 +47,14 @@ class EngineConfig(BaseModel):
         "and refuse a model that deviates.",
     )
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest prompt plus output, in tokens. Default: the target's context."
+    )
+
+
+class SpeculationSettings(BaseModel):
+    """Speculation"""
+
     method: Literal["auto", "draft_model", "ngram", "none"] = Field(
         "auto",
         description="Who drafts. ngram: the text so far, without a model. auto: in each round the draft "
@@ -76,9 +83,11 @@ class EngineConfig(BaseModel):
         description="How drafted tokens are verified when sampling. "
         "auto: coupled for requests with a seed, else rejection.",
     )
-    max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt plus output, in tokens. Default: the target's context."
-    )
+
+
+class BatchingSettings(BaseModel):
+    """Batching and caches"""
+
     max_num_sequences: int = Field(32, ge=1, description="Sequences that run at the same time.")
     max_num_batched_tokens: int = Field(
         1024, ge=1, description="Tokens scored per step; longer prompts are computed in chunks."
@@ -90,6 +99,12 @@ class EngineConfig(BaseModel):
     cache_memory: ByteSize = Field(
         ByteSize(1 << 30), description="Memory for both KV caches together, such as '2GiB'."
     )
+
+
+class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
+    """Settings of one worker. ``target`` None means the bundled pair."""
+
+    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="after")
     def _resolve_models(self) -> Self:

@@ -168,6 +168,7 @@ class EngineCore:
                     num_accepted_tokens=num_kept,
                     seed=sequence.seed,
                     num_cached_tokens=sequence.num_cached_tokens or 0,
+                    queue_seconds=sequence.queue_seconds if is_first else None,
                     logprobs=output_logprobs(sequence, rows, emitted),
                     prompt_logprobs=sequence.prompt_logprobs if is_first else None,
                     trace=round_traces[i] if sequence.params.trace else None,

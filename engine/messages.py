@@ -139,8 +139,9 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
     An end-of-sequence or stop token is included in ``token_ids``. ``num_draft_tokens`` and
     ``num_accepted_tokens`` are those of this step's round. ``seed`` is the sequence's own, given or drawn.
-    ``num_cached_tokens`` of the prompt were taken over from earlier requests. ``prompt_logprobs`` come
-    with the first output; the first prompt token has none. ``prediction`` is there if one is in use.
+    ``num_cached_tokens`` of the prompt were taken over from earlier requests. ``queue_seconds`` is how long
+    the sequence waited for its first step; it and ``prompt_logprobs``, of which the first prompt token has
+    none, come with the first output. ``prediction`` is there if one is in use.
     """
 
     request_id: str
@@ -151,6 +152,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     num_accepted_tokens: int
     seed: int = 0
     num_cached_tokens: int = 0
+    queue_seconds: float | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     trace: RoundTrace | None = None

@@ -6,6 +6,7 @@ sequences have left in the cache. When blocks run out, the last in order gives i
 anew later; its random numbers depend on positions only, so nothing it says changes.
 """
 
+import time
 from bisect import insort
 from dataclasses import dataclass
 from itertools import count
@@ -73,6 +74,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = next(self._arrivals)
+        sequence.arrived = time.monotonic()
         insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence) -> None:
@@ -138,6 +140,8 @@ class Scheduler:
             pool.take_over(table, hashes)
             pool.reserve(table, num_tokens)
         self._count_prefix(sequence)
+        if sequence.queue_seconds is None:  # else it was preempted
+            sequence.queue_seconds = time.monotonic() - sequence.arrived
         self.waiting.pop(0)
         insort(self.running, sequence, key=_order)
         return self._plan(sequence, budget)

@@ -31,6 +31,8 @@ class Sequence:
     cache_prompt: bool = True  # may share its blocks with others, and take over theirs
     cache_salt: str = ""  # shares only with sequences of the same salt
     arrival: int = 0  # set by the scheduler
+    arrived: float = 0.0  # when, by the monotonic clock; set by the scheduler
+    queue_seconds: float | None = None  # from there to the first step; None until then
     num_cached_tokens: int | None = None  # prompt tokens taken over; None until it is admitted
     target_blocks: BlockTable = field(default_factory=BlockTable)
     draft_blocks: BlockTable = field(default_factory=BlockTable)

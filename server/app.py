@@ -17,8 +17,9 @@ from server.config import Settings
 from server.engine_client import EngineClient
 from server.errors import install_error_handlers
 from server.metrics import Metrics
+from server.openapi import DESCRIPTION, TAGS, install_openapi
 from server.request_id import RequestIdMiddleware
-from server.routes import chat, completions, models, ops
+from server.routes import chat, completions, models, ops, responses, tokenize
 from server.services import Services, TokenizerLoader
 from server.tokenizer import load_tokenizer
 from server.version import package_version
@@ -45,13 +46,18 @@ def create_app(
     app = FastAPI(
         title="Foretoken",
         summary="OpenAI-compatible inference with exact speculative sampling.",
+        description=DESCRIPTION,
+        openapi_tags=TAGS,
         version=package_version(),
         lifespan=lifespan,
+        # A redirect names the scheme that this process sees, which behind a proxy is the wrong one.
+        redirect_slashes=False,
     )
     app.state.services = services
-    for route in (chat, completions, models, ops):
+    for route in (completions, chat, responses, tokenize, models, ops):
         app.include_router(route.router)
     install_error_handlers(app, metrics.count_error)
+    install_openapi(app, settings)
     _add_middleware(app, settings, metrics)
     return app
 
@@ -68,6 +74,6 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-foretoken-ignored"],
+            expose_headers=["x-request-id", "x-foretoken-ignored", "retry-after"],
         )
     app.add_middleware(RequestIdMiddleware, count_error=metrics.count_error)

@@ -7,6 +7,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+# Of a declared length that are read; Python refuses to read thousands of them.
+MAX_DIGITS = 18
+
 
 class BodyLimitMiddleware:
     def __init__(self, app: ASGIApp, max_body_size: int) -> None:
@@ -18,7 +21,7 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         declared = Headers(scope=scope).get("content-length", "")
-        received = int(declared) if declared.isdecimal() else 0
+        received = int(declared[:MAX_DIGITS]) if declared.isdecimal() else 0
 
         async def limited_receive() -> Message:
             """The route that reads the body gets the error, and the error handlers write the answer."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -39,16 +39,8 @@ def _split_commas(value: object) -> object:
     return [item.strip() for part in parts for item in (part.split(",") if isinstance(part, str) else [part])]
 
 
-class Settings(BaseSettings, EngineConfig):
-    """Settings of ``foretoken serve``."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        env_prefix=ENV_PREFIX,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-    )
+class ServerSettings(BaseModel):
+    """Server"""
 
     config: Path | None = Field(
         None, description="YAML file with any of these settings (keys written with underscores)."
@@ -61,29 +53,66 @@ class Settings(BaseSettings, EngineConfig):
     chat_template: Path | None = Field(
         None, description="Jinja chat template that replaces, or supplies, the model's own."
     )
+    drain_timeout: float = Field(
+        30,
+        ge=0,
+        description="Seconds that running requests get to finish when the server is told to stop, "
+        "while new ones get 503. A second signal stops it at once.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe message that is logged; info includes one line per request."
+    )
+
+
+class AccessSettings(BaseModel):
+    """Access"""
+
     api_keys: Annotated[list[SecretStr], NoDecode, BeforeValidator(_split_commas)] = Field(
         [], description="Bearer keys that may use the API, comma-separated. Default: no authentication."
     )
     cors_origins: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
         [], description="Web origins that may call the API from a browser, comma-separated. Default: none."
     )
+
+
+class RequestSettings(BaseModel):
+    """Requests and limits"""
+
     strict_parameters: bool = Field(
         False, description="Refuse unknown request fields instead of listing them in x-foretoken-ignored."
     )
     max_logprobs: int = Field(
         5, ge=5, description="Largest 'logprobs' on completions; above 20, chats and prompts may have it too."
     )
-    max_queued_requests: int = Field(
-        256, ge=1, description="Requests that may wait for their first token; more get 429."
-    )
     max_body_size: ByteSize = Field(
         ByteSize(8 << 20), description="Largest request body; a larger one gets 413."
     )
-    shutdown_timeout: int = Field(
-        30, ge=0, description="Seconds that running requests get to finish when the server stops."
+    max_queued_requests: int = Field(
+        256, ge=1, description="Prompts that may wait for their first token; more get 429."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe message that is logged; info includes one line per request."
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Prompt tokens that may wait for their first token; more get 429, "
+        "but a request that finds nothing waiting is always taken. Default: no limit.",
+    )
+    request_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds until an unfinished request ends with 504, or a stream with an error event. "
+        "Default: no limit.",
+    )
+
+
+class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, ServerSettings):
+    """Settings of ``foretoken serve``."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
     )
 
     @classmethod
@@ -112,6 +141,7 @@ def load_settings(flags: Sequence[str], environ: Mapping[str, str] | None = None
     """Merge all sources, or raise ``ConfigError`` with a message that names the setting at fault."""
     environ = os.environ if environ is None else environ
     check_flags(flags)
+    check_environment(environ)
     path = _config_path(flags, environ)
     yaml_values = read_yaml(path) if path else {}
     try:
@@ -136,6 +166,17 @@ def check_flags(flags: Sequence[str]) -> None:
         name = flag.partition("=")[0]
         if name.startswith("--") and name not in known | negated:
             raise ConfigError(unknown_key("flag", name, known | negated))
+
+
+def check_environment(environ: Mapping[str, str]) -> None:
+    """Refuse variables that are nearly settings. Others may be: Kubernetes makes some of a service's name."""
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+    for name in environ:
+        shown = name.upper()
+        if shown.startswith(ENV_PREFIX) and shown not in known:
+            nearest = difflib.get_close_matches(shown, sorted(known), n=1, cutoff=0.9)
+            if nearest:
+                raise ConfigError(f"Unknown variable {name}. Did you mean {nearest[0]}?")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -30,9 +30,9 @@ from server.errors import (
     EngineError,
     InvalidRequestError,
     NotReadyError,
-    QueueFullError,
     WorkerLostError,
 )
+from server.open_requests import OpenRequests
 from server.worker_process import WorkerProcess
 
 logger = logging.getLogger("foretoken.worker")
@@ -66,6 +66,8 @@ class EngineObserver(Protocol):
 
     def stats(self, stats: Stats) -> None: ...
 
+    def speculation(self, state: Mapping[str, Any]) -> None: ...
+
 
 class EngineClient(Protocol):
     @property
@@ -81,6 +83,11 @@ class EngineClient(Protocol):
         """What the worker last said of its draft lengths; empty before the first step."""
         ...
 
+    @property
+    def stats(self) -> Stats | None:
+        """What the worker last counted; None before its first step."""
+        ...
+
     async def start(self) -> None: ...
 
     async def wait_until_ready(self) -> Ready:
@@ -88,6 +95,10 @@ class EngineClient(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+    def abandon(self) -> None:
+        """End every request with an error."""
+        ...
 
     def submit(self, requests: Sequence[Generate]) -> EngineStream:
         """Hand over the prompts of one HTTP request, or raise ``NotReadyError`` or ``QueueFullError``."""
@@ -105,13 +116,13 @@ class WorkerClient:
         observer: EngineObserver,
         *,
         max_queued_requests: int,
+        max_queued_tokens: int | None = None,
         worker_command: Sequence[str] = WORKER_COMMAND,
         first_backoff_seconds: float = 0.5,
         max_backoff_seconds: float = 30.0,
     ) -> None:
         self._config = config
         self._observer = observer
-        self._max_queued_requests = max_queued_requests
         self._worker_command = worker_command
         self._first_backoff_seconds = first_backoff_seconds
         self._max_backoff_seconds = max_backoff_seconds
@@ -120,9 +131,9 @@ class WorkerClient:
         self._worker: WorkerProcess | None = None
         self._load_error = ""
         self._speculation: dict[str, Any] = {}
+        self._stats: Stats | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._streams: dict[str, EngineStream] = {}
-        self._waiting: set[str] = set()  # requests without a first token
+        self._requests = OpenRequests(max_queued_requests, max_queued_tokens)
 
     @property
     def state(self) -> EngineState:
@@ -130,11 +141,15 @@ class WorkerClient:
 
     @property
     def num_requests(self) -> int:
-        return len(self._streams)
+        return len(self._requests)
 
     @property
     def speculation(self) -> dict[str, Any]:
         return self._speculation
+
+    @property
+    def stats(self) -> Stats | None:
+        return self._stats
 
     async def start(self) -> None:
         self._supervision = asyncio.create_task(self._supervise())
@@ -154,18 +169,19 @@ class WorkerClient:
             with suppress(asyncio.CancelledError):
                 await self._supervision
         self._first_load_over.set()
-        self._fail_all(WorkerLostError("The server is shutting down."))
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._requests.fail_all(WorkerLostError("The server is shutting down."))
 
     def submit(self, requests: Sequence[Generate]) -> EngineStream:
         if self._state.status != "ready" or self._worker is None:
             raise NotReadyError(self._state.reason)
-        if len(self._waiting) >= self._max_queued_requests:
-            raise QueueFullError(f"{len(self._waiting)} requests are waiting already. Try again later.")
+        self._requests.check_room(requests)
         stream = EngineStream(requests, self._abort)
         try:
             for request in requests:
-                self._streams[request.request_id] = stream
-                self._waiting.add(request.request_id)
+                self._requests.add(request, stream)
                 self._worker.send(request)
         except Exception:
             stream.close()  # a part of the request is not wanted
@@ -173,9 +189,9 @@ class WorkerClient:
         return stream
 
     def _abort(self, request_id: str, index: int | None) -> None:
-        if self._worker is not None and request_id in self._streams:
+        if self._worker is not None and request_id in self._requests:
             self._worker.send(Abort(request_id, index))
-        self._forget_if_finished(request_id)
+        self._requests.forget_if_finished(request_id)
 
     async def _supervise(self) -> None:
         """Run worker after worker; give up only if the very first never becomes ready."""
@@ -186,7 +202,11 @@ class WorkerClient:
             reason = await self._run_worker(number)
             if self._state.status == "stopped":
                 return
-            self._fail_all(WorkerLostError(f"The request was lost. {reason}"))
+            lost = WorkerLostError(f"The request was lost. {reason}")
+            if self._state.status == "ready":
+                self._requests.fail_lost(lost)
+            else:  # nobody knows when a worker will load again
+                self._requests.fail_all(lost)
             if not self._first_load_over.is_set():
                 self._state = EngineState("failed", reason)
                 self._first_load_over.set()
@@ -216,37 +236,25 @@ class WorkerClient:
     def _receive(self, message: FromWorker) -> None:
         match message:
             case StepOutput():
+                self._stats = message.stats
                 self._observer.stats(message.stats)
                 for output in message.outputs:
-                    self._waiting.discard(output.request_id)
-                    if stream := self._streams.get(output.request_id):
-                        stream.deliver(output)
-                        self._forget_if_finished(output.request_id)
+                    self._requests.deliver(output)
             case Failed(request_id=""):  # not one request: the worker itself cannot go on
                 self._load_error = f"The worker failed: {message.message}"
             case Failed():
-                if stream := self._streams.get(message.request_id):
-                    stream.fail(_error_from(message))
+                self._requests.fail(message.request_id, _error_from(message))
             case SpeculationState():
                 self._speculation = message.state
+                self._observer.speculation(message.state)
             case Ready():
-                self._speculation = {}
+                assert self._worker is not None
+                self._speculation, self._stats = {}, None
                 self._state = EngineState("ready", "The server is ready.", message)
                 self._observer.worker_ready(message)
                 self._first_load_over.set()
-
-    def _forget_if_finished(self, request_id: str) -> None:
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.has_open_sequences(request_id):
-            del self._streams[request_id]
-            self._waiting.discard(request_id)
-
-    def _fail_all(self, error: ApiError) -> None:
-        streams = set(self._streams.values())
-        self._streams.clear()
-        self._waiting.clear()
-        for stream in streams:
-            stream.fail(error)
+                for request in self._requests.submit_again():
+                    self._worker.send(request)
 
 
 def _error_from(failed: Failed) -> ApiError:

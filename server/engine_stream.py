@@ -1,5 +1,6 @@
 """What the engine produces for one HTTP request: all of its prompts' sequences on one queue.
 
+It also keeps the requests as they were sent, so that they can be sent again as long as nothing has come back.
 Filled by ``server.engine_client``, read by ``server.generation``. ``close`` is synchronous on purpose:
 it must work inside a cancelled task.
 """
@@ -17,6 +18,9 @@ class EngineStream:
     """Async iterator of ``TokenOutput``; ends when every sequence has finished or was stopped."""
 
     def __init__(self, requests: Sequence[Generate], abort: AbortSequence) -> None:
+        self.requests = requests
+        self.has_output = False
+        self.num_submissions = 1
         self._abort = abort
         self._queue: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
         self._open = {request.request_id: set(range(request.n)) for request in requests}
@@ -25,12 +29,15 @@ class EngineStream:
         """Called by the engine client. Late tokens of a stopped sequence are dropped."""
         if not self._is_open(output.request_id, output.index):
             return
+        self.has_output = True
         if output.finish_reason is not None:
             self._end(output.request_id, output.index)
         self._queue.put_nowait(output)
 
     def fail(self, error: Exception) -> None:
-        """Called by the engine client: one lost prompt ends the whole HTTP request."""
+        """One lost prompt ends the whole HTTP request; one that has all of its tokens cannot fail."""
+        if not self._open:
+            return
         self.close()
         self._queue.put_nowait(error)
 

@@ -4,18 +4,32 @@ Raise an ``ApiError`` anywhere below a route; ``install_error_handlers`` turns i
 errors and unknown routes into ``{"error": {message, type, param, code}}``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 ErrorBody = dict[str, dict[str, str | None]]
 
 MAX_MESSAGE_LENGTH = 1000
 MAX_PARAM_LENGTH = 200
+
+
+class ErrorDetails(BaseModel):
+    message: str = Field(description="For people.")
+    type: str = Field(description="The kind of error, such as `invalid_request_error`.")
+    param: str | None = Field(description="The field at fault, by its path in the body.")
+    code: str | None = Field(description="For programs.")
+
+
+class ErrorAnswer(BaseModel):
+    """Every error, whatever its status."""
+
+    error: ErrorDetails
 
 
 class ApiError(Exception):
@@ -109,6 +123,17 @@ class WorkerLostError(ApiError):
     retry_after = 2
 
 
+class RequestTimeoutError(ApiError):
+    """The configured ``request_timeout`` passed. Whoever tries again would wait as long again."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"
+
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}  # which the OpenAI SDK obeys
+
+
 class EngineError(ApiError):
     """The engine gave up on one request."""
 
@@ -191,7 +216,21 @@ def _from_validation(error: RequestValidationError) -> InvalidRequestError:
     """Report the first problem only; there may be thousands."""
     first: dict[str, Any] = error.errors()[0]
     kind = str(first["type"])
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    param = ".".join(_path(first["loc"][1:], error.body)) or None
     code = _VALIDATION_CODES.get(kind, "invalid_type" if kind.endswith(("_type", "_parsing")) else None)
     message = str(first["msg"]).removeprefix("Value error, ")
     return InvalidRequestError(f"{param or 'body'}: {message}", param=param, code=code)
+
+
+def _path(location: Sequence[str | int], body: Any) -> list[str]:
+    """Where in the body the fault is: pydantic's location without the names of its own alternatives."""
+    path = []
+    for number, part in enumerate(location):
+        is_key = isinstance(body, dict) and part in body
+        is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)
+        if is_key or is_index:
+            body = body[part]
+        elif number < len(location) - 1 or not isinstance(body, dict):
+            continue  # the last one may be a key that is missing
+        path.append(str(part))
+    return path

@@ -4,6 +4,7 @@ Between the routes, which know the two answer formats, and the engine client, wh
 request of p prompts with ``n`` sequences each has p * n choices, numbered prompt by prompt.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice
 from server.detokenizer import Detokenizer
 from server.engine_client import EngineClient
 from server.engine_stream import EngineStream
+from server.errors import RequestTimeoutError
 from server.metrics import Metrics, RequestTimer
 from server.prompt import TokenPrompt
 from server.schemas.common import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -101,6 +103,7 @@ class Generation:
         self.choices = [_reader(job, index, tokenizer) for index in range(job.num_choices)]
         self._num_tokens = 0
         self._num_cached_tokens = [0] * len(job.prompts)
+        self._deadline: asyncio.TimerHandle | None = None
         self._is_over = False
 
     @property
@@ -108,10 +111,17 @@ class Generation:
         """Whether every choice has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def start(self) -> None:
-        """Submit to the engine; raises ``NotReadyError`` or ``QueueFullError``."""
+    def start(self, timeout: float | None = None) -> None:
+        """Submit to the engine; raises ``NotReadyError`` or ``QueueFullError``.
+
+        After ``timeout`` seconds whatever reads the deltas gets ``RequestTimeoutError``.
+        """
         if requests := self.job.engine_requests():
             self._stream = self._engine.submit(requests)
+            if timeout is not None:
+                late = RequestTimeoutError(f"The request was not finished within {timeout:g} seconds.")
+                loop = asyncio.get_running_loop()
+                self._deadline = loop.call_later(timeout, self._stream.fail, late)
         self._timer.submitted()
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
@@ -123,8 +133,10 @@ class Generation:
                 async for output in self._stream:
                     if (delta := self._take(output)) is not None:
                         yield delta
-            except Exception:
+            except Exception as error:
                 self._is_over = True  # failed, which is not the same as abandoned
+                if isinstance(error, RequestTimeoutError):
+                    self._timer.aborted("timeout")
                 raise
         self._is_over = True
         by_length = any(choice.finish_reason == "length" for choice in self.choices)
@@ -139,6 +151,8 @@ class Generation:
 
     def close(self) -> None:
         """Free whatever the engine still computes for this request."""
+        if self._deadline is not None:
+            self._deadline.cancel()
         if self._stream is not None:
             self._stream.close()
         if not self._is_over:
@@ -181,7 +195,7 @@ class Generation:
     def _count(self, output: TokenOutput, delta: ChoiceDelta) -> None:
         num_tokens = len(delta.token_ids)
         self._num_tokens += num_tokens
-        self._timer.output(delta.index, num_tokens)
+        self._timer.output(delta.index, num_tokens, output.queue_seconds)
         if output.num_draft_tokens:
             rounds, drafted, accepted = self.speculation
             self.speculation = SpeculationCounts(

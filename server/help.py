@@ -1,18 +1,18 @@
-"""The text of ``foretoken serve --help``, written from the ``Settings`` declaration.
+"""The text of ``foretoken serve --help`` and of ``docs/configuration.md``, from the ``Settings`` declaration.
 
-argparse's own page shows Python types and raw defaults; this one is for people. Called by ``server.cli``.
+argparse's own page shows Python types and raw defaults; this one is for people. Called by ``server.cli`` and
+``tools/write_configuration.py``.
 """
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from engine.config import EngineConfig
-from server.config import Settings
+from server.config import ENV_PREFIX, Settings
 
 WIDTH = 100
 INDENT = 30
@@ -26,45 +26,103 @@ An option --some-name can also be set as FORETOKEN_SOME_NAME in the environment 
 file given with --config. Flags win over the environment, and the environment over the file.
 """
 
+PAGE_INTRODUCTION = """\
+# Configuration
+
+Every setting of `foretoken serve`. Each is a key of a YAML file (`--config my.yaml`), a variable of the
+environment and a flag; flags win over the environment, the environment over the file, the file over the
+defaults. Lists are comma-separated in flags and variables and real lists in YAML; sizes are written as `2GiB`
+or in bytes. An unknown key or flag is an error that names the nearest known one, and so is a variable that is
+nearly one of these. Example files are in [configs/](../configs).
+
+This page is written from the declarations in `engine/config.py` and `server/config.py` by
+`python -m tools.write_configuration`.
+"""
+
+TABLE_HEAD = "| key | flag | environment | default | what it does |\n|---|---|---|---|---|\n"
+
 # How types are shown, most specific first.
-PLACEHOLDERS: Mapping[type, str] = {ByteSize: "SIZE", int: "N", float: "X", Path: "PATH", str: "TEXT"}
+PLACEHOLDERS: Mapping[type, str] = {
+    ByteSize: "SIZE",
+    int: "N",
+    float: "SECONDS",
+    Path: "PATH",
+    str: "TEXT",
+}
 
 
 def serve_help() -> str:
-    engine = {
-        name: field for name, field in Settings.model_fields.items() if name in EngineConfig.model_fields
-    }
-    http = {name: field for name, field in Settings.model_fields.items() if name not in engine}
-    return f"{INTRODUCTION}\n{_section('server', http)}\n{_section('models and engine', engine)}"
+    return INTRODUCTION + "".join(
+        f"\n{title}:\n" + "".join(_entry(name, field) for name, field in fields.items())
+        for title, fields in setting_groups()
+    )
 
 
-def _section(title: str, fields: Mapping[str, FieldInfo]) -> str:
-    return f"{title}:\n" + "".join(_entry(name, field) for name, field in fields.items())
+def configuration_page() -> str:
+    return PAGE_INTRODUCTION + "".join(
+        f"\n## {title}\n\n{TABLE_HEAD}" + "".join(_row(name, field) for name, field in fields.items())
+        for title, fields in setting_groups()
+    )
+
+
+def setting_groups() -> Iterator[tuple[str, dict[str, FieldInfo]]]:
+    """The classes that ``Settings`` is made of: their titles, and the settings that each declares."""
+    for group in reversed(Settings.__mro__):
+        names = [name for name in vars(group).get("__annotations__", {}) if name in Settings.model_fields]
+        if names:
+            title = str(group.__doc__).partition("\n")[0]
+            yield title, {name: Settings.model_fields[name] for name in names}
 
 
 def _entry(name: str, field: FieldInfo) -> str:
-    flag = f"  --{name.replace('_', '-')} {_placeholder(field.annotation)}".rstrip()
+    flag = f"  {_flag(name, field)}"
     default = _shown_default(field)
     description = f"{field.description}{f' [{default}]' if default else ''}"
-    lines = textwrap.wrap(description, WIDTH - INDENT)
+    lines = textwrap.wrap(description, WIDTH - INDENT, break_on_hyphens=False)
     first = [flag] if len(flag) >= INDENT - 1 else [f"{flag:<{INDENT}}{lines.pop(0)}"]
     return "\n".join([*first, *(" " * INDENT + line for line in lines)]) + "\n"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    default = _shown_default(field)
+    cells = [
+        f"`{name}`",
+        f"`{_flag(name, field)}`",
+        f"`{ENV_PREFIX}{name.upper()}`",
+        f"`{default}`" if default else "",
+        str(field.description),
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _flag(name: str, field: FieldInfo) -> str:
+    words = name.replace("_", "-")
+    if field.annotation is bool:
+        return f"--[no-]{words}"
+    return f"--{words} {_placeholder(field.annotation)}"
 
 
 def _placeholder(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
-    if annotation is bool:
-        return ""
     if get_origin(annotation) is list:
         return "A,B,..."
-    candidates = [annotation, *get_args(annotation)]
-    return next((shown for kind, shown in PLACEHOLDERS.items() if kind in candidates), "VALUE")
+    words = [word for part in get_args(annotation) for word in get_args(part) if isinstance(word, str)]
+    candidates = [annotation, *get_args(annotation), *map(_bare, get_args(annotation))]
+    shown = [shown for kind, shown in PLACEHOLDERS.items() if kind in candidates][:1]
+    return "|".join([*shown, *words])
+
+
+def _bare(annotation: Any) -> Any:
+    """The type inside ``Annotated``."""
+    return getattr(annotation, "__origin__", None)
 
 
 def _shown_default(field: FieldInfo) -> str:
     """Empty where there is none to show: the description tells what happens then."""
     if isinstance(field.default, ByteSize):
-        return field.default.human_readable(separator=" ")
-    is_nothing = field.default is None or field.default is False or field.default in ("", [])
+        return field.default.human_readable().replace(".0", "")
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    is_nothing = field.default is None or field.default in ("", [])
     return "" if is_nothing else str(field.default)

@@ -13,6 +13,7 @@ import uvicorn
 from engine.messages import Ready
 from server.app import create_app
 from server.config import Settings
+from server.draining import CLOSING_SECONDS, Server, drain_when_told
 from server.engine_client import WorkerClient
 from server.metrics import Metrics
 from server.sampling_params import longest_request
@@ -37,7 +38,10 @@ def launch(settings: Settings) -> None:
     with bind(settings.host, settings.port) as listener:
         metrics = Metrics()
         engine = WorkerClient(
-            settings.engine_config(), metrics, max_queued_requests=settings.max_queued_requests
+            settings.engine_config(),
+            metrics,
+            max_queued_requests=settings.max_queued_requests,
+            max_queued_tokens=settings.max_queued_tokens,
         )
         app = create_app(settings, engine, metrics)
         config = uvicorn.Config(
@@ -45,11 +49,11 @@ def launch(settings: Settings) -> None:
             log_config=None,
             lifespan="on",
             server_header=False,
-            timeout_graceful_shutdown=settings.shutdown_timeout,
+            timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         _say(_introduction(settings, listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_serve(uvicorn.Server(config), listener, app.state.services))
+            runner.run(_serve(Server(config), listener, app.state.services))
 
 
 def check_models(settings: Settings) -> None:
@@ -79,9 +83,10 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(server: uvicorn.Server, listener: socket.socket, services: Services) -> None:
+async def _serve(server: Server, listener: socket.socket, services: Services) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(services, server))
+    draining = asyncio.create_task(drain_when_told(server, services))
     try:
         await asyncio.wait({serving, announcing}, return_when=asyncio.FIRST_COMPLETED)
         if announcing.done() and announcing.exception() is not None:
@@ -91,9 +96,10 @@ async def _serve(server: uvicorn.Server, listener: socket.socket, services: Serv
             announcing.result()
     finally:
         announcing.cancel()
+        draining.cancel()
 
 
-async def _announce(services: Services, server: uvicorn.Server) -> None:
+async def _announce(services: Services, server: Server) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     _say(["Loading the models ..."])

@@ -4,8 +4,10 @@ The worker sends totals since its start; they are added up here as growth, so th
 not make a counter fall. Told by ``server.engine_client`` and ``server.generation``, read by ``/metrics``.
 """
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
@@ -41,6 +43,9 @@ class RequestMetrics:
         )
         self.round_interval = histogram(
             "round_interval_seconds", "Between rounds of a sequence, one sample a round.", LATENCY_BUCKETS
+        )
+        self.queue_time = histogram(
+            "queue_time_seconds", "From the worker's queue to a sequence's first step.", DURATION_BUCKETS
         )
         self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS)
         self.completion_size = histogram(
@@ -87,6 +92,9 @@ class WorkerMetrics:
         self.waiting = gauge("requests_waiting", "Sequences that wait in the worker.")
         self.cache_usage = gauge("kv_cache_usage_ratio", "Share of cache blocks in use.", ["model"])
         self.num_speculative_tokens = gauge("num_speculative_tokens", "Draft length in force.")
+        self.estimated_speedup = gauge(
+            "estimated_speedup", "Tokens per second over those without drafts; NaN where not estimated."
+        )
         self.ready = gauge("ready", "1 when a request can be taken.")
         self.build = Info("foretoken_build", "Version and models.", registry=registry)
 
@@ -99,6 +107,7 @@ class Metrics:
         self.requests = RequestMetrics(self.registry)
         self.worker = WorkerMetrics(self.registry)
         self._totals: dict[str, float] = {}
+        self.worker.estimated_speedup.set(math.nan)
         self.worker.build.info({"version": package_version()})
 
     def count_error(self, code: str) -> None:
@@ -106,6 +115,7 @@ class Metrics:
 
     def worker_ready(self, ready: Ready) -> None:
         self._totals = {}
+        self.worker.estimated_speedup.set(math.nan)
         self.worker.ready.set(1)
         self.worker.build.info(
             {
@@ -120,12 +130,11 @@ class Metrics:
     def worker_lost(self) -> None:
         self.worker.ready.set(0)
         self.worker.restarts.inc()
-        self.idle()
-
-    def idle(self) -> None:
-        """Nothing is left to compute, whether or not the worker has come to say so."""
         self.worker.running.set(0)
         self.worker.waiting.set(0)
+
+    def speculation(self, state: Mapping[str, Any]) -> None:
+        self.worker.estimated_speedup.set(state.get("predicted_speedup", math.nan))
 
     def stats(self, stats: Stats) -> None:
         worker = self.worker
@@ -174,9 +183,11 @@ class RequestTimer:
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         self._metrics.prompt_size.observe(self._num_prompt_tokens)
 
-    def output(self, choice: int, num_tokens: int) -> None:
-        """One round gave ``num_tokens`` tokens to a choice."""
+    def output(self, choice: int, num_tokens: int, queue_seconds: float | None) -> None:
+        """One round gave ``num_tokens`` tokens to a choice; the first one tells how long it had waited."""
         now = time.perf_counter()
+        if queue_seconds is not None:
+            self._metrics.queue_time.observe(queue_seconds)
         if not self._last_output:
             self._metrics.first_token.observe(now - self._started)
         if (previous := self._last_output.get(choice)) is not None:

@@ -5,13 +5,16 @@ nothing (``tools: []``) is fine. Serving a field means deleting its line here an
 ``server.schemas``. Called by the routes before anything is computed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic import BaseModel
 
 from server.errors import UnknownParameterError, UnsupportedParameterError
 from server.schemas.chat import ChatRequest, Message, OtherPart
-from server.schemas.common import GenerationRequest
+from server.schemas.common import SamplingRequest
 from server.schemas.completion import CompletionRequest
+from server.schemas.responses import INCLUDE_LOGPROBS, InputMessage, InputText, ResponsesRequest
 
 # Field -> values that ask for nothing. Null never asks for anything.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -43,8 +46,36 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 
-# The same for a field that only chats have.
-UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {"top_logprobs": (0,)}
+# The same for fields that only other endpoints have.
+UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
+    "max_completion_tokens": (),
+    "messages": (),
+    "top_logprobs": (0,),
+}
+UNSUPPORTED_IN_CHATS: Mapping[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "max_output_tokens": (),
+    "prompt": (),
+}
+UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "max_tokens": (),
+    "max_tool_calls": (),
+    "messages": (),
+    "n": (1,),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_logprobs": (),
+    "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
+    "return_token_ids": (False,),
+    "text": ({}, {"format": {"type": "text"}}),
+    "truncation": ("disabled",),
+}
 
 # The same for the fields of a message.
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
@@ -55,21 +86,43 @@ UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
 
 # Fields of a message that the template may use or that only repeat an earlier answer.
 HARMLESS_IN_MESSAGE = frozenset({"annotations", "refusal", "tool_call_id"})
+HARMLESS_IN_INPUT = frozenset({"id", "phase", "status"})
+HARMLESS_IN_INPUT_TEXT = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
 
-def check_parameters(request: GenerationRequest, *, strict: bool) -> list[str]:
+def check_parameters(request: SamplingRequest, *, strict: bool) -> list[str]:
     """Refuse what is not served; return the names of unknown fields, which are refused if ``strict``."""
-    unsupported = UNSUPPORTED
-    if isinstance(request, CompletionRequest):
-        unsupported = {**UNSUPPORTED, **UNSUPPORTED_IN_COMPLETIONS}
-        _check_best_of(request)
-    unknown = _check(request.model_extra or {}, unsupported, prefix="")
-    if isinstance(request, ChatRequest):
-        for position, message in enumerate(request.messages):
-            unknown += _check_message(message, f"messages.{position}.")
+    if request.store:
+        raise _unsupported("store")
+    extra = request.model_extra or {}
+    match request:
+        case CompletionRequest():
+            _check_best_of(request)
+            unknown = _check(extra, {**UNSUPPORTED, **UNSUPPORTED_IN_COMPLETIONS}, prefix="")
+        case ChatRequest():
+            unknown = _check(extra, {**UNSUPPORTED, **UNSUPPORTED_IN_CHATS}, prefix="")
+            unknown += check_messages(request.messages, strict=False)
+        case ResponsesRequest():
+            unknown = _check(extra, {**UNSUPPORTED, **UNSUPPORTED_IN_RESPONSES}, prefix="")
+            unknown += _check_input(request)
+        case _:
+            raise TypeError(f"nobody has said what {type(request).__name__} supports")
+    _refuse_unknown(unknown, strict=strict)
+    return unknown
+
+
+def check_messages(messages: Sequence[Message], *, strict: bool) -> list[str]:
+    """The same for the messages of a chat."""
+    unknown = []
+    for position, message in enumerate(messages):
+        unknown += _check_message(message, f"messages.{position}.")
+    _refuse_unknown(unknown, strict=strict)
+    return unknown
+
+
+def _refuse_unknown(unknown: Sequence[str], *, strict: bool) -> None:
     if unknown and strict:
         raise UnknownParameterError(f"Unknown field '{unknown[0]}'.", param=unknown[0])
-    return unknown
 
 
 def _check(
@@ -99,12 +152,32 @@ def _check_message(message: Message, prefix: str) -> list[str]:
         for position, part in enumerate(message.content):
             if isinstance(part, OtherPart):
                 raise _unsupported(f"{prefix}content.{position}.type")
-    extra = {
-        name: value
-        for name, value in (message.model_extra or {}).items()
-        if name not in HARMLESS_IN_MESSAGE and value is not None
-    }
-    return _check(extra, UNSUPPORTED_IN_MESSAGE, prefix)
+    return _check(_extra(message, HARMLESS_IN_MESSAGE), UNSUPPORTED_IN_MESSAGE, prefix)
+
+
+def _check_input(request: ResponsesRequest) -> list[str]:
+    for position, included in enumerate(request.include or []):
+        if included != INCLUDE_LOGPROBS:
+            raise _unsupported(f"include.{position}")
+    unknown: list[str] = []
+    if isinstance(request.input, str):
+        return unknown
+    for position, item in enumerate(request.input):
+        prefix = f"input.{position}."
+        if not isinstance(item, InputMessage):
+            raise _unsupported(f"{prefix}type")
+        unknown += _check(_extra(item, HARMLESS_IN_INPUT), {}, prefix)
+        for number, part in enumerate([] if isinstance(item.content, str) else item.content):
+            if not isinstance(part, InputText):
+                raise _unsupported(f"{prefix}content.{number}.type")
+            unknown += _check(_extra(part, HARMLESS_IN_INPUT_TEXT), {}, f"{prefix}content.{number}.")
+    return unknown
+
+
+def _extra(model: BaseModel, harmless: frozenset[str]) -> dict[str, Any]:
+    """Undeclared fields that say something and may matter."""
+    extra = model.model_extra or {}
+    return {name: value for name, value in extra.items() if name not in harmless and value is not None}
 
 
 def _unsupported(name: str) -> UnsupportedParameterError:

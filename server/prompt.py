@@ -4,12 +4,14 @@ Uses ``server.tokenizer`` for text; knows nothing of sampling. Called by the rou
 long prompt takes a while to encode.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from server.errors import InvalidRequestError
 from server.schemas.chat import ChatRequest, Message
 from server.schemas.common import GenerationRequest, TextPart
 from server.schemas.completion import CompletionRequest
+from server.schemas.responses import InputMessage, InputText, ResponsesRequest
 from server.tokenizer import ChatTemplateError, Tokenizer
 
 
@@ -32,15 +34,13 @@ def completion_prompts(
     return prompts
 
 
-def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> TokenPrompt:
-    try:
-        text = tokenizer.apply_chat_template([_template_message(message) for message in request.messages])
-    except ChatTemplateError as error:
-        raise InvalidRequestError(str(error), param="messages") from error
+def chat_prompt(request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> TokenPrompt:
+    messages = request.messages if isinstance(request, ChatRequest) else input_messages(request)
+    text = render_chat(messages, tokenizer, param=request.prompt_field)
     # The template writes the special tokens itself; the tokenizer must not add them again.
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     if not token_ids:
-        raise InvalidRequestError("The chat template made an empty prompt.", param="messages")
+        raise InvalidRequestError("The chat template made an empty prompt.", param=request.prompt_field)
     return _truncate(TokenPrompt(token_ids, text), request.truncate_prompt_tokens, tokenizer)
 
 
@@ -50,6 +50,40 @@ def predicted_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> list[i
     if request.prediction is None:
         return None
     return tokenizer.encode(request.prediction.text, add_special_tokens=False)
+
+
+def render_chat(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, param: str, add_generation_prompt: bool = True
+) -> str:
+    """The conversation as the model's template writes it; ``param`` is the request's field at fault."""
+    try:
+        return tokenizer.apply_chat_template(
+            [_template_message(message) for message in messages], add_generation_prompt=add_generation_prompt
+        )
+    except ChatTemplateError as error:
+        raise InvalidRequestError(str(error), param=param) from error
+
+
+def input_messages(request: ResponsesRequest) -> list[Message]:
+    """The messages of a ``/v1/responses`` request, with the instructions in front."""
+    messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
+    if isinstance(request.input, str):
+        return [*messages, Message(role="user", content=request.input)]
+    items = [item for item in request.input if isinstance(item, InputMessage)]
+    return [*messages, *(Message(role=item.role, content=_input_text(item)) for item in items)]
+
+
+def _input_text(item: InputMessage) -> str:
+    if isinstance(item.content, str):
+        return item.content
+    return "\n".join(part.text for part in item.content if isinstance(part, InputText))
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequestError(
+            f"Token id {max(token_ids)} is not in the vocabulary of {vocab_size} tokens.", param=param
+        )
 
 
 def _truncate(prompt: TokenPrompt, num_tokens: int | None, tokenizer: Tokenizer) -> TokenPrompt:
@@ -70,10 +104,7 @@ def _as_prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> li
 def _token_prompt(prompt: str | list[int], tokenizer: Tokenizer, vocab_size: int) -> TokenPrompt:
     if isinstance(prompt, str):
         return TokenPrompt(tokenizer.encode(prompt, add_special_tokens=True), prompt)
-    if prompt and max(prompt) >= vocab_size:
-        raise InvalidRequestError(
-            f"Token id {max(prompt)} is not in the vocabulary of {vocab_size} tokens.", param="prompt"
-        )
+    check_token_ids(prompt, vocab_size, "prompt")
     return TokenPrompt(prompt, tokenizer.decode(prompt, skip_special_tokens=False))
 
 

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from pydantic import BaseModel
 
 from server.choice import FinishedChoice
 from server.errors import ApiError, ClientDisconnectedError, internal_error
 from server.generation import Generation
 from server.request_id import request_id_of
-from server.schemas.common import Answer
 from server.services import get_services
-from server.sse import DONE, EventStreamResponse, chunk_event, error_event, with_pings
+from server.sse import EventStreamResponse
 
 logger = logging.getLogger("foretoken.request")
 
@@ -30,13 +30,19 @@ class AnswerWriter(Protocol):
     """How one endpoint writes its answers."""
 
     @property
-    def include_usage(self) -> bool:
-        """Whether chunks carry ``usage``, null on all but the last."""
+    def end(self) -> bytes:
+        """What follows the last event of a stream, failed or not."""
         ...
 
-    def whole(self, choices: list[FinishedChoice]) -> Answer: ...
+    def whole(self, choices: list[FinishedChoice]) -> BaseModel: ...
 
-    def chunks(self) -> AsyncIterator[Answer]: ...
+    def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream as they go over the wire; the first one when the first token exists."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event that tells of an error after the first event."""
+        ...
 
 
 async def respond_whole(
@@ -46,22 +52,32 @@ async def respond_whole(
         choices = await until_disconnect(request, generation.collect())
     finally:
         generation.close()
-    return JSONResponse(writer.whole(choices).model_dump(mode="json"), headers=headers)
+    answer = writer.whole(choices).model_dump_json()
+    return Response(answer, headers=headers, media_type="application/json")
 
 
 async def respond_stream(
     request: Request, generation: Generation, writer: AnswerWriter, headers: dict[str, str]
 ) -> Response:
     """Wait for the first event before answering, so that an early failure still has its own status."""
-    events = with_pings(_chunk_events(writer), PING_SECONDS)
-    try:
-        first = await until_disconnect(request, anext(events))
-    except BaseException:
+    events = writer.events()
+    first = asyncio.ensure_future(anext(events))
+
+    def close() -> None:
+        first.cancel()
         generation.close()
+
+    try:
+        # Not for ever: after a while a proxy needs to see something.
+        await until_disconnect(request, asyncio.wait({first}, timeout=PING_SECONDS))
+        if first.done():
+            first.result()
+    except BaseException:
+        close()
         raise
     count_error = get_services(request).metrics.count_error
-    stream = _until_done(first, events, request_id_of(request.scope), count_error)
-    return EventStreamResponse(stream, generation.close, headers)
+    stream = _until_done(first, events, writer, request_id_of(request.scope), count_error)
+    return EventStreamResponse(stream, close, headers, ping_seconds=PING_SECONDS)
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
@@ -83,24 +99,23 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _chunk_events(writer: AnswerWriter) -> AsyncIterator[bytes]:
-    async for chunk in writer.chunks():
-        yield chunk_event(chunk, with_usage=writer.include_usage)
-
-
 async def _until_done(
-    first: bytes, events: AsyncIterator[bytes], request_id: str, count_error: Callable[[str], None]
+    first: Awaitable[bytes],
+    events: AsyncIterator[bytes],
+    writer: AnswerWriter,
+    request_id: str,
+    count_error: Callable[[str], None],
 ) -> AsyncIterator[bytes]:
     """The whole stream. The status has been sent, so errors can only be events now."""
-    yield first
     try:
+        yield await first
         async for event in events:
             yield event
     except ApiError as error:
         count_error(error.code or error.type)
-        yield error_event(error)
+        yield writer.failure(error)
     except Exception:
         logger.exception("Request %s failed while it was streamed", request_id)
         count_error("internal_error")
-        yield error_event(internal_error(request_id))
-    yield DONE
+        yield writer.failure(internal_error(request_id))
+    yield writer.end

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from engine.messages import Method, Ready, SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
 from server.schemas.chat import ChatRequest
-from server.schemas.common import GenerationRequest, SpeculationOptions
+from server.schemas.common import GenerationRequest, SamplingRequest, SpeculationOptions
 from server.schemas.completion import CompletionRequest
+from server.schemas.responses import ResponsesRequest
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -32,7 +33,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 def build_sampling_params(
-    request: GenerationRequest, *, num_prompt_tokens: int, worker: Ready, max_logprobs: int
+    request: SamplingRequest, *, num_prompt_tokens: int, worker: Ready, max_logprobs: int
 ) -> SamplingParams:
     """``num_prompt_tokens`` is that of the longest prompt, which leaves least room for output."""
     _check_stream_options(request)
@@ -83,21 +84,22 @@ def check_prediction(token_ids: list[int] | None, worker: Ready) -> None:
         )
 
 
-def _check_stream_options(request: GenerationRequest) -> None:
+def _check_stream_options(request: SamplingRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options is only allowed with stream: true.", param="stream_options")
 
 
-def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, worker: Ready) -> int:
+def _max_tokens(request: SamplingRequest, num_prompt_tokens: int, worker: Ready) -> int:
     longest = longest_request(worker)
     if longest < worker.max_model_len:
         limit = f"This server's cache holds {longest} tokens (setting cache_memory)"
     else:
-        limit = f"This model's context is {longest} tokens long"
+        # OpenAI's own words, by which clients tell this error from others.
+        limit = f"This model's maximum context length is {longest} tokens"
     if num_prompt_tokens >= longest:
         raise ContextLengthError(
             f"{limit}, but the prompt has {num_prompt_tokens} tokens and at least one more is needed.",
-            param="messages" if isinstance(request, ChatRequest) else "prompt",
+            param=request.prompt_field,
         )
     room = longest - num_prompt_tokens
     name, asked = _asked_tokens(request)
@@ -112,12 +114,14 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, worker: Read
     return asked
 
 
-def _asked_tokens(request: GenerationRequest) -> tuple[str, int | None]:
+def _asked_tokens(request: SamplingRequest) -> tuple[str, int | None]:
     """The field that limits the output and its value; None leaves it to the model: its
     generation config's ``max_new_tokens``, or until the context ends."""
     if isinstance(request, CompletionRequest):
         asked = request.max_tokens
         return "max_tokens", DEFAULT_COMPLETION_TOKENS if asked is None else asked
+    if isinstance(request, ResponsesRequest):
+        return "max_output_tokens", request.max_output_tokens
     assert isinstance(request, ChatRequest)
     if request.max_completion_tokens is None:
         return "max_tokens", request.max_tokens
@@ -128,7 +132,7 @@ def _asked_tokens(request: GenerationRequest) -> tuple[str, int | None]:
     return "max_completion_tokens", request.max_completion_tokens
 
 
-def _min_tokens(request: GenerationRequest, max_tokens: int) -> int:
+def _min_tokens(request: SamplingRequest, max_tokens: int) -> int:
     asked = request.min_tokens or 0
     if asked > max_tokens:
         raise InvalidRequestError(
@@ -154,22 +158,24 @@ def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> No
             )
 
 
-def _logprobs(request: GenerationRequest, max_logprobs: int) -> int | None:
+def _logprobs(request: SamplingRequest, max_logprobs: int) -> int | None:
     """How many of the likeliest tokens to report at each position; None reports nothing."""
     if isinstance(request, CompletionRequest):
         return _limited("logprobs", request.logprobs, max_logprobs)
-    assert isinstance(request, ChatRequest)
-    if not request.logprobs:
+    assert isinstance(request, ChatRequest | ResponsesRequest)
+    if not request.wants_logprobs:
         if request.top_logprobs:
             raise InvalidRequestError(
-                "top_logprobs is only allowed with logprobs: true.", param="top_logprobs"
+                f"top_logprobs is only allowed with {request.logprobs_switch}.", param="top_logprobs"
             )
         return None
     return _limited("top_logprobs", request.top_logprobs or 0, max(max_logprobs, MAX_TOP_LOGPROBS))
 
 
-def _prompt_logprobs(request: GenerationRequest, logprobs: int | None, max_logprobs: int) -> int | None:
+def _prompt_logprobs(request: SamplingRequest, logprobs: int | None, max_logprobs: int) -> int | None:
     """Enough for ``prompt_logprobs`` itself and for the log-probabilities of an echoed prompt."""
+    if not isinstance(request, GenerationRequest):
+        return None
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError(
             "prompt_logprobs is only allowed without stream: true.", param="prompt_logprobs"
@@ -199,10 +205,11 @@ def _num_speculative_tokens(speculation: SpeculationOptions) -> int | None:
     return asked
 
 
-def _method(request: GenerationRequest, speculation: SpeculationOptions, worker: Ready) -> Method | None:
+def _method(request: SamplingRequest, speculation: SpeculationOptions, worker: Ready) -> Method | None:
     if speculation.method == "auto":
         return None
-    if speculation.method == "prediction" and request.prediction is None:
+    prediction = request.prediction if isinstance(request, GenerationRequest) else None
+    if speculation.method == "prediction" and prediction is None:
         raise InvalidRequestError("speculation.method 'prediction' needs a 'prediction'.", param="prediction")
     if speculation.method != "none" and speculation.method not in worker.methods:
         raise InvalidRequestError("This server has no draft model.", param="speculation.method")

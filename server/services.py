@@ -43,6 +43,7 @@ class Services:
         self.started = int(time.time())
         self._load_tokenizer = load_tokenizer
         self._tokenizer: asyncio.Task[Tokenizer] | None = None
+        self._is_draining = False
 
     async def start(self) -> None:
         """Begin to load both; returns at once, so that the port opens before the models are there."""
@@ -63,9 +64,28 @@ class Services:
             raise TokenizerFailedError(f"The tokenizer could not be loaded: {error}") from error
         return await self.engine.wait_until_ready()
 
+    def drain(self) -> None:
+        """Take no more requests; those that are running go on."""
+        self._is_draining = True
+
+    @property
+    def status(self) -> str:
+        """One word for ``/ready``."""
+        if self._is_draining:
+            return "draining"
+        return "loading" if self._is_loading else self.engine.state.status
+
+    @property
+    def _is_loading(self) -> bool:
+        """The engine may be ready before the tokenizer."""
+        is_waiting = self._tokenizer is None or not self._tokenizer.done()
+        return is_waiting and self.engine.state.status == "ready"
+
     def not_ready_reason(self) -> str | None:
         """Why a request cannot be taken now; None if it can."""
         state = self.engine.state
+        if self._is_draining:
+            return "The server is draining: it finishes what is running and takes no more requests."
         if state.status != "ready":
             return state.reason
         if self._tokenizer is None or not self._tokenizer.done():
@@ -89,4 +109,9 @@ def get_services(request: Request) -> Services:
     return services
 
 
-ServicesDep = Annotated[Services, Depends(get_services)]
+async def _provide_services(request: Request) -> Services:
+    """A coroutine, because FastAPI sends every plain function through a thread, for each request."""
+    return get_services(request)
+
+
+ServicesDep = Annotated[Services, Depends(_provide_services)]

@@ -1,20 +1,22 @@
 """Server-sent events as OpenAI frames them: ``data:`` lines, ``: ping`` comments, ``data: [DONE]``.
 
-Frames and keeps alive; what an event says is the routes' business. Never a named event: the OpenAI SDK
-would take it for a chunk.
+Frames and keeps alive; what an event says is the routes' business. Completions and chats have no named
+events, as clients would take them for chunks; ``/v1/responses`` has nothing else, and no ``[DONE]``.
 """
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import ApiError
 from server.schemas.common import Answer
 
 DONE = format_sse_event(data_str="[DONE]")
+PING = {"type": "http.response.body", "body": KEEPALIVE_COMMENT, "more_body": True}
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -24,40 +26,62 @@ def chunk_event(chunk: Answer, *, with_usage: bool) -> bytes:
     return format_sse_event(data_str=chunk.model_dump_json(exclude=None if with_usage else {"usage"}))
 
 
+def typed_event(fields: dict[str, Any]) -> bytes:
+    """An event of ``/v1/responses``: named, as OpenAI does there, by the type that its data also has."""
+    data = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+    return format_sse_event(data_str=data, event=str(fields["type"]))
+
+
 def error_event(error: ApiError) -> bytes:
     return format_sse_event(data_str=json.dumps(error.body(), ensure_ascii=False))
 
 
-async def with_pings(events: AsyncIterator[bytes], interval: float) -> AsyncIterator[bytes]:
-    """Pass events on, and send a comment whenever ``interval`` seconds went by without one."""
-    upcoming = asyncio.ensure_future(anext(events))
-    try:
-        while True:
-            await asyncio.wait({upcoming}, timeout=interval)
-            if not upcoming.done():
-                yield KEEPALIVE_COMMENT
-                continue
-            try:
-                event = upcoming.result()
-            except StopAsyncIteration:
-                return
-            yield event
-            upcoming = asyncio.ensure_future(anext(events))
-    finally:
-        upcoming.cancel()
-
-
 class EventStreamResponse(EventSourceResponse):
-    """Streams events and always calls ``on_close``, also when the client has gone away."""
+    """Streams events; sends a comment whenever ``ping_seconds`` went by without one, so that proxies wait on.
+
+    Always calls ``on_close``, also when the client has gone away.
+    """
 
     def __init__(
-        self, events: AsyncIterator[bytes], on_close: Callable[[], None], headers: dict[str, str]
+        self,
+        events: AsyncIterator[bytes],
+        on_close: Callable[[], None],
+        headers: dict[str, str],
+        *,
+        ping_seconds: float,
     ) -> None:
         super().__init__(events, headers=STREAM_HEADERS | headers)
         self._on_close = on_close
+        self._ping_seconds = ping_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._on_close()
+
+    async def stream_response(self, send: Send) -> None:
+        """One task for all pings of the stream: a timer for each event would cost more than the event."""
+        clock = asyncio.get_running_loop().time
+        last_sent = clock()
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal last_sent
+            last_sent = clock()
+            if not message.get("more_body", True):
+                pinging.cancel()  # nothing may follow the last message
+            await send(message)
+
+        async def ping() -> None:
+            while True:
+                silence = clock() - last_sent
+                if silence >= self._ping_seconds:
+                    silence = 0.0
+                    await send_and_note(PING)
+                await asyncio.sleep(self._ping_seconds - silence)
+
+        pinging = asyncio.create_task(ping())
+        try:
+            await super().stream_response(send_and_note)
+        finally:
+            pinging.cancel()

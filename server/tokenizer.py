@@ -38,8 +38,10 @@ class Tokenizer:
     def stream(self, *, skip_special_tokens: bool) -> "TokenTextStream":
         return TokenTextStream(self._fast, skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        return self._templates.render(messages)
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        return self._templates.render(messages, add_generation_prompt)
 
 
 class TokenTextStream:
@@ -70,7 +72,7 @@ class ChatTemplates:
         self._hf_tokenizer = hf_tokenizer
         self._override = override
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
 
         if self._override is None and not self._hf_tokenizer.chat_template:
@@ -80,7 +82,10 @@ class ChatTemplates:
             )
         try:
             rendered = self._hf_tokenizer.apply_chat_template(
-                list(messages), chat_template=self._override, tokenize=False, add_generation_prompt=True
+                list(messages),
+                chat_template=self._override,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # Templates are programs: a field of an unexpected type can make them fail in any of these ways.

@@ -43,6 +43,7 @@ EOS_TOKEN_ID = 256
 MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_DRAFTED = 3  # unless the request says otherwise
+QUEUE_SECONDS = 0.25
 DRAWN_SEED = 1000  # of a request without one
 
 # What `logprob_at` says of every tenth token: as good as impossible.
@@ -60,6 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--fail-at-start", default="", help="message of a failed load")
     parser.add_argument("--crash-after", type=int, default=0, help="die after that many tokens")
+    parser.add_argument("--crash-on", default="", help="die of a request with this prompt")
+    parser.add_argument("--max-running", type=int, default=1000, help="sequences that take part in a step")
     parser.add_argument("--crash-once", default="", help="crash only if this file does not exist yet")
     parser.add_argument("--refuse", default="", help="answer every request with this error message")
     parser.add_argument("--refusal-code", default="context_length_exceeded")
@@ -107,6 +110,7 @@ class FakeSequence:
             drafted,
             accepted,
             num_cached_tokens=self.num_cached_tokens,
+            queue_seconds=QUEUE_SECONDS if is_first else None,
             seed=(DRAWN_SEED if params.seed is None else params.seed) + self.index,
             logprobs=self.logprobs(token_ids, start),
             prompt_logprobs=self.prompt_logprobs() if is_first else None,
@@ -190,6 +194,8 @@ class FakeWorker:
         return True
 
     def add(self, request: Generate) -> None:
+        if str(request.prompt_token_ids) == self.options.crash_on:
+            os._exit(7)
         if self.options.refuse:
             self.send(Failed(request.request_id, self.options.refusal_code, self.options.refuse))
             return
@@ -237,7 +243,8 @@ class FakeWorker:
                 return
 
     def step(self) -> None:
-        outputs = [sequence.step(self.options.tokens_per_step) for sequence in self.sequences]
+        running = self.sequences[: self.options.max_running]
+        outputs = [sequence.step(self.options.tokens_per_step) for sequence in running]
         finished = {(o.request_id, o.index) for o in outputs if o.finish_reason}
         self.sequences = [s for s in self.sequences if (s.request_id, s.index) not in finished]
         self.num_tokens += sum(len(output.token_ids) for output in outputs)

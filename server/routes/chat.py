@@ -1,15 +1,25 @@
 """``POST /v1/chat/completions``: check, render the chat template, submit, answer."""
 
-import asyncio
 from collections.abc import AsyncIterator
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, chat_logprobs
+from server.openapi import answer_or_stream
 from server.prompt import chat_prompt, predicted_tokens
-from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
+from server.routes.common import (
+    CHUNK_STREAM,
+    ChunkWriter,
+    GenerationContext,
+    JsonRoute,
+    check_request,
+    in_thread_if_long,
+    respond,
+    start_generation,
+)
 from server.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -19,6 +29,7 @@ from server.schemas.chat import (
     ChatRequest,
     Delta,
 )
+from server.schemas.examples import CHATS
 from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
 
@@ -27,26 +38,26 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 @router.post(
     "/v1/chat/completions",
+    summary="Answer a conversation",
     response_model=None,
-    responses={200: {"model": ChatCompletion}},
+    responses=answer_or_stream(ChatCompletion, CHUNK_STREAM),
 )
-async def create_chat_completion(body: ChatRequest, request: Request, services: ServicesDep) -> Response:
+async def create_chat_completion(
+    body: Annotated[ChatRequest, Body(openapi_examples=CHATS)], request: Request, services: ServicesDep
+) -> Response:
+    """Write the messages out by the model's chat template, and continue them."""
     headers = check_request(body, services)
     model = services.model()
-    prompt = await asyncio.to_thread(chat_prompt, body, model.tokenizer)
-    prediction = await asyncio.to_thread(predicted_tokens, body, model.tokenizer)
+    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer)
+    prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer)
     context = start_generation("chat.completions", body, [prompt], model, services, prediction)
     return await respond(request, context, ChatWriter(context, body), headers)
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     def __init__(self, context: GenerationContext, body: ChatRequest) -> None:
-        self._context = context
+        super().__init__(context)
         self._num_top_logprobs = body.top_logprobs or 0 if body.logprobs else None
-
-    @property
-    def include_usage(self) -> bool:
-        return self._context.include_usage
 
     def whole(self, choices: list[FinishedChoice]) -> ChatCompletion:
         context = self._context
@@ -65,10 +76,10 @@ class ChatWriter:
             if delta.index not in seen:
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
-            if delta.text or delta.finish_reason or context.body.return_token_ids:
-                choice = self._chunk_choice(delta)
+            choice = self._chunk_choice(delta)
+            if delta.text or delta.finish_reason or choice.token_ids:
                 yield ChatChunk(**context.header(), choices=[choice], **context.ending())
-        if self.include_usage:
+        if context.include_usage:
             yield ChatChunk(**context.header(), choices=[], **context.totals())
 
     def _role_chunk(self, index: int, *, is_first: bool) -> ChatChunk:

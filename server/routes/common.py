@@ -1,13 +1,15 @@
-"""What the two generating endpoints share: the checks before anything is computed, and the submission.
+"""What the generating endpoints share: the checks before anything is computed, and the submission.
 
 Every error here has its real HTTP status, because nothing has been sent yet.
 """
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -16,6 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from engine.messages import TokenLogprob
 from server.errors import (
+    ApiError,
     ClientDisconnectedError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -27,18 +30,34 @@ from server.parameters import check_parameters
 from server.prompt import TokenPrompt
 from server.responding import AnswerWriter, respond_stream, respond_whole
 from server.sampling_params import build_sampling_params, check_prediction
-from server.schemas.common import GenerationRequest, SpeculationReport
+from server.schemas.common import (
+    Answer,
+    ChunkStreamOptions,
+    GenerationRequest,
+    SamplingRequest,
+    SpeculationReport,
+)
 from server.schemas.completion import CompletionRequest
 from server.schemas.json_body import parse_json
 from server.schemas.logprobs import PromptLogprobs
 from server.services import Model, Services
 from server.speculation_report import speculation_report
+from server.sse import DONE, chunk_event, error_event
+
+CHUNK_STREAM = "`data:` lines, each a chunk as JSON, then `data: [DONE]`."
 
 MAX_CHOICES = 1024
 MAX_HEADER_LENGTH = 1000
 
+# Bytes of a body up to which its prompt is made at once: a trip to another thread would take longer.
+SHORT_BODY = 2048
+
 # Endpoint, as metrics name it -> prefix of its ids.
-ID_PREFIXES = {"completions": "cmpl", "chat.completions": "chatcmpl"}
+ID_PREFIXES = {"completions": "cmpl-", "chat.completions": "chatcmpl-", "responses": "resp_"}
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class JsonRequest(Request):
@@ -71,35 +90,47 @@ class JsonRoute(APIRoute):
 
 
 def _require_json(request: Request) -> None:
-    """Without this FastAPI would call a form body a wrong type."""
+    """Without this FastAPI would call a form body a wrong type, and a compressed one would be bad UTF-8."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     main, _, sub = media_type.partition("/")
     if main != "application" or (sub != "json" and not sub.endswith("+json")):
         raise UnsupportedMediaTypeError("Send the request as JSON with 'Content-Type: application/json'.")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaTypeError("Send the request as it is, without a Content-Encoding.")
 
 
-def check_request(body: GenerationRequest, services: Services) -> dict[str, str]:
+async def in_thread_if_long(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Tokenize on the event loop or, for a long body, beside it, so that other requests go on meanwhile."""
+    if len(await request.body()) <= SHORT_BODY:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def check_request(body: SamplingRequest, services: Services) -> dict[str, str]:
     """Refuse what is not served; return the headers that report what is ignored."""
+    check_model(body.model, services)
+    return ignored_header(check_parameters(body, strict=services.settings.strict_parameters))
+
+
+def check_model(name: str, services: Services) -> None:
     served = services.settings.served_model_name
-    if body.model != served:
+    if name != served:
         raise ModelNotFoundError(
-            f"The model '{body.model}' does not exist; this server has '{served}'.", param="model"
+            f"The model '{name}' does not exist; this server has '{served}'.", param="model"
         )
-    ignored = check_parameters(body, strict=services.settings.strict_parameters)
-    return {"x-foretoken-ignored": _header_list(ignored)} if ignored else {}
 
 
-def _header_list(names: list[str]) -> str:
+def ignored_header(names: list[str]) -> dict[str, str]:
     """Field names come from the client: keep the header ASCII, printable and short."""
     escaped = [name.encode("unicode_escape").decode("ascii") for name in names]
-    return ", ".join(escaped)[:MAX_HEADER_LENGTH]
+    return {"x-foretoken-ignored": ", ".join(escaped)[:MAX_HEADER_LENGTH]} if names else {}
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationContext:
     """One submitted request, and what every answer and chunk of it repeats."""
 
-    body: GenerationRequest
+    body: SamplingRequest
     generation: Generation
     model: Model
     services: Services
@@ -124,33 +155,54 @@ class GenerationContext:
 
     def prompt_logprobs(self, scored: list[TokenLogprob | None] | None) -> PromptLogprobs | None:
         """``scored`` is missing where there is nothing to say: for a prompt of one token."""
-        if self.body.prompt_logprobs is None:
+        if not isinstance(self.body, GenerationRequest) or self.body.prompt_logprobs is None:
             return None
         return prompt_logprobs(scored or [None], self.body.prompt_logprobs, self.model.tokenizer.vocabulary)
 
     def token_ids(self, token_ids: list[int]) -> list[int] | None:
-        return token_ids if self.body.return_token_ids else None
+        is_asked_for = isinstance(self.body, GenerationRequest) and self.body.return_token_ids
+        return token_ids if is_asked_for else None
 
     @property
     def include_usage(self) -> bool:
-        return bool(self.body.stream_options and self.body.stream_options.include_usage)
+        options = self.body.stream_options
+        return isinstance(options, ChunkStreamOptions) and bool(options.include_usage)
+
+
+class ChunkWriter(ABC):
+    """An ``AnswerWriter`` of chunks: what completions and chats have in common on the wire."""
+
+    end = DONE
+
+    def __init__(self, context: GenerationContext) -> None:
+        self._context = context
+
+    @abstractmethod
+    def chunks(self) -> AsyncIterator[Answer]: ...
+
+    async def events(self) -> AsyncIterator[bytes]:
+        async for chunk in self.chunks():
+            yield chunk_event(chunk, with_usage=self._context.include_usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_event(error)
 
 
 def start_generation(
-    endpoint: Literal["completions", "chat.completions"],
-    body: GenerationRequest,
+    endpoint: Literal["completions", "chat.completions", "responses"],
+    body: SamplingRequest,
     prompts: list[TokenPrompt],
     model: Model,
     services: Services,
     prediction: list[int] | None = None,
 ) -> GenerationContext:
-    n = body.n or 1
+    n = isinstance(body, GenerationRequest) and body.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequestError(f"At most {MAX_CHOICES} choices (prompts times n) are allowed.", param="n")
     check_prediction(prediction, model.worker)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     job = Job(
-        id=f"{ID_PREFIXES[endpoint]}-{uuid.uuid4().hex}",
+        id=f"{ID_PREFIXES[endpoint]}{uuid.uuid4().hex}",
         endpoint=endpoint,
         prompts=prompts,
         params=build_sampling_params(
@@ -170,7 +222,7 @@ def start_generation(
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)
-    generation.start()
+    generation.start(services.settings.request_timeout)
     return GenerationContext(body, generation, model, services, created=int(time.time()))
 
 

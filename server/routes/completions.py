@@ -1,17 +1,28 @@
 """``POST /v1/completions``: check, tokenize, submit, answer."""
 
-import asyncio
 from collections.abc import AsyncIterator
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from engine.messages import TokenLogprob
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
+from server.openapi import answer_or_stream
 from server.prompt import completion_prompts, predicted_tokens
-from server.routes.common import GenerationContext, JsonRoute, check_request, respond, start_generation
+from server.routes.common import (
+    CHUNK_STREAM,
+    ChunkWriter,
+    GenerationContext,
+    JsonRoute,
+    check_request,
+    in_thread_if_long,
+    respond,
+    start_generation,
+)
 from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
+from server.schemas.examples import COMPLETIONS
 from server.schemas.logprobs import CompletionLogprobs
 from server.services import ServicesDep
 
@@ -20,27 +31,31 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 @router.post(
     "/v1/completions",
+    summary="Continue a text",
     response_model=None,
-    responses={200: {"model": Completion}},
+    responses=answer_or_stream(Completion, CHUNK_STREAM),
 )
-async def create_completion(body: CompletionRequest, request: Request, services: ServicesDep) -> Response:
+async def create_completion(
+    body: Annotated[CompletionRequest, Body(openapi_examples=COMPLETIONS)],
+    request: Request,
+    services: ServicesDep,
+) -> Response:
+    """Continue one or several prompts, given as text or token ids."""
     headers = check_request(body, services)
     model = services.model()
-    prompts = await asyncio.to_thread(completion_prompts, body, model.tokenizer, model.worker.vocab_size)
-    prediction = await asyncio.to_thread(predicted_tokens, body, model.tokenizer)
+    prompts = await in_thread_if_long(
+        request, completion_prompts, body, model.tokenizer, model.worker.vocab_size
+    )
+    prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer)
     context = start_generation("completions", body, prompts, model, services, prediction)
     return await respond(request, context, CompletionWriter(context, body), headers)
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     def __init__(self, context: GenerationContext, body: CompletionRequest) -> None:
-        self._context = context
+        super().__init__(context)
         self._echo = bool(body.echo)
         self._num_top_logprobs = body.logprobs
-
-    @property
-    def include_usage(self) -> bool:
-        return self._context.include_usage
 
     def whole(self, choices: list[FinishedChoice]) -> Completion:
         context = self._context
@@ -57,7 +72,7 @@ class CompletionWriter:
             choice = self._chunk_choice(delta, is_first)
             if choice.text or choice.token_ids or choice.finish_reason:
                 yield Completion(**context.header(), choices=[choice], **context.ending())
-        if self.include_usage:
+        if context.include_usage:
             yield Completion(**context.header(), choices=[], **context.totals())
 
     def _whole_choice(self, choice: FinishedChoice) -> CompletionChoice:

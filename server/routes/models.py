@@ -5,7 +5,7 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from server.errors import ModelNotFoundError
+from server.errors import ErrorAnswer, ModelNotFoundError
 from server.services import Services, ServicesDep
 
 router = APIRouter(tags=["models"])
@@ -23,14 +23,23 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", summary="List the model")
 async def list_models(services: ServicesDep) -> ModelList:
+    """A list of one."""
     return ModelList(data=[_card(services)])
 
 
 # Hub ids hold a slash, so the id is the rest of the path.
-@router.get("/v1/models/{model_id:path}")
+@router.get(
+    "/v1/models/{model_id:path}",
+    summary="Look a model up",
+    responses={
+        404: {"model": ErrorAnswer, "description": "Unknown model."},
+        "default": {"model": ErrorAnswer},
+    },
+)
 async def get_model(model_id: str, services: ServicesDep) -> ModelCard:
+    """The model, if it is the served one."""
     card = _card(services)
     if model_id != card.id:
         raise ModelNotFoundError(f"The model '{model_id}' does not exist; this server has '{card.id}'.")

@@ -1,66 +1,67 @@
 """What operators and probes ask: ``/health``, ``/ready``, ``/metrics``, ``/version``, ``/speculation``."""
 
-from typing import Any
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from server.errors import NotReadyError
+from server.schemas.operate import Health, Readiness, SpeculationState, Version
 from server.services import ServicesDep
+from server.speculation_state import speculation_state
 from server.version import package_version
 
 router = APIRouter(tags=["operate"])
 
 
-@router.get("/health")
-async def health() -> dict[str, str]:
+@router.get("/health", summary="Does the front end live?")
+async def health() -> Health:
     """200 while this process lives, whatever the worker does."""
-    return {"status": "ok"}
+    return Health()
 
 
-@router.get("/ready")
+@router.get(
+    "/ready",
+    summary="Can a request be taken?",
+    response_model=Readiness,
+    responses={503: {"model": Readiness, "description": "Loading, restarting, draining or failed."}},
+)
 async def ready(services: ServicesDep) -> JSONResponse:
     """200 only when a request can be taken; else 503 with the reason."""
     reason = services.not_ready_reason()
     if reason is None:
         return JSONResponse({"status": "ready"})
-    body = {"status": services.engine.state.status, "reason": reason}
+    body = {"status": services.status, "reason": reason}
     return JSONResponse(body, NotReadyError.status, {"retry-after": str(NotReadyError.retry_after)})
 
 
-@router.get("/version")
-async def version(services: ServicesDep) -> dict[str, str | None]:
-    """What runs here. Device and dtype are null until the models are loaded."""
+@router.get("/version", summary="What runs here")
+async def version(services: ServicesDep) -> Version:
+    """Version, models, device and dtype."""
     settings, worker = services.settings, services.engine.state.worker
-    return {
-        "name": "foretoken",
-        "version": package_version(),
-        "model": settings.served_model_name,
-        "target": settings.target,
-        "draft": settings.draft,
-        "device": worker.device if worker else None,
-        "dtype": worker.dtype if worker else None,
-    }
+    return Version(
+        version=package_version(),
+        model=settings.served_model_name,
+        target=str(settings.target),
+        draft=settings.draft,
+        device=worker.device if worker else None,
+        dtype=worker.dtype if worker else None,
+    )
 
 
-@router.get("/speculation")
-async def speculation(services: ServicesDep) -> dict[str, Any]:
-    """Who drafts and how verdicts are made; how many tokens are drafted, by which costs, and why."""
-    settings, worker = services.settings, services.engine.state.worker
-    return {
-        "method": worker.method if worker else None,
-        "methods": worker.methods if worker else None,
-        "num_speculative_tokens": settings.num_speculative_tokens,
-        "verification": settings.verification,
-        **services.engine.speculation,
-    }
+@router.get("/speculation", summary="How speculation goes, and why")
+async def speculation(services: ServicesDep) -> SpeculationState:
+    """Who drafts, how much is accepted at which position, what it gains, and why it is on or off."""
+    engine = services.engine
+    return speculation_state(services.settings, engine.state.worker, engine.stats, engine.speculation)
 
 
-@router.get("/metrics", response_class=Response)
+@router.get(
+    "/metrics",
+    summary="Prometheus metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
+)
 async def metrics(request: Request, services: ServicesDep) -> Response:
     """Prometheus text, or OpenMetrics for a client that accepts it."""
-    if services.engine.num_requests == 0:
-        services.metrics.idle()
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(services.metrics.registry), media_type=content_type)

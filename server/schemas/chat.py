@@ -1,6 +1,6 @@
 """``/v1/chat/completions``: request, response and chunk."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -40,27 +40,33 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="Who speaks; `developer` is written as `system`."
+    )
+    content: Content | None = Field(
+        None, description="A string, or text parts, which are joined by newlines."
+    )
+    name: str | None = Field(None, description="Given to the chat template, which may use it.")
 
 
 class ChatRequest(GenerationRequest):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {"model": "foretoken-demo", "messages": [{"role": "user", "content": "Tell me a story."}]}
-            ]
-        }
-    )
+    prompt_field: ClassVar[str] = "messages"
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(
+        min_length=1, description="The conversation so far, written out by the model's chat template."
+    )
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
     max_tokens: int | None = Field(None, ge=1, description="OpenAI's older name of max_completion_tokens.")
     logprobs: bool | None = Field(None, description="Log-probability of every token of the answer.")
     top_logprobs: int | None = Field(
         None, ge=0, description="With logprobs: the likeliest tokens too, this many at each position."
     )
+
+    logprobs_switch: ClassVar[str] = "logprobs: true"
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
 
 class AssistantMessage(BaseModel):

@@ -1,13 +1,22 @@
-"""Request fields and answer parts that both endpoints share, with OpenAI's ranges.
+"""Request fields and answer parts that the generating endpoints share, with OpenAI's ranges.
 
 Every field may be null, which means "not given": defaults are filled in by ``server.sampling_params``,
 their only home. Unknown fields are kept in ``model_extra`` and judged by ``server.parameters``.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+)
 
 from engine.messages import FinishReason, Verification
 from server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
@@ -23,6 +32,18 @@ def _as_list(value: object) -> object:
 
 def _auto_as_none(value: object) -> object:
     return None if value == "auto" else value
+
+
+def _must_be_false(value: bool) -> bool:
+    if value:
+        raise ValueError("Input should be false")
+    return value
+
+
+# Not ``Literal[False]``: to Python, 0 is a kind of False.
+OnlyFalse = Annotated[
+    bool, AfterValidator(_must_be_false), WithJsonSchema({"type": "boolean", "const": False})
+]
 
 
 class StrictModel(BaseModel):
@@ -64,8 +85,15 @@ class Prediction(StrictModel):
 
 
 class StreamOptions(StrictModel):
+    """Of `/v1/responses`, whose last event always has the usage."""
+
+    include_obfuscation: OnlyFalse | None = Field(None, description="Only false: nothing is padded.")
+
+
+class ChunkStreamOptions(StreamOptions):
+    """Of completions and chats."""
+
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
-    include_obfuscation: Literal[False] | None = Field(None, description="Only false: nothing is padded.")
 
 
 class SpeculationOptions(StrictModel):
@@ -85,12 +113,14 @@ class SpeculationOptions(StrictModel):
     trace: bool = Field(False, description="Report every round: what was drafted, and how it was judged.")
 
 
-class GenerationRequest(BaseModel):
-    """What completions and chat completions have in common."""
+class SamplingRequest(BaseModel):
+    """What all generating endpoints have in common. ``prompt_field`` is the one that holds the prompt."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    model: str
+    prompt_field: ClassVar[str]
+
+    model: str = Field(description="The served name; `GET /v1/models` tells it.")
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling. Default 1: off.")
     top_k: int | None = Field(
@@ -109,32 +139,38 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, description="Added to logits, by token id."
     )
-    n: int | None = Field(None, ge=1, le=128, description="Choices per prompt. Default 1.")
-    seed: int | None = Field(None, ge=INT64_MIN, le=INT64_MAX)
+    seed: int | None = Field(
+        None,
+        ge=INT64_MIN,
+        le=INT64_MAX,
+        description="With the same seed and parameters the same tokens come out, whatever else runs.",
+    )
     stop: Annotated[
         list[NonEmptyString] | None,
         Field(max_length=4),
         BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
     ] = Field(None, description="Up to 4 strings that end the text; they are not part of it.")
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="Tokens that end the text, besides the model's own end-of-sequence tokens."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="Let the stop string or stop token be part of the text. Default false."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text. Default true."
+    )
     min_tokens: int | None = Field(
         None, ge=0, description="No stop token or stop string counts before this many tokens. Default 0."
     )
-    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token.")
-    prompt_logprobs: int | None = Field(
-        None, ge=0, description="Log-probabilities of the prompt's tokens, and of this many others at each."
-    )
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token. Default false.")
     truncate_prompt_tokens: int | None = Field(
         None, ge=1, le=INT64_MAX, description="Keep the last tokens of the prompt."
     )
-    return_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    speculation: SpeculationOptions | None = None
-    prediction: Prediction | None = Field(
-        None, description="What the answer is expected to be: makes it come sooner, never another one."
+    stream: bool | None = Field(None, description="Answer in server-sent events. Default false.")
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream: true`.")
+    speculation: SpeculationOptions | None = Field(
+        None,
+        description="How to speculate; the answer then has a `foretoken` object.",
     )
     priority: int | None = Field(
         None, ge=INT64_MIN, le=INT64_MAX, description="Lower goes first, whoever came first. Default 0."
@@ -147,13 +183,30 @@ class GenerationRequest(BaseModel):
     )
 
     # Accepted because they change nothing about the output.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    user: str | None = Field(None, description="Accepted, not used.")
+    metadata: dict[str, Any] | None = Field(None, description="Accepted, not kept.")
+    store: bool | None = Field(None, description="Only false: nothing is ever stored.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted: there is one tier.")
+    safety_identifier: str | None = Field(None, description="Accepted, not used.")
+    prompt_cache_key: str | None = Field(None, description="Accepted; equal prompts share without it.")
+    prompt_cache_retention: str | None = Field(None, description="Accepted, not used.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted, not used.")
+
+
+class GenerationRequest(SamplingRequest):
+    """What completions and chat completions have in common, besides that."""
+
+    n: int | None = Field(None, ge=1, le=128, description="Choices per prompt. Default 1.")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, description="Log-probabilities of the prompt's tokens, and of this many others at each."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Give the token ids of prompt and text too. Default false."
+    )
+    stream_options: ChunkStreamOptions | None = Field(None, description="Only with `stream: true`.")
+    prediction: Prediction | None = Field(
+        None, description="What the answer is expected to be: makes it come sooner, never another one."
+    )
 
 
 class PromptTokensDetails(BaseModel):
@@ -185,8 +238,8 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
-    completion_tokens_details: CompletionTokensDetails = CompletionTokensDetails()
+    prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
+    completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
 
 
 def is_none(value: object) -> bool:

@@ -1,8 +1,8 @@
 """``/v1/completions``: request, response and chunk (which have the same shape)."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from server.schemas.common import Answer, Choice, GenerationRequest, is_none
 from server.schemas.logprobs import CompletionLogprobs, PromptLogprobs
@@ -37,11 +37,7 @@ def _false_as_none(value: object) -> object:
 
 
 class CompletionRequest(GenerationRequest):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"model": "foretoken-demo", "prompt": "Once upon a time", "max_tokens": 40}]
-        }
-    )
+    prompt_field: ClassVar[str] = "prompt"
 
     prompt: Prompt = Field(description="Whitespace is text like any other; no tokens at all are refused.")
     max_tokens: int | None = Field(None, ge=0, description="Default 16.")

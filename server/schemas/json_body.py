@@ -6,6 +6,7 @@ can hold a value that breaks later: in the tokenizer, in an error message, on th
 
 import json
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 from server.errors import InvalidRequestError
@@ -17,7 +18,7 @@ SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(content: bytes) -> Any:
-    """The value, or ``InvalidRequestError``. Of several equal keys in an object, the last one counts."""
+    """The value, or ``InvalidRequestError``."""
     try:
         value = _decoder.decode(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -39,7 +40,20 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _invalid(f"{name} is not a JSON number")
 
 
-_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON leaves open which of two equal keys counts, so a client that sends both cannot know."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name in fields if counts[name] > 1)
+        shown = twice.encode(errors="backslashreplace").decode()
+        raise InvalidRequestError(
+            f"The request body has the key '{shown}' twice in one object.", param=shown, code="duplicate_key"
+        )
+    return fields
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
 
 
 def _is_too_deep(value: Any) -> bool:

@@ -76,6 +76,7 @@ def run_server(
         configured.engine_config(),
         metrics,
         max_queued_requests=configured.max_queued_requests,
+        max_queued_tokens=configured.max_queued_tokens,
         worker_command=command,
         first_backoff_seconds=0.2,
     )

@@ -147,21 +147,31 @@ def test_stop_string(server: RunningServer, stream: bool, include: bool, text: s
     assert chunks[-1]["usage"]["completion_tokens"] == 2 * len("Hello, wörld".encode())
 
 
-def test_openapi_examples_are_valid(server: RunningServer) -> None:
-    document = server.get("/openapi.json").json()
-    for path, name in (("completions", "CompletionRequest"), ("chat/completions", "ChatRequest")):
-        schema = document["components"]["schemas"][name]
-        assert "temperature" in schema["properties"]
-        for example in schema["examples"]:
-            assert server.post(f"/v1/{path}", example | {"model": MODEL}).status_code == 200
-
-
 def test_no_characters_are_split(server: RunningServer) -> None:
     body = {"messages": HELLO, "max_tokens": 140, "stream": True}
     chunks = events(server.post("/v1/chat/completions", body).text)
     pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert "\ufffd" not in "".join(pieces[:-1])
     assert "".join(pieces) == text_of(140)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 5])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_every_character_comes_in_one_piece(
+    start_server: StartServer, path: str, tokens_per_step: int
+) -> None:
+    """One token is one byte, and a step ends anywhere: emoji, Chinese, combining marks, joined signs."""
+    text = "👍🏽 你好，世界 é̂ नि 👩‍👩‍👧."
+    with start_server("--text", text, "--once", "--tokens-per-step", str(tokens_per_step)) as server:
+        prompt: dict[str, Any] = {"prompt": "x"} if path == "/v1/completions" else {"messages": HELLO}
+        chunks = events(server.post(path, prompt | {"max_tokens": 200, "stream": True}).text)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        pieces = [c["text"] if "text" in c else c["delta"].get("content", "") for c in choices]
+        assert "\ufffd" not in "".join(pieces)
+        assert "".join(pieces) == text
+        assert len([piece for piece in pieces if piece]) > len(text.encode()) / 10
+        answer = server.post(path, prompt | {"max_tokens": 200}).json()["choices"][0]
+        assert (answer["text"] if "text" in answer else answer["message"]["content"]) == text
 
 
 @pytest.mark.parametrize(

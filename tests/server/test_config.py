@@ -8,6 +8,7 @@ import pytest
 from engine.config import EngineConfig
 from server.cli import main
 from server.config import ConfigError, Settings, load_settings
+from server.help import configuration_page, setting_groups
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +77,19 @@ def test_mistakes_in_flags(flags: list[str], message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["FORETOKEN_PROT", "FORETOKEN_MAX_NUM_SEQUENCE", "foretoken_api_key"])
+def test_mistakes_in_the_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=f"Unknown variable {name}. Did you mean FORETOKEN_"):
+        load_settings([])
+
+
+@pytest.mark.parametrize("name", ["FORETOKEN_SERVICE_HOST", "FORETOKEN_PORT_8000_TCP_ADDR", "FORETOKENS"])
+def test_variables_of_others(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "10.0.0.1")
+    load_settings([])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -135,8 +149,21 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "serve" in capsys.readouterr().out
     assert main(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
-    for name in Settings.model_fields:
-        assert f"--{name.replace('_', '-')}" in shown
+    for name, field in Settings.model_fields.items():
+        dash = "--[no-]" if field.annotation is bool else "--"
+        assert shown.count(f"  {dash}{name.replace('_', '-')} ") == 1
+    assert max(map(len, shown.splitlines())) <= 110
+
+
+def test_configuration_page_is_up_to_date() -> None:
+    """If not: python -m tools.write_configuration"""
+    assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == configuration_page()
+
+
+def test_every_setting_is_in_one_group_and_described() -> None:
+    names = [name for _, fields in setting_groups() for name in fields]
+    assert sorted(names) == sorted(Settings.model_fields)
+    assert all(field.description for field in Settings.model_fields.values())
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def test_byte_order_mark_is_skipped(server: RunningServer) -> None:
 @pytest.mark.parametrize(("before", "after"), [("[", "]"), ('{"a": ', "}")], ids=["lists", "objects"])
 @pytest.mark.parametrize("depth", [101, 500, 100_000])
 def test_deep_nesting(server: RunningServer, field: str, before: str, after: str, depth: int) -> None:
-    error = refused_raw(server, body(f'"{field}": {before * depth}1{after * depth}'))
+    nested = f"{before * depth}1{after * depth}"
+    content = body('"n": 1', prompt=nested) if field == "prompt" else body(f'"{field}": {nested}')
+    error = refused_raw(server, content)
     assert error["code"] == "invalid_json"
     assert f"nested deeper than {MAX_DEPTH} levels" in error["message"]
 
@@ -65,11 +67,32 @@ def test_depth_that_is_allowed() -> None:
         parse_json(b"[0, " + deepest + b"]")
 
 
-def test_last_of_equal_keys_counts(server: RunningServer) -> None:
-    content = body('"max_tokens": 1, "max_tokens": 3, "n": 2, "n": 1', prompt='"x", "prompt": "yy"')
-    response = server.client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
-    usage = response.json()["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (2, 3)
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        ('"max_tokens": 3', "max_tokens"),
+        ('"unknown": 1, "other": 2, "unknown": 1', "unknown"),
+        ('"metadata": {"deep": [{"a": 1, "b": 2, "a": 3}]}', "a"),
+        ('"\\u006d\\u006fdel": "x"', "model"),
+        ('"\\ud800": 1, "\\ud800": 2', "\\ud800"),
+        ('"": 1, "": 2', ""),
+    ],
+)
+def test_equal_keys(server: RunningServer, extra: str, key: str) -> None:
+    error = refused_raw(server, body(extra))
+    assert (error["param"], error["code"]) == (key, "duplicate_key")
+    assert f"'{key}' twice" in error["message"]
+
+
+def test_equal_keys_of_different_objects() -> None:
+    assert parse_json(b'{"a": {"a": 1}, "b": [{"a": 1}, {"a": 1}]}')
+
+
+def test_many_keys_do_not_take_long() -> None:
+    content = b"{" + b", ".join(b'"%d": 1' % number for number in range(100_000)) + b"}"
+    assert len(parse_json(content)) == 100_000
+    with pytest.raises(InvalidRequestError, match="'99999' twice"):
+        parse_json(content[:-1] + b', "99999": 2}')
 
 
 @pytest.mark.parametrize(

@@ -1,61 +1,29 @@
 """``foretoken serve`` as a process: start-up, friendly failures, and an orderly end."""
 
-import re
 import signal
 import socket
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 import server.cli
 import server.launch
 from server.engine_client import WorkerClient
-from tests.server.running import wait_for
+from tests.server.serve_process import body, serve_process
 
-ROOT = Path(__file__).parents[2]
 FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
-
-# The command as installed, but for its worker.
-SERVE = """
-import sys
-from functools import partial
-import server.cli
-import server.launch
-from server.engine_client import WorkerClient
-command = (sys.executable, "-m", "tests.fake_worker")
-server.launch.WorkerClient = partial(WorkerClient, worker_command=command)
-sys.exit(server.cli.main(["serve", *sys.argv[1:]]))
-"""
 
 
 def test_serves_until_it_is_told_to_stop(model_folder: Path, tmp_path: Path) -> None:
-    log = tmp_path / "serve.log"
-    arguments = ["--target", str(model_folder), "--port", "0"]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, *arguments],
-            cwd=ROOT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            # A shell's background job is born deaf to Ctrl-C, and so would be all its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    try:
-        wait_for(lambda: "Ready on cpu in float32" in log.read_text(), "the start", seconds=30)
-        url = re.search(r"url +(http://\S+)", log.read_text())
-        assert url is not None
-        answer = httpx.post(f"{url[1]}/completions", json={"model": "tiny-model", "prompt": "x"})
-        assert answer.status_code == 200
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=10) == server.cli.INTERRUPTED
-    finally:
-        process.kill()
-        process.wait()
-    assert "Traceback" not in log.read_text()
+    with serve_process(model_folder, tmp_path) as serve:
+        assert httpx.post(f"{serve.url}/v1/completions", json=body()).status_code == 200
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.process.wait(timeout=10) == server.cli.INTERRUPTED
+    assert "Traceback" not in serve.log.read_text()
 
 
 def test_port_that_is_taken(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,3 +49,16 @@ def test_connections_do_not_wait_for_acknowledgements() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.proto == socket.IPPROTO_TCP
+
+
+async def test_sdk_waits_until_the_models_are_loaded(model_folder: Path, tmp_path: Path) -> None:
+    """It comes back after the seconds that Retry-After says, and is served."""
+    loading = "Loading the models"
+    with serve_process(model_folder, tmp_path, worker=("--load-seconds", "3"), until=loading) as serve:
+        async with openai.AsyncOpenAI(base_url=f"{serve.url}/v1", api_key="none", max_retries=0) as hasty:
+            with pytest.raises(openai.InternalServerError) as caught:
+                await hasty.completions.create(model="tiny-model", prompt="x")
+            assert (caught.value.status_code, caught.value.code) == (503, "not_ready")
+            assert caught.value.response.headers["retry-after"] == "2"
+        async with openai.AsyncOpenAI(base_url=f"{serve.url}/v1", api_key="none", max_retries=5) as patient:
+            assert (await patient.completions.create(model="tiny-model", prompt="x")).choices

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from starlette.types import Message
 
 from server.errors import NotReadyError
 from server.schemas.completion import Completion
-from server.sse import DONE, chunk_event, error_event, with_pings
+from server.sse import DONE, EventStreamResponse, chunk_event, error_event
 
 PING = b": ping\n\n"
 
@@ -18,41 +19,59 @@ async def slowly(*delays: float) -> AsyncIterator[bytes]:
         yield f"{number}".encode()
 
 
+async def endless() -> AsyncIterator[bytes]:
+    while True:
+        await asyncio.sleep(0.001)
+        yield b"0"
+
+
+async def run(
+    events: AsyncIterator[bytes], *, ping_seconds: float, leave_after: float = 5.0
+) -> tuple[list[Message], int]:
+    """Everything that goes over the wire to a client that leaves after a while, and the calls of on_close."""
+    sent: list[Message] = []
+    closed: list[None] = []
+
+    async def receive() -> Message:
+        await asyncio.sleep(leave_after)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    response = EventStreamResponse(events, lambda: closed.append(None), {}, ping_seconds=ping_seconds)
+    before = asyncio.all_tasks()
+    async with asyncio.timeout(5):
+        await response({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == before, "a task outlived its response"
+    return sent, len(closed)
+
+
 async def test_pings_fill_the_silence_only() -> None:
-    events = [event async for event in with_pings(slowly(0, 0, 0.25, 0), interval=0.1)]
-    assert events == [b"0", b"1", PING, PING, b"2", b"3"]
+    (start, *messages), num_closed = await run(slowly(0, 0, 0.25, 0), ping_seconds=0.1)
+    assert start["type"] == "http.response.start"
+    assert [message["body"] for message in messages] == [b"0", b"1", PING, PING, b"2", b"3", b""]
+    assert [message["more_body"] for message in messages] == [True] * 6 + [False]
+    assert num_closed == 1
 
 
-async def test_errors_pass_through_pings() -> None:
+async def test_nothing_is_sent_to_a_client_that_left() -> None:
+    messages, num_closed = await run(endless(), ping_seconds=0.05, leave_after=0.1)
+    assert num_closed == 1
+    length = len(messages)
+    await asyncio.sleep(0.15)
+    assert len(messages) == length
+    assert all(message["body"] == b"0" for message in messages[1:])
+
+
+async def test_failing_events_close_the_stream() -> None:
     async def failing() -> AsyncIterator[bytes]:
         yield b"0"
-        raise NotReadyError("no")
+        raise RuntimeError("no")
 
-    events = with_pings(failing(), interval=1)
-    assert await anext(events) == b"0"
-    with pytest.raises(NotReadyError):
-        await anext(events)
-
-
-async def test_source_ends_with_its_reader() -> None:
-    ended = asyncio.Event()
-
-    async def endless() -> AsyncIterator[bytes]:
-        try:
-            while True:
-                await asyncio.sleep(0.001)
-                yield b"0"
-        finally:
-            ended.set()
-
-    async def read() -> bytes:
-        return await anext(with_pings(endless(), interval=1))
-
-    reader = asyncio.create_task(read())
-    await asyncio.sleep(0)
-    reader.cancel()
-    async with asyncio.timeout(1):
-        await ended.wait()
+    with pytest.RaisesGroup(RuntimeError, allow_unwrapped=True):
+        await run(failing(), ping_seconds=1)
 
 
 def test_frames() -> None:

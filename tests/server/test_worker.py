@@ -1,6 +1,7 @@
 """Life with a worker process: disconnects, crashes, restarts, failed loads, and exact metrics."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import httpx
 import openai
 import pytest
 
+from tests.fake_worker import QUEUE_SECONDS
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer, wait_for
+from tests.server.wire import events
 
 SLOW = ("--step-seconds", "0.02")
 
@@ -66,6 +69,39 @@ def test_crash_gives_an_error_and_a_new_worker(start_server: StartServer, tmp_pa
         assert server.metric("foretoken_generation_tokens_total") == 140
         drafts = server.metric("foretoken_spec_decode_num_drafts_total", method="draft_model")
         assert drafts == 140 / 4
+
+
+def test_requests_without_a_token_go_to_the_next_worker(start_server: StartServer, tmp_path: Path) -> None:
+    """The first choice takes all of the worker's steps until it dies; the second one has not begun."""
+    options = ("--max-running", "1", "--crash-after", "40", "--crash-once", str(tmp_path / "crashed"))
+    with start_server(*SLOW, *options) as server, ThreadPoolExecutor() as threads:
+        lost = threads.submit(server.post, "/v1/completions", {"prompt": "a", "max_tokens": 100})
+        wait_for(lambda: server.services.engine.num_requests == 1, "the first request")
+        fields = {"prompt": ["b", "c"], "max_tokens": 20, "echo": True, "stream": True}
+        kept = threads.submit(server.post, "/v1/completions", fields)
+        left = threads.submit(server.post, "/v1/completions", {"prompt": "d"}, timeout=0.3)
+        assert lost.result().status_code == 503
+        assert kept.result().status_code == 200
+        texts = ["", ""]
+        for chunk in events(kept.result().text):
+            texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+        assert [text[:6] for text in texts] == ["bHello", "cHello"]
+        with pytest.raises(httpx.ReadTimeout):
+            left.result()
+        prompts = [
+            line.partition("prompt_token_ids=")[2][:4] for line in server.messages_to_worker("Generate")
+        ]
+        assert prompts == ["[97]", "[98]", "[99]", "[100", "[98]", "[99]"]
+        assert server.metric("foretoken_worker_restarts_total") == 1
+
+
+def test_request_that_kills_two_workers_is_not_tried_again(start_server: StartServer) -> None:
+    with start_server("--crash-on", "[120]") as server:
+        response = server.post("/v1/completions", {"prompt": "x"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_lost")
+        assert len(server.messages_to_worker("Generate")) == 2
+        wait_for(lambda: server.get("/ready").status_code == 200, "the third worker")
+        assert server.post("/v1/completions", {"prompt": "y"}).status_code == 200
 
 
 def test_crash_in_a_stream_is_an_event(start_server: StartServer, tmp_path: Path) -> None:
@@ -149,6 +185,8 @@ def test_metrics_are_exact(start_server: StartServer) -> None:
         labels = {"endpoint": "completions", "finish_reason": "length"}
         assert server.metric("foretoken_requests_total", **labels) == 1
         assert server.metric("foretoken_time_to_first_token_seconds_count") == 1
+        assert server.metric("foretoken_queue_time_seconds_count") == 1
+        assert server.metric("foretoken_queue_time_seconds_sum") == QUEUE_SECONDS
         assert server.metric("foretoken_request_duration_seconds_count") == 1
         # Ten rounds of four tokens: the first one has nothing before it.
         assert server.metric("foretoken_round_interval_seconds_count") == 9

@@ -1,0 +1,205 @@
+"""What the front end costs: python -m benchmarks.front_end
+
+Starts the real server with a worker that answers at once (``benchmarks.instant_worker``) and measures
+
+* requests per second of a completion of 1 token, not streamed, at several concurrencies, and the front end's
+  CPU time for each: parsing, tokenization, the trip to the worker and back, metrics, the answer;
+* CPU time of the front end per streamed token, with 100 chat streams at once, one token a chunk, which is the
+  worst case: a round of speculation gives several tokens to one chunk.
+
+CPU time is the front-end process's own, user and system; neither the worker's nor the load generator's, which
+are processes of their own. ``--baseline`` is another checkout, measured by turns with this one.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+
+from benchmarks.common import machine, note, print_table, warn_if_busy, write_json
+from benchmarks.http_load import LoadError, post, run_load
+
+ROOT = Path(__file__).parent.parent
+SERVER = Path(__file__).with_name("instant_server.py")
+MODEL = "foretoken-demo"
+START_SECONDS = 60.0
+
+ONE_TOKEN = post(
+    "/v1/completions", {"model": MODEL, "prompt": "Once upon a time, there was a fox.", "max_tokens": 1}
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 100])
+    parser.add_argument("--requests", type=int, default=800, help="for each concurrency")
+    parser.add_argument("--streams", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=80, help="of each stream")
+    parser.add_argument("--tokens-per-round", type=int, default=1)
+    parser.add_argument(
+        "--step-seconds", type=float, default=0.05, help="pace of the worker while it streams"
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--baseline", type=Path, help="another checkout, run by turns with this one")
+    parser.add_argument("--json", type=Path, help="also write everything here")
+    return parser.parse_args()
+
+
+class Cost(NamedTuple):
+    """One measurement. ``unit_microseconds`` is CPU time per request or per streamed token."""
+
+    per_second: float
+    unit_microseconds: float
+
+
+class FrontEnd(NamedTuple):
+    port: int
+    process: psutil.Process
+
+    def cpu_seconds(self) -> float:
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+
+@contextmanager
+def front_end(checkout: Path, *worker_options: str) -> Iterator[FrontEnd]:
+    """The server of a checkout on a free port, ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with subprocess.Popen(
+        [sys.executable, str(SERVER), "--port", str(port), "--", *worker_options],
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            wait_until_ready(port, process)
+            yield FrontEnd(port, psutil.Process(process.pid))
+        finally:
+            process.send_signal(signal.SIGINT)
+
+
+def wait_until_ready(port: int, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/ready"):
+                return
+        except (URLError, OSError):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"The server did not start: {' '.join(map(str, process.args))}") from None
+            time.sleep(0.1)
+
+
+def requests_per_second(server: FrontEnd, concurrency: int, total: int) -> Cost:
+    before = server.cpu_seconds()
+    count = max(1, total // concurrency)
+    load = asyncio.run(run_load(server.port, ONE_TOKEN, concurrency=concurrency, count=count))
+    used = server.cpu_seconds() - before
+    return Cost(load.num_answers / load.seconds, 1e6 * used / load.num_answers)
+
+
+def streamed_tokens(server: FrontEnd, num_streams: int, num_tokens: int) -> Cost:
+    chat = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell me a story about a fox."}],
+        "max_tokens": num_tokens,
+        "stream": True,
+    }
+    request = post("/v1/chat/completions", chat)
+    before = server.cpu_seconds()
+    load = asyncio.run(run_load(server.port, request, concurrency=num_streams, count=1))
+    used = server.cpu_seconds() - before
+    total = num_streams * num_tokens
+    return Cost(total / load.seconds, 1e6 * used / total)
+
+
+def measure(server: FrontEnd, arguments: argparse.Namespace) -> dict[str, Cost]:
+    """Every scenario once."""
+    costs = {}
+    for concurrency in arguments.concurrency:
+        name = f"1-token requests, {concurrency} at once"
+        costs[name] = requests_per_second(server, concurrency, arguments.requests)
+    name = f"streamed tokens, {arguments.streams} streams"
+    costs[name] = streamed_tokens(server, arguments.streams, arguments.tokens)
+    return costs
+
+
+def run(checkouts: dict[str, Path], arguments: argparse.Namespace) -> dict[str, list[dict[str, Cost]]]:
+    """Both servers stay up; a warm-up, then measurements by turns."""
+    runs: dict[str, list[dict[str, Cost]]] = {name: [] for name in checkouts}
+    options = [
+        *("--step-seconds", str(arguments.step_seconds)),
+        *("--tokens-per-step", str(arguments.tokens_per_round)),
+    ]
+    with ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(front_end(checkout, *options)) for name, checkout in checkouts.items()
+        }
+        for server in servers.values():
+            requests_per_second(server, 16, 200)
+            streamed_tokens(server, arguments.streams, 10)
+        for repeat in range(arguments.repeats):
+            for name, server in servers.items():
+                runs[name].append(measure(server, arguments))
+                note(f"  {repeat + 1}/{arguments.repeats} {name}: {runs[name][-1]}")
+    return runs
+
+
+def table(runs: dict[str, list[dict[str, Cost]]]) -> list[dict[str, Any]]:
+    """Medians; with a baseline also the median of the ratios within each repeat."""
+    rows = []
+    for scenario in runs["this"][0]:
+        ours = [run[scenario] for run in runs["this"]]
+        row: dict[str, Any] = {
+            "scenario": scenario,
+            "per_s": statistics.median(cost.per_second for cost in ours),
+            "CPU_us_each": statistics.median(cost.unit_microseconds for cost in ours),
+        }
+        if "baseline" in runs:
+            pairs = list(zip(ours, (run[scenario] for run in runs["baseline"]), strict=True))
+            row["baseline_per_s"] = statistics.median(base.per_second for _, base in pairs)
+            row["baseline_CPU_us"] = statistics.median(base.unit_microseconds for _, base in pairs)
+            row["speed_ratio"] = statistics.median(new.per_second / base.per_second for new, base in pairs)
+            row["CPU_ratio"] = statistics.median(
+                new.unit_microseconds / base.unit_microseconds for new, base in pairs
+            )
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    about = machine() | {"busy": warn_if_busy()}
+    checkouts = {"this": ROOT} | ({"baseline": arguments.baseline.resolve()} if arguments.baseline else {})
+    try:
+        runs = run(checkouts, arguments)
+    except LoadError as error:
+        raise SystemExit(f"The server did not answer as expected: {error}") from None
+    rows = table(runs)
+    print("  ".join(f"{key}: {value}" for key, value in about.items()))
+    print_table(rows, "Front end: medians; CPU in microseconds of the front-end process for each")
+    write_json(
+        arguments.json,
+        {"machine": about, "arguments": {k: str(v) for k, v in vars(arguments).items()}, "results": rows},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The real server process with ``benchmarks.instant_worker`` in place of the engine.
+
+Started by ``benchmarks.front_end`` by its path, so that ``server`` and ``engine`` come from PYTHONPATH, which
+may be another checkout. Arguments before ``--`` are the server's flags, those after it the worker's.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import disable_created_metrics
+
+from server import launch
+from server.config import load_settings
+from server.engine_client import WorkerClient
+from server.logs import configure_logging
+
+
+def main() -> None:
+    split = sys.argv.index("--")
+    flags, worker_options = sys.argv[1:split], sys.argv[split + 1 :]
+    worker = str(Path(__file__).with_name("instant_worker.py"))
+    launch.WorkerClient = partial(WorkerClient, worker_command=(sys.executable, worker, *worker_options))
+    # The rest is what `foretoken serve` does.
+    settings = load_settings(flags)
+    configure_logging(settings.log_level)
+    disable_created_metrics()
+    launch.launch(settings)
+
+
+if __name__ == "__main__":
+    main()

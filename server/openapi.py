@@ -1,0 +1,94 @@
+"""The OpenAPI document: what FastAPI makes of the schemas, with errors, streams and keys described.
+
+Examples name the model that is served here, so that they work when pasted. Installed by ``server.app``.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from server.config import BUNDLED_MODEL_NAME, Settings
+from server.errors import ErrorAnswer
+
+DESCRIPTION = """\
+An OpenAI-compatible API. Fields are honoured or refused by name with a 400; only unknown ones are ignored,
+and then listed in the `x-foretoken-ignored` header (or refused, with the setting `strict_parameters`).
+
+Every answer has an `x-request-id`: the request's own, if it sent a sane one. Every error is
+`{"error": {"message", "type", "param", "code"}}`. A stream has its HTTP status decided before its first byte;
+an error after that is its last event.
+"""
+
+TAGS = [
+    {"name": "generate", "description": "Text out of text."},
+    {"name": "tokenize", "description": "The model's tokenizer."},
+    {"name": "models", "description": "What is served."},
+    {"name": "operate", "description": "For probes, scrapers and people. Open without a key, but for one."},
+]
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def _error(description: str, *, may_retry: bool = False) -> dict[str, Any]:
+    described: dict[str, Any] = {"model": ErrorAnswer, "description": description}
+    if may_retry:
+        seconds = {"description": "Seconds to wait.", "schema": {"type": "integer"}}
+        described["headers"] = {"Retry-After": seconds}
+    return described
+
+
+# Of every route with a body.
+BODY_ERRORS: Responses = {
+    400: _error("Bad JSON, a wrong type, a value out of range, or a parameter that is not supported."),
+    404: _error("Unknown model."),
+    413: _error("The body is larger than `max_body_size`."),
+    415: _error("The body is not declared as JSON."),
+    503: _error("Loading, restarting or draining.", may_retry=True),
+    "default": _error("Any other error has this shape too."),
+}
+
+# Of those that generate.
+GENERATION_ERRORS: Responses = BODY_ERRORS | {
+    429: _error("Too much is waiting: `max_queued_requests` or `max_queued_tokens`.", may_retry=True),
+    504: _error("`request_timeout` passed."),
+}
+
+
+def answer_or_stream(answer: type[BaseModel], stream: str) -> Responses:
+    """The responses of a generating route: ``stream`` says what its server-sent events are."""
+    events = {"schema": {"type": "string", "description": stream}}
+    success = {
+        "model": answer,
+        "description": "The answer; with `stream: true`, server-sent events.",
+        "content": {"text/event-stream": events},
+    }
+    return {200: success, **GENERATION_ERRORS}
+
+
+def install_openapi(app: FastAPI, settings: Settings) -> None:
+    """Finish the document once, when it is first asked for."""
+    original = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = _with_model(original(), settings.served_model_name)
+            if settings.api_keys:
+                schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+                schemes["key"] = {"type": "http", "scheme": "bearer"}
+                document["security"] = [{"key": []}]
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _with_model(node: Any, name: str) -> Any:
+    """A copy in which the examples ask for the model ``name``."""
+    if isinstance(node, Mapping):
+        return {
+            key: name if key == "model" and value == BUNDLED_MODEL_NAME else _with_model(value, name)
+            for key, value in node.items()
+        }
+    return [_with_model(item, name) for item in node] if isinstance(node, list) else node

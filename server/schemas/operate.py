@@ -1,0 +1,65 @@
+"""Answers of the endpoints for operators and probes: health, readiness, version, speculation."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from engine.messages import Method
+from server.schemas.common import is_none
+
+
+class Health(BaseModel):
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(BaseModel):
+    status: Literal["ready", "loading", "restarting", "draining", "failed", "stopped"]
+    reason: str | None = Field(None, exclude_if=is_none, description="Why not; absent when ready.")
+
+
+class Version(BaseModel):
+    """Device and dtype are null until the models are loaded."""
+
+    name: Literal["foretoken"] = "foretoken"
+    version: str
+    model: str = Field(description="What requests call it.")
+    target: str
+    draft: str | None
+    device: str | None
+    dtype: str | None
+
+
+class PositionAcceptance(BaseModel):
+    """Of all drafts since the worker started, whatever their method."""
+
+    position: int = Field(description="1 for the first token of a draft.")
+    drafted: int
+    accepted: int
+    rate: float
+
+
+class Speedup(BaseModel):
+    """Over plain decoding of the same rows, whose cost is measured now and then; null where it is not."""
+
+    predicted: float | None = Field(description="Of the plan in force.")
+    achieved: float | None = Field(description="Over about the last fifty steps.")
+
+
+class SpeculationState(BaseModel):
+    """How this server speculates now, and why."""
+
+    proposer: Method | None = Field(description="Who drafts unless a request says otherwise.")
+    proposers: list[Method] | None = Field(description="Who could; null until the models are loaded.")
+    verification: str = Field(description="The setting: how sampled drafts are verified.")
+    num_speculative_tokens: int | Literal["auto"] = Field(description="The setting.")
+    on: bool | None = Field(description="Whether the last step drafted; null before the first one.")
+    why: str
+    draft_length: float | None = Field(description="In force: tokens that a sequence drafts per round.")
+    acceptance_rate: float | None = Field(description="Accepted per drafted token since the worker started.")
+    acceptance_by_position: list[PositionAcceptance]
+    speedup: Speedup
+    phase_seconds: dict[str, float] = Field(description="Time since start: draft, score, verify, host.")
+    policy: dict[str, Any] = Field(
+        description="What decides the draft length. With `auto`: measured costs of a pass, survival of "
+        "drafts by method and temperature, recent lengths, trials of other lengths."
+    )

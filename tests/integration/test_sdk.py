@@ -1,0 +1,173 @@
+"""The official SDK, sync and async, against the real server process: every way to ask, every way to fail."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionUserMessageParam
+
+from tests.integration.conftest import Server
+
+MODEL = "foretoken-demo"
+ASK: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Tell me a story about a dog."}]
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
+
+
+@pytest.fixture
+def sdk(server: Server) -> Iterator[openai.OpenAI]:
+    with server.openai as client:
+        yield client
+
+
+@pytest.fixture
+def said(sdk: openai.OpenAI) -> str:
+    """What every other way of asking must say too."""
+    answer = sdk.chat.completions.create(messages=ASK, max_tokens=30, **GREEDY)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 30
+    return answer.choices[0].message.content or ""
+
+
+def async_sdk(server: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_models(sdk: openai.OpenAI) -> None:
+    assert [model.id for model in sdk.models.list()] == [MODEL]
+    assert sdk.models.retrieve(MODEL).owned_by == "foretoken"
+
+
+def test_chat_streams_and_helpers_agree(sdk: openai.OpenAI, said: str) -> None:
+    chunks = sdk.chat.completions.create(messages=ASK, max_tokens=30, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == said
+    # The helper takes an answer that was cut off for an error, so this one ends by a stop string.
+    stop = said[-6:]
+    options: Any = {"include_usage": True}
+    with sdk.chat.completions.stream(messages=ASK, stop=stop, stream_options=options, **GREEDY) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert "".join(deltas) == final.choices[0].message.content == said[: said.index(stop)]
+    assert final.choices[0].finish_reason == "stop"
+    assert final.usage is not None
+    assert 0 < final.usage.completion_tokens <= 30
+
+
+def test_completions_stream(sdk: openai.OpenAI) -> None:
+    whole = sdk.completions.create(prompt="Once upon a time", max_tokens=30, **GREEDY)
+    chunks = sdk.completions.create(prompt="Once upon a time", max_tokens=30, stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_responses(sdk: openai.OpenAI, said: str) -> None:
+    request: dict[str, Any] = {"input": ASK[0]["content"], "max_output_tokens": 30, **GREEDY}
+    answer = sdk.responses.create(**request)
+    assert answer.output_text == said
+    assert (answer.status, answer.usage and answer.usage.output_tokens) == ("incomplete", 30)
+    events = list(sdk.responses.create(stream=True, **request))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == said
+    assert events[-1].type == "response.incomplete"
+    with sdk.responses.stream(**request) as stream:
+        snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]
+    assert snapshots[-1] == said
+
+
+async def test_async(server: Server, said: str) -> None:
+    async with async_sdk(server) as sdk:
+        answer = await sdk.chat.completions.create(messages=ASK, max_tokens=30, **GREEDY)
+        assert answer.choices[0].message.content == said
+        chunks = await sdk.chat.completions.create(messages=ASK, max_tokens=30, stream=True, **GREEDY)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks]) == said
+        async with sdk.chat.completions.stream(messages=ASK, stop=said[-6:], **GREEDY) as stream:
+            final = await stream.get_final_completion()
+        assert final.choices[0].message.content == said[: said.index(said[-6:])]
+        response = await sdk.responses.create(input=ASK[0]["content"], max_output_tokens=30, **GREEDY)
+        assert response.output_text == said
+        completion = await sdk.completions.create(prompt="Once", max_tokens=5, **GREEDY)
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens == 5
+
+
+def test_raw_responses(sdk: openai.OpenAI, said: str) -> None:
+    raw = sdk.chat.completions.with_raw_response.create(
+        messages=ASK, max_tokens=30, extra_headers={"x-request-id": "mine-7"}, **GREEDY
+    )
+    assert (raw.status_code, raw.headers["x-request-id"], raw.request_id) == (200, "mine-7", "mine-7")
+    assert raw.parse().choices[0].message.content == said
+    with sdk.completions.with_streaming_response.create(prompt="Once", max_tokens=5, **GREEDY) as streamed:
+        assert streamed.parse().choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "code", "param"),
+    [
+        ({"temperature": 3}, openai.BadRequestError, "invalid_value", "temperature"),
+        ({"tools": [{"type": "x"}]}, openai.BadRequestError, "unsupported_parameter", "tools"),
+        ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),
+        ({"model": "gpt-9"}, openai.NotFoundError, "model_not_found", "model"),
+    ],
+)
+async def test_errors(server: Server, request_: dict[str, Any], kind: Any, code: str, param: str) -> None:
+    request = {"model": MODEL, "messages": ASK} | request_
+    with server.openai as sdk, pytest.raises(kind) as caught:
+        sdk.chat.completions.create(**request)
+    assert (caught.value.code, caught.value.param) == (code, param)
+    assert caught.value.request_id
+    async with async_sdk(server) as sdk_:
+        for stream in (False, True):
+            with pytest.raises(kind) as caught:
+                await sdk_.chat.completions.create(stream=stream, **request)
+            assert (caught.value.code, caught.value.type) == (code, "invalid_request_error")
+
+
+def test_errors_of_other_routes(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        sdk.responses.create(model=MODEL, input="x", store=True)
+    assert (caught.value.status_code, caught.value.code) == (400, "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError):
+        sdk.responses.retrieve("resp_1")
+    with pytest.raises(openai.NotFoundError):
+        sdk.embeddings.create(model=MODEL, input="x")
+
+
+def test_examples_of_the_document_work(server: Server) -> None:
+    """As pasted: the body is sent as it stands there."""
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    examples = [
+        (path, name, example["value"])
+        for path, methods in document["paths"].items()
+        if "post" in methods
+        for name, example in methods["post"]["requestBody"]["content"]["application/json"]["examples"].items()
+    ]
+    assert {path for path, _, _ in examples} == {
+        path for path, methods in document["paths"].items() if "post" in methods
+    }
+    for path, name, body in examples:
+        response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+        assert response.status_code == 200, (path, name, response.text)
+        assert "x-foretoken-ignored" not in response.headers
+
+
+def test_tokenize(server: Server) -> None:
+    text = "Once upon a time 😀"
+    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    back = httpx.post(f"{server.url}/detokenize", json={"tokens": answer["tokens"]}).json()
+    assert back == {"prompt": text}
+    request = {"model": MODEL, "prompt": text, "max_tokens": 1, "return_token_ids": True}
+    completion = httpx.post(f"{server.url}/v1/completions", json=request).json()
+    assert completion["choices"][0]["prompt_token_ids"] == answer["tokens"]
+
+
+def test_speculation_says_everything(server: Server, said: str) -> None:
+    state = httpx.get(f"{server.url}/speculation").json()
+    assert (state["proposer"], state["on"], state["draft_length"]) == ("draft_model", True, 4)
+    assert state["why"].startswith("on: ")
+    positions = state["acceptance_by_position"]
+    assert [entry["position"] for entry in positions][:4] == [1, 2, 3, 4]
+    assert all(0 <= entry["accepted"] <= entry["drafted"] for entry in positions)
+    assert 0 < state["acceptance_rate"] < 1
+    assert set(state["phase_seconds"]) == {"draft", "score", "verify", "host"}
+    assert state["policy"]["policy"] == "fixed"
+    assert server.metric("foretoken_queue_time_seconds_count") > 0

@@ -1,0 +1,70 @@
+"""Runs ``foretoken serve`` as a process of its own, around the fake worker."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.server.running import MODEL, wait_for
+
+ROOT = Path(__file__).parents[2]
+
+# The command as installed, but for its worker.
+SERVE = """
+import json
+import sys
+from functools import partial
+import server.cli
+import server.launch
+from server.engine_client import WorkerClient
+command = (sys.executable, "-m", "tests.fake_worker", *json.loads(sys.argv[1]))
+server.launch.WorkerClient = partial(WorkerClient, worker_command=command)
+sys.exit(server.cli.main(["serve", *sys.argv[2:]]))
+"""
+
+
+@dataclass
+class ServeProcess:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "x"} | fields
+
+
+@contextmanager
+def serve_process(
+    model_folder: Path,
+    log_folder: Path,
+    *settings: str,
+    worker: tuple[str, ...] = (),
+    until: str = "Ready on cpu in float32",
+) -> Iterator[ServeProcess]:
+    """``worker`` are the fake worker's options; ``until`` is what it says once it counts as started."""
+    log = log_folder / "serve.log"
+    arguments = ["--target", str(model_folder), "--port", "0", *settings]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, json.dumps(worker), *arguments],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # A shell's background job is born deaf to Ctrl-C, and so would be all its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+    try:
+        wait_for(lambda: until in log.read_text(), f"{until!r} in {log}", seconds=30)
+        url = re.search(r"url +(http://\S+)/v1", log.read_text())
+        assert url is not None
+        yield ServeProcess(url[1], process, log)
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,56 @@
+"""docs/http-api.md names what there is: every route, request field, error code, metric and common refusal."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from server import errors
+from server.metrics import Metrics
+from server.schemas.chat import ChatRequest
+from server.schemas.common import SpeculationOptions
+from server.schemas.completion import CompletionRequest
+from server.schemas.responses import ResponsesRequest
+from server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from tests.server.running import RunningServer
+
+PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
+WORDS = set(re.findall(r"[a-z_]+", PAGE))
+
+# Of /tokenize and the relatives of prompt_cache_key, which the OpenAPI document explains.
+ELSEWHERE = {"add_special_tokens", "add_generation_prompt", "return_token_strs", "tokens"}
+RELATIVES = {"prompt_cache_retention", "prompt_cache_options"}
+
+
+def test_routes(server: RunningServer) -> None:
+    for path in server.get("/openapi.json").json()["paths"]:
+        assert f"{path.replace('{model_id}', '{id}')}`" in PAGE, path
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        CompletionRequest,
+        ChatRequest,
+        ResponsesRequest,
+        SpeculationOptions,
+        TokenizeRequest,
+        DetokenizeRequest,
+    ],
+)
+def test_fields(model: type) -> None:
+    fields = set(model.model_fields) - ELSEWHERE - RELATIVES  # type: ignore[attr-defined]
+    assert fields <= WORDS
+
+
+def test_error_codes() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    codes = {kind.code for kind in kinds if issubclass(kind, errors.ApiError) and kind.__subclasses__() == []}
+    codes |= set(errors._FRAMEWORK_CODES.values()) | set(errors._VALIDATION_CODES.values())
+    assert codes - {None, "client_disconnected"} <= WORDS
+
+
+def test_metrics() -> None:
+    names = {family.name.removeprefix("foretoken_") for family in Metrics().registry.collect()}
+    assert names - {"build"} <= {word.removesuffix("_total") for word in WORDS}
+    assert "build_info" in WORDS

@@ -1,0 +1,120 @@
+"""What holds for every route that takes a body: the same refusals before the worker hears of anything.
+
+The routes are read from the application, so that one that is added later is held to it too.
+"""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.app import create_app
+from server.config import Settings
+from server.engine_client import WorkerClient
+from server.metrics import Metrics
+from tests.server.conftest import StartServer
+from tests.server.refusals import refused_raw
+from tests.server.running import MODEL, RunningServer
+
+# A valid request for each, with few tokens.
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [120]},
+}
+JSON = {"content-type": "application/json"}
+each_route = pytest.mark.parametrize("path", sorted(VALID))
+
+
+def test_no_route_is_left_out() -> None:
+    metrics = Metrics()
+    engine = WorkerClient(Settings().engine_config(), metrics, max_queued_requests=1)
+    paths = create_app(Settings(), engine, metrics).openapi()["paths"]
+    assert {path for path, methods in paths.items() if "post" in methods} == set(VALID)
+
+
+@each_route
+def test_valid_request(server: RunningServer, path: str) -> None:
+    assert server.post(path, VALID[path]).status_code == 200
+
+
+@each_route
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b'{"model": "\xff"}', "invalid_json"),
+        (b'{"model": NaN}', "invalid_json"),
+        (b'{"model": Infinity}', "invalid_json"),
+        (b'{"model": "\\ud800"}', "invalid_json"),
+        (b'{"a": ' * 101 + b"1" + b"}" * 101, "invalid_json"),
+        (b"[" * 100_000, "invalid_json"),
+        (b'{"model": %s}' % (b"9" * 5000), "invalid_json"),
+        (b'{"model": "m", "model": "m"}', "duplicate_key"),
+        (b"[]", "invalid_type"),
+        (b"null", "invalid_type"),
+        (b'"x"', "invalid_type"),
+        (b"", "missing_required_parameter"),
+        (b'{"model": 1e400}', "invalid_type"),
+        (b'{"model": [[[[{"a": "b"}]]]]}', "invalid_type"),
+        (b'{"model": -99999999999999999999999999}', "invalid_type"),
+    ],
+    ids=str,
+)
+def test_bad_json(server: RunningServer, path: str, content: bytes, code: str) -> None:
+    assert refused_raw(server, content, path)["code"] == code
+
+
+@each_route
+def test_large_bodies(server: RunningServer, path: str) -> None:
+    for headers in (JSON, JSON | {"transfer-encoding": "chunked"}):
+        content = b"x" * (10 << 20)
+        sent: Any = iter([content]) if "transfer-encoding" in headers else content
+        response = server.client.post(path, content=sent, headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+
+
+@each_route
+def test_other_content_types_and_encodings(server: RunningServer, path: str) -> None:
+    response = server.client.post(path, content=b"a=b", headers={"content-type": "text/plain"})
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+    headers = JSON | {"content-encoding": "gzip"}
+    response = server.client.post(path, content=gzip.compress(b'{"model": "x"}'), headers=headers)
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+@each_route
+def test_other_methods(server: RunningServer, path: str) -> None:
+    response = server.get(path)
+    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+@each_route
+def test_unknown_model(server: RunningServer, path: str) -> None:
+    response = server.post(path, VALID[path] | {"model": "gpt-9\u0000"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert response.json()["error"]["param"] == "model"
+
+
+def test_keys_origins_and_limits(start_server: StartServer) -> None:
+    settings: dict[str, Any] = {"api_keys": ["one"], "cors_origins": ["https://a.example"]}
+    with start_server(**settings, max_body_size=200) as server:
+        for path, body in VALID.items():
+            refused = server.post(path, body, headers={"origin": "https://a.example"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert refused.headers["access-control-allow-origin"] == "https://a.example"
+            key = {"authorization": "Bearer one"}
+            assert server.post(path, body, headers=key).status_code == 200
+            large = server.post(path, body | {"user": "x" * 200}, headers=key)
+            assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_while_loading(start_server: StartServer, tmp_path: Path) -> None:
+    with start_server("--load-seconds", "5", wait=False) as server:
+        for path, body in VALID.items():
+            response = server.post(path, {"model": MODEL} | body)
+            assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+            assert response.json()["error"]["code"] == "not_ready"
