@@ -6,12 +6,14 @@ The front end has checked ranges already; what is checked here depends on the lo
 import secrets
 from dataclasses import dataclass
 
-from engine.messages import Generate, Method, SamplingParams, Verification
+from engine.draft_length.sources import AUTO_LIMITS
+from engine.messages import Generate, Method, SamplingParams, Source, Verification
+from engine.prediction import Prediction, PredictionCursor
 from engine.sampling.random import sequence_seed
 from engine.sequence import Sequence
 
-# The longest draft that the policy may choose: drafts without a model cost next to nothing.
-AUTO_LIMITS: dict[Method, int] = {"draft_model": 8, "ngram": 16}
+# Who may draft with method auto; whoever is not there is left out.
+AUTO_SOURCES: tuple[Source, ...] = ("prediction", "ngram", "draft_model")
 
 
 class RequestError(Exception):
@@ -26,14 +28,14 @@ class RequestError(Exception):
 class Admission:
     """What the loaded pair allows, and what requests get that do not say.
 
-    ``method`` is one of ``methods`` or none. ``num_speculative_tokens`` None leaves the draft length to the
-    policy; ``verification`` None decides by seed.
+    ``method`` is auto, one of ``methods`` or none. ``num_speculative_tokens`` None leaves the draft length
+    to the policy; ``verification`` None decides by seed.
     """
 
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
-    methods: frozenset[Method]
+    methods: frozenset[Source]
     method: Method
     num_speculative_tokens: int | None
     verification: Verification | None
@@ -41,12 +43,13 @@ class Admission:
     def sequences(self, request: Generate) -> list[Sequence]:
         """The request's ``n`` sequences; ``RequestError`` if it can never be served."""
         params, prompt = request.params, request.prompt_token_ids
-        self._check(prompt, params)
+        self._check(request)
         seed = secrets.randbits(53) if params.seed is None else params.seed
         stop_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_token_ids |= self.eos_token_ids
-        method, num_speculative_tokens, fixed_draft_length = self._speculation(params)
+        sources, num_speculative_tokens, fixed_draft_length = self._speculation(request)
+        prediction = Prediction(request.prediction_token_ids or [])
         return [
             Sequence(
                 request_id=request.request_id,
@@ -54,7 +57,8 @@ class Admission:
                 params=params,
                 seed=sequence_seed(seed, index),
                 verification=self._verification(params),
-                method=method,
+                sources=sources,
+                combines=params.method in (None, "auto"),
                 num_speculative_tokens=num_speculative_tokens,
                 fixed_draft_length=fixed_draft_length,
                 stop_token_ids=stop_token_ids,
@@ -64,11 +68,13 @@ class Admission:
                 priority=request.priority,
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
+                prediction=PredictionCursor(prediction) if "prediction" in sources else None,
             )
             for index in range(request.n)
         ]
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+    def _check(self, request: Generate) -> None:
+        params, prompt = request.params, request.prompt_token_ids
         if not prompt:
             raise RequestError("empty_prompt", "the prompt has no tokens")
         if len(prompt) >= self.max_model_len:
@@ -76,14 +82,17 @@ class Admission:
                 "context_length_exceeded",
                 f"the prompt has {len(prompt)} tokens, the model's context {self.max_model_len}",
             )
-        if params.method not in (None, "none", *self.methods):
+        if params.method not in (None, "auto", "none", *self.methods):
             raise RequestError(
                 "speculation_unavailable", f"method {params.method!r} is not there: no draft model is loaded"
             )
+        if params.method == "prediction" and request.prediction_token_ids is None:
+            raise RequestError("prediction_missing", "method 'prediction' needs a prediction")
         for name, ids in (
             ("the prompt", prompt),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("the prediction", request.prediction_token_ids or []),
         ):
             if any(not 0 <= token_id < self.vocab_size for token_id in ids):
                 raise RequestError(
@@ -94,11 +103,27 @@ class Admission:
         by_seed: Verification = "rejection" if params.seed is None else "coupled"
         return params.verification or self.verification or by_seed
 
-    def _speculation(self, params: SamplingParams) -> tuple[Method, int, bool]:
-        """Who drafts; how many tokens; whether exactly so many or at most."""
-        method = params.method or self.method
-        asked = params.num_speculative_tokens
+    def _speculation(self, request: Generate) -> tuple[tuple[Source, ...], int, bool]:
+        """Who may draft; how many tokens; whether exactly so many or at most."""
+        asked = request.params.num_speculative_tokens
         length = self.num_speculative_tokens if asked is None else asked
-        if method == "none" or length == 0:
-            return "none", 0, True
-        return (method, AUTO_LIMITS[method], False) if length is None else (method, length, True)
+        sources = () if length == 0 else self._sources(request)
+        if not sources:
+            return (), 0, True
+        if length is None:
+            return sources, max(AUTO_LIMITS[source] for source in sources), False
+        return sources, length, True
+
+    def _sources(self, request: Generate) -> tuple[Source, ...]:
+        """A client that sends a prediction wants it used, whoever else the server lets draft; a method that
+        it names itself comes first."""
+        method = request.params.method
+        if method == "none":
+            return ()
+        if method is not None and method != "auto":
+            return (method,)
+        allowed = {*self.methods} if self.method == "auto" else {self.method}
+        allowed.discard("prediction")
+        if request.prediction_token_ids:
+            allowed.add("prediction")
+        return tuple(source for source in AUTO_SOURCES if source in allowed)

@@ -2,12 +2,14 @@
 
 import torch
 
-from engine.admission import AUTO_LIMITS, Admission
+from engine.admission import Admission
 from engine.block_manager import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.draft_length.calibrate import calibrate
 from engine.draft_length.policy import DraftLengthPolicy
+from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
+from engine.draft_planner import DraftPlanner
 from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
@@ -16,6 +18,7 @@ from engine.models.self_check import self_check
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.ngram import NgramProposer
+from engine.proposers.prediction import PredictionProposer
 from engine.proposers.routed import RoutedProposer
 from engine.scheduler import Scheduler
 
@@ -39,7 +42,10 @@ def build_engine(config: EngineConfig) -> EngineCore:
     max_model_len = _max_model_len(config, target)
     num_blocks = _num_blocks(config, [target] if draft is None else [target, draft], max_model_len)
     target.allocate_cache(num_blocks, config.block_size)
-    proposers: list[Proposer] = [NgramProposer(config.ngram_min_match)]
+    proposers: list[Proposer] = [
+        PredictionProposer(),
+        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
+    ]
     max_draft_len = 0
     if draft is not None:
         draft.allocate_cache(num_blocks, config.block_size)
@@ -57,9 +63,13 @@ def build_engine(config: EngineConfig) -> EngineCore:
         draft_pool=draft_pool,
         max_num_sequences=config.max_num_sequences,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_draft_len=max_draft_len,
+        planner=DraftPlanner(
+            max_draft_len=max_draft_len,
+            policy=policy,
+            chooser=SourceChooser(FollowedCosts() if policy is None else CalibratedCosts(policy.costs)),
+            offers=proposer.offers,
+        ),
         prefix_caching=config.prefix_caching,
-        policy=policy,
     )
     return EngineCore(
         target=target,
@@ -94,8 +104,8 @@ def _num_threads(target: DecoderModel) -> int:
 
 
 def _method(config: EngineConfig, draft: DecoderModel | None) -> Method:
-    if config.method == "auto":
-        return "none" if draft is None else "draft_model"
+    if config.method == "auto" and draft is None and config.num_speculative_tokens != "auto":
+        return "none"  # n-grams alone can cost more than they give; a fixed length could not be helped
     if config.method == "draft_model" and draft is None:
         raise ModelLoadError("method is draft_model, but no draft model is given")
     return config.method

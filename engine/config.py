@@ -57,11 +57,21 @@ class SpeculationSettings(BaseModel):
 
     method: Literal["auto", "draft_model", "ngram", "none"] = Field(
         "auto",
-        description="Who drafts. ngram: the text so far, without a model. "
-        "auto: the draft model if there is one, else none.",
+        description="Who drafts. ngram: the text so far, without a model. auto: in each round the draft "
+        "model or ngram, whichever is expected to give more tokens per second; without a draft model ngram "
+        "where it pays, if num_speculative_tokens is auto, else none. A request's 'prediction' is drafted "
+        "from whatever this says.",
     )
     ngram_min_match: int = Field(
         2, ge=1, description="Tokens that must have occurred before for ngram to draft what followed."
+    )
+    ngram_max_tokens: int = Field(
+        32, ge=1, le=32, description="The most that ngram drafts in a round, if the draft length allows more."
+    )
+    ngram_choice: Literal["most_recent", "most_frequent"] = Field(
+        "most_recent",
+        description="What ngram drafts where the text went on in several ways: what followed last, or "
+        "most often.",
     )
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | Literal["auto"] = Field(
         4,

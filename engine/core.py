@@ -8,12 +8,24 @@ import torch
 
 from engine.admission import Admission, RequestError
 from engine.batch import Span
-from engine.draft_length.policy import LengthPolicy, Outcome, RoundSeconds
-from engine.messages import Failed, Generate, Method, RoundTrace, Stats, TokenLogprob, TokenOutput
+from engine.draft_length.policy import Outcome, RoundSeconds
+from engine.messages import (
+    Failed,
+    Generate,
+    Stats,
+    TokenOutput,
+)
 from engine.models.decoder_only import DecoderModel
 from engine.proposers.routed import RoutedProposer
+from engine.round_report import (
+    drafted_ids,
+    failure,
+    follow_prediction,
+    output_logprobs,
+    take_prompt_logprobs,
+    traces,
+)
 from engine.sampling.adjust import History
-from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import Drafts, Judgement, Row, Rule, Sampler
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Sequence
@@ -72,9 +84,9 @@ class EngineCore:
             for part in scheduled:
                 if not part.completes:
                     self.scheduler.publish(part.sequence)
-            outputs = self._commit(drawing, sampler, drafts, logits, judgement)
-        if self.scheduler.policy is not None:
-            self._observe(self.scheduler.policy, scheduled, drafts, judgement, before)
+            parts = [part for part in scheduled if part.completes]
+            outputs = self._commit(parts, sampler, drafts, logits, judgement)
+        self._observe(scheduled, drafts, judgement, before)
         return outputs
 
     def _sampler(self, drawing: list[Sequence]) -> Sampler:
@@ -95,7 +107,7 @@ class EngineCore:
 
     def _score(self, scheduled: list[Scheduled], drafts: Drafts) -> torch.Tensor:
         """Target logits of every drawing sequence's pending token and drafted tokens, packed."""
-        drafted = iter(_drafted_ids(drafts))
+        drafted = iter(drafted_ids(drafts))
         spans, num_drawing_rows = [], []
         for part in scheduled:
             table = part.sequence.target_blocks
@@ -110,37 +122,38 @@ class EngineCore:
         logits = self.target.forward(spans)
         if len(logits) == sum(num_drawing_rows):
             return logits
-        return _take_prompt_logprobs(scheduled, spans, num_drawing_rows, logits)
+        return take_prompt_logprobs(scheduled, spans, num_drawing_rows, logits)
 
     def _commit(
         self,
-        drawing: list[Sequence],
+        parts: list[Scheduled],
         sampler: Sampler,
         drafts: Drafts,
         logits: torch.Tensor,
         judgement: Judgement,
     ) -> list[TokenOutput | Failed]:
         """Append what was emitted and bring both caches back to all tokens but the pending one."""
-        methods = [sequence.method for sequence in drawing]
-        traces = _traces(methods, sampler, drafts, logits, judgement)
-        drafted = _drafted_ids(drafts)
+        sources = [part.source for part in parts]
+        round_traces = traces(sources, sampler, drafts, logits, judgement)
+        drafted = drafted_ids(drafts)
         num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
         outputs: list[TokenOutput | Failed] = []
         first_row = 0
-        for i, (sequence, failed) in enumerate(zip(drawing, judgement.failed.tolist(), strict=True)):
+        for i, (part, failed) in enumerate(zip(parts, judgement.failed.tolist(), strict=True)):
+            sequence = part.sequence
             rows = logits[first_row : first_row + len(drafted[i]) + 1]
             first_row += len(rows)
             if sequence not in self.scheduler.running:
                 continue  # another choice of its request has just failed
             if failed:
                 self.abort(sequence.request_id)
-                outputs.append(_failure(sequence))
+                outputs.append(failure(sequence))
                 continue
             is_first = len(sequence) == sequence.num_prompt_tokens
             emitted = sequence.append([*drafted[i][: num_accepted[i]], next_token[i]])
             # A stop inside the accepted run ends the sequence there: what follows was never said.
             num_kept = min(num_accepted[i], len(emitted))
-            self.stats.count_draft(sequence.method, len(drafted[i]), num_kept)
+            self.stats.count_draft(part.source, len(drafted[i]), num_kept)
             self.scheduler.truncate(sequence, len(sequence) - 1)
             self.scheduler.publish(sequence)
             if sequence.finish_reason:
@@ -156,44 +169,60 @@ class EngineCore:
                     seed=sequence.seed,
                     num_cached_tokens=sequence.num_cached_tokens or 0,
                     queue_seconds=sequence.queue_seconds if is_first else None,
-                    logprobs=_logprobs(sequence, rows, emitted),
+                    logprobs=output_logprobs(sequence, rows, emitted),
                     prompt_logprobs=sequence.prompt_logprobs if is_first else None,
-                    trace=traces[i] if sequence.params.trace else None,
+                    trace=round_traces[i] if sequence.params.trace else None,
+                    prediction=follow_prediction(part, emitted, len(drafted[i])),
                 )
             )
         return outputs
 
     def _observe(
         self,
-        policy: LengthPolicy,
         scheduled: list[Scheduled],
         drafts: Drafts,
         judgement: Judgement,
         before: dict[str, float],
     ) -> None:
-        """Tell the policy what became of the rows it was asked about, and what the step cost."""
-        drawing = [part.sequence for part in scheduled if part.completes]
+        """Tell policy and chooser what became of the rows they were asked about, and what the step cost."""
+        policy, chooser = self.scheduler.planner.policy, self.scheduler.planner.chooser
+        if policy is None and chooser is None:
+            return
+        parts = [part for part in scheduled if part.completes]
         num_accepted = judgement.verdict.num_accepted.tolist()
+        # A draft cache that only caught up has drafted nothing, which is nobody's failure.
         outcomes = [
-            Outcome(sequence, drafts.lengths[i], num_accepted[i], ended=sequence.finish_reason is not None)
-            for i, sequence in enumerate(drawing)
-            if sequence in self.scheduler.chosen
+            Outcome(
+                part.sequence,
+                drafts.lengths[i],
+                num_accepted[i],
+                ended=part.sequence.finish_reason is not None,
+            )
+            for i, part in enumerate(parts)
+            if part.sequence in self.scheduler.chosen
+            and (part.num_draft_tokens or not part.num_catch_up_tokens)
         ]
         # Steps that also compute prompts say nothing about rounds.
-        only_rounds = len(outcomes) == len(scheduled)
-        took = {name: seconds - before[name] for name, seconds in self.stats.phase_seconds.items()}
-        policy.observe(
-            outcomes,
-            RoundSeconds(took["draft"], took["score"] + took["verify"], took["host"])
-            if only_rounds
-            else None,
-        )
+        seconds = None
+        if len(outcomes) == len(scheduled):
+            took = {name: value - before[name] for name, value in self.stats.phase_seconds.items()}
+            seconds = RoundSeconds(took["draft"], took["score"] + took["verify"], took["host"])
+        if chooser is not None:
+            chooser.observe(outcomes, seconds)
+        if policy is not None:
+            policy.observe(outcomes, seconds)
 
     def speculation(self) -> dict[str, object]:
-        """How the draft length is chosen, and why: for ``GET /speculation``."""
-        if self.scheduler.policy is not None:
-            return self.scheduler.policy.state()
-        return {"policy": "fixed", "num_draft_tokens": self.admission.num_speculative_tokens or 0}
+        """How drafts are chosen, and why: for ``GET /speculation``."""
+        state: dict[str, object] = {
+            "policy": "fixed",
+            "num_draft_tokens": self.admission.num_speculative_tokens or 0,
+        }
+        if self.scheduler.planner.policy is not None:
+            state = self.scheduler.planner.policy.state()
+        if self.scheduler.planner.chooser is not None:
+            state = {**state, "sources": self.scheduler.planner.chooser.state()}
+        return state
 
     @property
     def _draft_length_in_force(self) -> float:
@@ -202,7 +231,7 @@ class EngineCore:
             return 0
         if self.admission.num_speculative_tokens is not None:
             return self.admission.num_speculative_tokens
-        lengths = self.scheduler.chosen.values()
+        lengths = [choice.num_tokens for choice in self.scheduler.chosen.values()]
         return sum(lengths) / len(lengths) if lengths else 0
 
     def snapshot(self) -> Stats:
@@ -224,67 +253,3 @@ class EngineCore:
 
 def _rule(sequence: Sequence) -> Rule:
     return Rule.EXACT_MATCH if sequence.greedy else Rule(sequence.verification)
-
-
-def _drafted_ids(drafts: Drafts) -> list[list[int]]:
-    """Each row's drafted ids, without padding."""
-    return [ids[:length] for ids, length in zip(drafts.token_ids.tolist(), drafts.lengths, strict=True)]
-
-
-def _take_prompt_logprobs(
-    scheduled: list[Scheduled], spans: list[Span], num_drawing_rows: list[int], logits: torch.Tensor
-) -> torch.Tensor:
-    """Keep the prompts' log-probabilities with their sequences; return the drawing rows alone."""
-    drawing_rows = []
-    for part, rows, num_drawing in zip(
-        scheduled, torch.split(logits, [span.num_logits for span in spans]), num_drawing_rows, strict=True
-    ):
-        sequence = part.sequence
-        if sequence.wants_prompt_logprobs:
-            first = sequence.target_blocks.num_computed_tokens - len(rows)
-            # The row of token i predicted token i + 1.
-            known = sequence.token_ids[first + 1 : min(first + 1 + len(rows), sequence.num_prompt_tokens)]
-            assert sequence.params.prompt_logprobs is not None
-            sequence.add_prompt_logprobs(
-                first + 1, token_logprobs(rows[: len(known)], known, sequence.params.prompt_logprobs)
-            )
-        drawing_rows.append(rows[len(rows) - num_drawing :])
-    return torch.cat(drawing_rows)
-
-
-def _logprobs(sequence: Sequence, rows: torch.Tensor, emitted: list[int]) -> list[TokenLogprob] | None:
-    num_top = sequence.params.logprobs
-    return None if num_top is None else token_logprobs(rows[: len(emitted)], emitted, num_top)
-
-
-def _traces(
-    methods: list[Method], sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
-) -> list[RoundTrace | None]:
-    """One per drawing sequence; Nones where nobody asked."""
-    if not any(row.params.trace for row in sampler.rows):
-        return [None] * len(sampler.rows)
-    drafted = _drafted_ids(drafts)
-    target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
-    num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
-    return [
-        RoundTrace(
-            position=row.position,
-            source=methods[i] if drafts.lengths[i] else "none",
-            rule=row.rule.value,
-            draft_ids=drafted[i],
-            target_probs=target_probs[i][: drafts.lengths[i]],
-            draft_probs=draft_probs[i][: drafts.lengths[i]],
-            num_accepted=num_accepted[i],
-            next_token=next_token[i],
-        )
-        for i, row in enumerate(sampler.rows)
-    ]
-
-
-def _failure(sequence: Sequence) -> Failed:
-    return Failed(
-        request_id=sequence.request_id,
-        code="invalid_logits",
-        message=f"the model gave no distribution (NaN, infinity or nothing allowed) after "
-        f"{len(sequence)} tokens",
-    )

@@ -14,7 +14,9 @@ import msgspec
 
 FinishReason = Literal["stop", "length"]
 Verification = Literal["rejection", "block", "coupled"]
-Method = Literal["draft_model", "ngram", "none"]
+Source = Literal["draft_model", "ngram", "prediction", "none"]
+Method = Literal["auto"] | Source
+NgramChoice = Literal["most_recent", "most_frequent"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +25,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look at the
     prompt and the output so far. ``seed`` None: the engine draws one. ``logprobs`` n: the chosen token's
     and the n likeliest ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
-    drafts), ``num_speculative_tokens`` and ``verification`` None: the engine's own setting.
+    drafts; ``auto``: in each round whoever is expected to give most), ``num_speculative_tokens`` and
+    ``verification`` None: the engine's own setting.
     """
 
     max_tokens: int
@@ -50,6 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 class Generate(msgspec.Struct, frozen=True, tag=True):
     """Generate ``n`` sequences after ``prompt_token_ids`` (at least one token).
 
+    ``prediction_token_ids`` is what the client expects every sequence to say, or most of it; None if it did
+    not say. It is drafted from if ``params.method`` leaves that open or asks for it.
     Lower ``priority`` goes first. With ``cache_prompt`` the request shares computed prefixes with others
     of the same ``cache_salt``.
     """
@@ -58,6 +63,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     n: int = 1
+    prediction_token_ids: list[int] | None = None
     priority: int = 0
     cache_prompt: bool = True
     cache_salt: str = ""
@@ -86,7 +92,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_target_blocks: int
     num_draft_blocks: int
     block_size: int
-    methods: list[Method]  # who can draft here; "none" is always possible
+    methods: list[Source]  # who can draft here; "none" is always possible
     method: Method  # who drafts unless a request says otherwise
     default_sampling: dict[str, float] = {}  # what the model's generation config recommends, by its names
 
@@ -97,6 +103,18 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+
+
+class PredictionUse(msgspec.Struct, frozen=True, array_like=True):
+    """What one step had to do with the client's prediction.
+
+    ``matched`` has an entry for each emitted token: its index in the prediction, or -1. The step drafted
+    ``num_drafted`` of the prediction's tokens from index ``first_drafted`` on.
+    """
+
+    matched: list[int]
+    first_drafted: int
+    num_drafted: int
 
 
 class RoundTrace(msgspec.Struct, frozen=True):
@@ -123,7 +141,8 @@ class TokenOutput(msgspec.Struct, frozen=True):
     ``num_accepted_tokens`` are those of this step's round. ``seed`` is the sequence's own, given or drawn.
     ``num_cached_tokens`` of the prompt were taken over from earlier requests. ``queue_seconds`` is how long
     the sequence waited for its first step; it and ``prompt_logprobs``, of which the first prompt token has
-    none, come with the first output.
+    none, come with the first output. ``prediction`` is
+    there if one is in use.
     """
 
     request_id: str
@@ -138,6 +157,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     trace: RoundTrace | None = None
+    prediction: PredictionUse | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -162,7 +182,7 @@ class DraftCounts(msgspec.Struct):
 class Stats(msgspec.Struct, frozen=True):
     """Totals since the worker started, and gauges of this moment. Rates are derived by the reader.
 
-    ``drafts`` counts by method. ``*_per_position[i]`` counts tokens drafted or accepted as the (i+1)-th of
+    ``drafts`` counts by source. ``*_per_position[i]`` counts tokens drafted or accepted as the (i+1)-th of
     their draft.
     """
 

@@ -13,7 +13,8 @@ from itertools import count
 
 from engine.block_manager import BlockPool, BlockTable
 from engine.draft_length.confidence import Patience
-from engine.draft_length.policy import Candidate, LengthPolicy
+from engine.draft_length.policy import DRAFT_MODEL
+from engine.draft_planner import Choice, DraftPlanner, draft_lag
 from engine.sequence import Sequence
 
 
@@ -21,22 +22,25 @@ from engine.sequence import Sequence
 class Scheduled:
     """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
-    ``completes``: the last known token is among them, so the step draws what follows it. ``patience``: when
-    its draft may end before ``num_draft_tokens``.
+    ``completes``: the last known token is among them, so the step draws what follows it. ``source`` drafts.
+    ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
+    instead of it; they do not count those of a prompt's chunk. ``patience``: when its draft may end before
+    ``num_draft_tokens``.
     """
 
     sequence: Sequence
     num_tokens: int
     num_draft_tokens: int
     completes: bool
+    source: str = "none"
+    num_catch_up_tokens: int = 0
     patience: Patience | None = None
 
 
 class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.
 
-    ``draft_pool`` is None without a draft model; ``max_draft_len`` is the draft model's context.
-    ``policy`` decides how much sequences draft that leave it open; None if none does.
+    ``draft_pool`` is None without a draft model. ``planner`` says who drafts, and how much.
     """
 
     def __init__(
@@ -45,18 +49,17 @@ class Scheduler:
         draft_pool: BlockPool | None,
         max_num_sequences: int,
         max_num_batched_tokens: int,
-        max_draft_len: int,
+        planner: DraftPlanner,
         prefix_caching: bool = True,
-        policy: LengthPolicy | None = None,
     ) -> None:
         self.target_pool = target_pool
         self.draft_pool = draft_pool
         self.max_num_sequences = max_num_sequences
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_draft_len = max_draft_len
+        self.planner = planner
         self.prefix_caching = prefix_caching
-        self.policy = policy
-        self.chosen: dict[Sequence, int] = {}  # draft lengths of this step's decoding sequences
+        self.chosen: dict[Sequence, Choice] = {}  # of this step's decoding sequences
+        self._catch_up_budget = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -81,8 +84,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
         self._release(sequence)
-        if self.policy is not None:
-            self.policy.forget(sequence)
+        self.planner.forget(sequence)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget what either cache holds beyond the first ``num_tokens`` tokens."""
@@ -103,7 +105,8 @@ class Scheduler:
         return usage
 
     def schedule(self) -> list[Scheduled]:
-        self.chosen = self._choose_draft_lengths()
+        self.chosen = self.planner.choose(self.running, self.max_num_batched_tokens)
+        self._catch_up_budget = self.max_num_batched_tokens
         budget = self.max_num_batched_tokens
         scheduled: list[Scheduled] = []
         for sequence in list(self.running):
@@ -169,48 +172,21 @@ class Scheduler:
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         return self.prefix_caching and sequence.cache_prompt
 
-    def _choose_draft_lengths(self) -> dict[Sequence, int]:
-        """Before anything is drawn: how many tokens each decoding sequence drafts in this step."""
-        decoding = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
-        limits = [self._draft_limit(sequence) for sequence in decoding]
-        if self.policy is None:
-            return dict(zip(decoding, limits, strict=True))
-        candidates = [
-            Candidate(
-                key=sequence,
-                method=sequence.method,
-                temperature=0.0 if sequence.greedy else sequence.params.temperature,
-                limit=0 if sequence.fixed_draft_length else limit,
-                lag=max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens),
-            )
-            for sequence, limit in zip(decoding, limits, strict=True)
-        ]
-        num_prompt_tokens = sum(sequence.num_uncomputed_tokens for sequence in self.running) - len(decoding)
-        lengths = self.policy.choose(candidates, min(num_prompt_tokens, self.max_num_batched_tokens))
-        return {
-            sequence: limit if sequence.fixed_draft_length else length
-            for sequence, limit, length in zip(decoding, limits, lengths, strict=True)
-        }
-
-    def _draft_limit(self, sequence: Sequence) -> int:
-        """The most this sequence may draft now."""
-        limit = min(
-            sequence.num_speculative_tokens,
-            sequence.max_num_tokens - len(sequence) - 1,  # a round emits one more than it drafts
-        )
-        if sequence.method == "draft_model":
-            limit = min(limit, self.max_draft_len - len(sequence))
-        return max(0, limit)
-
     def _plan(self, sequence: Sequence, budget: int) -> Scheduled:
         num_uncomputed = sequence.num_uncomputed_tokens
         if num_uncomputed > 1:
             return Scheduled(sequence, min(num_uncomputed, budget), 0, completes=num_uncomputed <= budget)
-        # A prompt of one token draws at once; the policy has not been asked about it.
-        unasked = self._draft_limit(sequence) if sequence.fixed_draft_length else 0
-        num_draft_tokens = min(self.chosen.get(sequence, unasked), budget - 1)
-        patience = self.policy.patience(sequence) if self.policy is not None else None
-        return Scheduled(sequence, 1, num_draft_tokens, completes=True, patience=patience)
+        choice = self.chosen.get(sequence) or self.planner.unasked(sequence)
+        num_tokens = min(choice.num_tokens, budget - 1)
+        if num_tokens == 0:
+            return Scheduled(sequence, 1, 0, completes=True)
+        lag = draft_lag(sequence) if choice.source == DRAFT_MODEL else 0
+        num_caught_up = min(lag, self._catch_up_budget)
+        self._catch_up_budget -= num_caught_up
+        if num_caught_up < lag:
+            num_tokens = 0  # all of it would stall the others; the rest comes in the next steps
+        patience = self.planner.patience(sequence)
+        return Scheduled(sequence, 1, num_tokens, True, choice.source, num_caught_up, patience)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:
         """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""
@@ -237,7 +213,7 @@ class Scheduler:
     def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
         """The pools that hold this sequence, each with its table there; the target's first."""
         shares = [(self.target_pool, sequence.target_blocks)]
-        if sequence.method == "draft_model":
+        if sequence.uses_draft_model:
             assert self.draft_pool is not None
             shares.append((self.draft_pool, sequence.draft_blocks))
         return shares

@@ -7,7 +7,8 @@ A request with ``n`` choices is ``n`` sequences. The last of a running sequence'
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
-from engine.messages import FinishReason, Method, SamplingParams, TokenLogprob, Verification
+from engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
+from engine.prediction import PredictionCursor
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -19,8 +20,8 @@ class Sequence:
     params: SamplingParams
     seed: int
     verification: Verification
-    method: Method
-    num_speculative_tokens: int  # 0 with method none
+    sources: tuple[Source, ...]  # who may draft, in each round one of them; empty if nobody
+    num_speculative_tokens: int  # 0 if nobody drafts
     fixed_draft_length: bool  # always so many; else so many at most, as the policy says
     stop_token_ids: frozenset[int]
     token_ids: list[int]
@@ -37,6 +38,8 @@ class Sequence:
     draft_blocks: BlockTable = field(default_factory=BlockTable)
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    prediction: PredictionCursor | None = None  # if it is a source
+    combines: bool = False  # who drafts is decided in each round; else whoever may does
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,6 +47,11 @@ class Sequence:
     @property
     def greedy(self) -> bool:
         return self.params.temperature == 0 or self.params.top_k == 1
+
+    @property
+    def uses_draft_model(self) -> bool:
+        """Whether it has a part in the draft model's cache."""
+        return "draft_model" in self.sources
 
     @property
     def num_uncomputed_tokens(self) -> int:

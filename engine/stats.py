@@ -10,7 +10,7 @@ MAX_POSITIONS = 32
 
 
 class EngineStats:
-    """``drafts`` counts by method; ``phase_seconds`` are wall time by phase."""
+    """``drafts`` counts by source; ``phase_seconds`` are wall time by phase."""
 
     def __init__(self) -> None:
         self.drafts: dict[str, DraftCounts] = {}
@@ -26,11 +26,11 @@ class EngineStats:
     def num_accepted_tokens(self) -> int:
         return sum(self.accepted_tokens_per_position)
 
-    def count_draft(self, method: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+    def count_draft(self, source: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """One row's verdict; rows that drafted nothing are not drafts."""
         if num_draft_tokens == 0:
             return
-        counts = self.drafts.setdefault(method, DraftCounts())
+        counts = self.drafts.setdefault(source, DraftCounts())
         counts.num_drafts += 1
         counts.num_draft_tokens += num_draft_tokens
         counts.num_accepted_tokens += num_accepted_tokens

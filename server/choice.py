@@ -6,7 +6,7 @@ log-probability out together with its text. ``server.generation`` has one ``Choi
 
 from dataclasses import dataclass, field
 
-from engine.messages import FinishReason, RoundTrace, TokenLogprob, TokenOutput
+from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
 from server.detokenizer import Detokenizer
 from server.logprobs import ScoredToken
 
@@ -44,6 +44,27 @@ class FinishedChoice:
         self.prompt_scored = self.prompt_scored or delta.prompt_scored
 
 
+class PredictionCount:
+    """Which of the prediction's tokens appeared in a choice, and which were only tried."""
+
+    def __init__(self) -> None:
+        self._appeared: set[int] = set()
+        self._tried: set[int] = set()
+
+    def add(self, use: PredictionUse, num_tokens: int) -> None:
+        """One round; only its first ``num_tokens`` are part of the choice."""
+        self._appeared.update(index for index in use.matched[:num_tokens] if index >= 0)
+        self._tried.update(range(use.first_drafted, use.first_drafted + use.num_drafted))
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self._appeared)
+
+    @property
+    def num_rejected(self) -> int:
+        return len(self._tried - self._appeared)
+
+
 class ChoiceReader:
     """``text_start`` is where the choice's own text starts: after the echoed prompt."""
 
@@ -54,6 +75,7 @@ class ChoiceReader:
         self.finish_reason: FinishReason | None = None
         self.seed: int | None = None
         self.trace: list[RoundTrace] = []
+        self.predicted = PredictionCount()
         self._detokenizer = detokenizer
         self._include_stop_string = include_stop_string
         self._text_start = text_start
@@ -75,7 +97,7 @@ class ChoiceReader:
                 num_shown += 1
             if last.stopped:
                 self.finish_reason = "stop"
-        self._remember(output)
+        self._remember(output, len(offsets))
         return ChoiceDelta(
             index=self.index,
             text=text,
@@ -94,8 +116,10 @@ class ChoiceReader:
         self.finish_reason = "length"
         return ChoiceDelta(self.index, "", [], "length", prompt_scored=prompt_scored)
 
-    def _remember(self, output: TokenOutput) -> None:
+    def _remember(self, output: TokenOutput, num_tokens: int) -> None:
         self.seed = output.seed
+        if output.prediction is not None:
+            self.predicted.add(output.prediction, num_tokens)
         if output.trace is not None:
             self.trace.append(output.trace)
 

@@ -19,7 +19,7 @@ from server.engine_stream import EngineStream
 from server.errors import RequestTimeoutError
 from server.metrics import Metrics, RequestTimer
 from server.prompt import TokenPrompt
-from server.schemas.common import PromptTokensDetails, Usage
+from server.schemas.common import CompletionTokensDetails, PromptTokensDetails, Usage
 from server.tokenizer import Tokenizer
 
 
@@ -35,6 +35,7 @@ class Job:
     priority: int
     cache_prompt: bool
     cache_salt: str
+    prediction_token_ids: list[int] | None
     stop_strings: list[str]
     include_stop_string: bool
     skip_special_tokens: bool
@@ -75,6 +76,7 @@ class Job:
                 prompt_token_ids=prompt.token_ids,
                 params=params,
                 n=self.n,
+                prediction_token_ids=self.prediction_token_ids,
                 priority=self.priority,
                 cache_prompt=self.cache_prompt,
                 cache_salt=self.cache_salt,
@@ -164,6 +166,10 @@ class Generation:
             completion_tokens=self._num_tokens,
             total_tokens=prompt + self._num_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens)),
+            completion_tokens_details=CompletionTokensDetails(
+                accepted_prediction_tokens=sum(choice.predicted.num_accepted for choice in self.choices),
+                rejected_prediction_tokens=sum(choice.predicted.num_rejected for choice in self.choices),
+            ),
         )
 
     def _num_prompt_tokens(self) -> int:

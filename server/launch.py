@@ -21,7 +21,11 @@ from server.services import Services
 from server.version import package_version
 
 # Who drafts, in words.
-DRAFTERS = {"draft_model": "the draft model", "ngram": "n-grams of the text so far"}
+DRAFTERS = {
+    "auto": "whoever is expected to give most",
+    "draft_model": "the draft model",
+    "ngram": "n-grams of the text so far",
+}
 
 
 class StartError(Exception):

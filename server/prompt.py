@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from server.errors import InvalidRequestError
-from server.schemas.chat import ChatRequest, Message, TextPart
+from server.schemas.chat import ChatRequest, Message
+from server.schemas.common import GenerationRequest, TextPart
 from server.schemas.completion import CompletionRequest
 from server.schemas.responses import InputMessage, InputText, ResponsesRequest
 from server.tokenizer import ChatTemplateError, Tokenizer
@@ -75,6 +76,14 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
         raise InvalidRequestError(
             f"Token id {max(token_ids)} is not in the vocabulary of {vocab_size} tokens.", param=param
         )
+
+
+def predicted_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> list[int] | None:
+    """The prediction as the model might write it, and as no prompt begins; None if there is none. Where its
+    tokens are cut otherwise than the output's, drafting finds its place again."""
+    if request.prediction is None:
+        return None
+    return tokenizer.encode(request.prediction.text, add_special_tokens=False)
 
 
 def _truncate(prompt: TokenPrompt, num_tokens: int | None, tokenizer: Tokenizer) -> TokenPrompt:

@@ -63,7 +63,7 @@ def build_sampling_params(
         stop_token_ids=request.stop_token_ids or [],
         logprobs=logprobs,
         prompt_logprobs=_prompt_logprobs(request, logprobs, max_logprobs),
-        method=_method(speculation, worker),
+        method=_method(request, speculation, worker),
         num_speculative_tokens=_num_speculative_tokens(speculation),
         verification=speculation.verification,
         trace=speculation.trace,
@@ -73,6 +73,15 @@ def build_sampling_params(
 def longest_request(worker: Ready) -> int:
     """Tokens of prompt and output together that fit into the model's context and into the empty cache."""
     return min(worker.max_model_len, worker.num_target_blocks * worker.block_size)
+
+
+def check_prediction(token_ids: list[int] | None, worker: Ready) -> None:
+    """A prediction that no answer could be is refused."""
+    if token_ids is not None and len(token_ids) > worker.max_model_len:
+        raise InvalidRequestError(
+            f"The prediction has {len(token_ids)} tokens; this model's context has {worker.max_model_len}.",
+            param="prediction",
+        )
 
 
 def _check_stream_options(request: SamplingRequest) -> None:
@@ -195,9 +204,11 @@ def _num_speculative_tokens(speculation: SpeculationOptions) -> int | None:
     return asked
 
 
-def _method(speculation: SpeculationOptions, worker: Ready) -> Method | None:
+def _method(request: GenerationRequest, speculation: SpeculationOptions, worker: Ready) -> Method | None:
     if speculation.method == "auto":
         return None
+    if speculation.method == "prediction" and request.prediction is None:
+        raise InvalidRequestError("speculation.method 'prediction' needs a 'prediction'.", param="prediction")
     if speculation.method != "none" and speculation.method not in worker.methods:
         raise InvalidRequestError("This server has no draft model.", param="speculation.method")
     return speculation.method

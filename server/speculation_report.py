@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 
 from engine.config import EngineConfig
-from engine.messages import Ready, RoundTrace, SamplingParams, Verification
+from engine.messages import Method, Ready, RoundTrace, SamplingParams, Verification
 from server.generation import Generation
 from server.schemas.common import DraftedToken, SpeculationReport, TracedRound
 
 
 def speculation_report(generation: Generation, config: EngineConfig, worker: Ready) -> SpeculationReport:
     counts, job = generation.speculation, generation.job
-    params = _in_force(job.engine_params() or job.params, config, worker)
+    is_predicted = bool(job.prediction_token_ids)
+    params = _in_force(job.engine_params() or job.params, config, worker, is_predicted)
     report = SpeculationReport(
         rounds=counts.rounds,
         drafted_tokens=counts.drafted,
@@ -34,18 +35,27 @@ def speculation_report(generation: Generation, config: EngineConfig, worker: Rea
     return report
 
 
-def _in_force(params: SamplingParams, config: EngineConfig, worker: Ready) -> SamplingParams:
+def _in_force(
+    params: SamplingParams, config: EngineConfig, worker: Ready, is_predicted: bool
+) -> SamplingParams:
     """With the engine's own settings where the request left them open."""
     asked = params.num_speculative_tokens
     configured = None if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
     length = configured if asked is None else asked
-    method = params.method or worker.method
+    method = params.method or _method(worker, is_predicted)
     return msgspec.structs.replace(
         params,
         method=method,
         num_speculative_tokens=0 if method == "none" else length,
         verification=params.verification or _configured(params, config),
     )
+
+
+def _method(worker: Ready, is_predicted: bool) -> Method:
+    """A prediction is used beside whoever else may draft."""
+    if not is_predicted:
+        return worker.method
+    return "prediction" if worker.method == "none" else "auto"
 
 
 def _configured(params: SamplingParams, config: EngineConfig) -> Verification:

@@ -24,6 +24,7 @@ from engine.messages import (
     FinishReason,
     FromWorker,
     Generate,
+    PredictionUse,
     Ready,
     RoundTrace,
     SamplingParams,
@@ -35,6 +36,7 @@ from engine.messages import (
     decode_to_worker,
     encode,
 )
+from engine.prediction import Prediction, PredictionCursor
 
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 256
@@ -90,6 +92,7 @@ class FakeSequence:
     script: Iterator[int]
     num_cached_tokens: int
     output: list[int] = field(default_factory=list)
+    prediction: PredictionCursor | None = None
 
     def step(self, limit: int) -> TokenOutput:
         params, start = self.params, len(self.prompt) + len(self.output)
@@ -112,7 +115,14 @@ class FakeSequence:
             logprobs=self.logprobs(token_ids, start),
             prompt_logprobs=self.prompt_logprobs() if is_first else None,
             trace=self.trace(token_ids, start, drafted, accepted) if params.trace else None,
+            prediction=self.use_prediction(token_ids, drafted),
         )
+
+    def use_prediction(self, token_ids: list[int], drafted: int) -> PredictionUse | None:
+        if self.prediction is None:
+            return None
+        first, expected = self.prediction.place, self.prediction.expected(drafted)
+        return PredictionUse(self.prediction.follow(token_ids), first, len(expected))
 
     def finish_reason(self) -> FinishReason | None:
         if self.output[-1] == EOS_TOKEN_ID:
@@ -198,6 +208,7 @@ class FakeWorker:
                     request.prompt_token_ids,
                     self.script(ignore_eos=request.params.ignore_eos),
                     self.take_over(request),
+                    prediction=_cursor(request),
                 )
             )
 
@@ -277,6 +288,12 @@ class FakeWorker:
                 file.write(f"{message}\n")
 
 
+def _cursor(request: Generate) -> PredictionCursor | None:
+    if request.prediction_token_ids is None or request.params.method not in (None, "prediction"):
+        return None
+    return PredictionCursor(Prediction(request.prediction_token_ids))
+
+
 def is_meant(abort: Abort, sequence: FakeSequence) -> bool:
     return abort.request_id == sequence.request_id and abort.index in (None, sequence.index)
 
@@ -302,7 +319,7 @@ def main() -> None:
                 num_target_blocks=64,
                 num_draft_blocks=64,
                 block_size=BLOCK_SIZE,
-                methods=["draft_model", "ngram"],
+                methods=["draft_model", "ngram", "prediction"],
                 method="draft_model",
             )
         )

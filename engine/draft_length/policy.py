@@ -42,13 +42,19 @@ EXPLORE_EVERY = 32
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One drawing row. ``limit``: the most it may draft. ``lag``: tokens that its draft cache misses."""
+    """One drawing row. ``limit``: the most it may draft. ``lag``: tokens that its draft cache misses.
+    ``match`` names how good the match is that a look-up goes on from: likely drafts apart from others."""
 
     key: Hashable
     method: str
     temperature: float
     limit: int
     lag: int = 0
+    match: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} after {self.match}" if self.match else self.method
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ class DraftLengthPolicy:
         self.probes = Probes()
         self.report = Report()
         self._groups: dict[tuple[str, str], GroupAcceptance] = {}
-        self._sequences: dict[Hashable, SequenceAcceptance] = {}
+        self._sequences: dict[Hashable, dict[str, SequenceAcceptance]] = {}
         self._round = 0
         self._signature: tuple[object, ...] = ()
         self._last_search: Search | None = None
@@ -132,7 +138,7 @@ class DraftLengthPolicy:
             return []
         self._round += 1
         sequences = [self._sequence(row) for row in rows]
-        signature = (num_prompt_tokens, *((row.key, row.limit) for row in rows))
+        signature = (num_prompt_tokens, *((row.key, row.label, row.limit) for row in rows))
         if self._last_search is None or signature != self._signature or self._round >= self._next_search:
             self._signature = signature
             self._next_search = self._round + SEARCH_EVERY
@@ -180,11 +186,12 @@ class DraftLengthPolicy:
         }
 
     def _sequence(self, row: Candidate) -> SequenceAcceptance:
-        sequence = self._sequences.get(row.key)
+        by_label = self._sequences.setdefault(row.key, {})
+        sequence = by_label.get(row.label)
         if sequence is None:
-            name = row.method, temperature_bucket(row.temperature)
+            name = row.label, temperature_bucket(row.temperature)
             group = self._groups.setdefault(name, GroupAcceptance())
-            sequence = self._sequences[row.key] = SequenceAcceptance(group, self._round)
+            sequence = by_label[row.label] = SequenceAcceptance(group, self._round)
         return sequence
 
     def _search(
@@ -250,10 +257,10 @@ class DraftLengthPolicy:
 
     def _learn(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            sequence = self._sequences.get(outcome.key)
-            _, num_asked = self._asked[outcome.key]
-            if sequence is not None and num_asked:
-                sequence.learn(
+            row, num_asked = self._asked[outcome.key]
+            by_label = self._sequences.get(outcome.key)
+            if by_label is not None and num_asked:
+                by_label[row.label].learn(
                     self._round,
                     num_asked,
                     outcome.num_draft_tokens,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from engine.batch import Span
 from engine.draft_length.confidence import Patience
-from engine.messages import Method
+from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
 from engine.sampling.sampler import DraftDraw, Drafts, Sampler
 from engine.scheduler import Scheduled
@@ -20,7 +20,7 @@ from engine.scheduler import Scheduled
 class DraftModelProposer:
     """``max_len`` is the longest sequence the draft model can hold, ``vocab_size`` the target's."""
 
-    name: Method = "draft_model"
+    name: Source = "draft_model"
 
     def __init__(self, model: DecoderModel, max_len: int, vocab_size: int) -> None:
         self.model = model
@@ -29,7 +29,7 @@ class DraftModelProposer:
 
     def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
         completing = [part for part in scheduled if part.completes]
-        lengths = [part.num_draft_tokens if self._is_mine(part) else 0 for part in completing]
+        lengths = [part.num_draft_tokens if part.source == self.name else 0 for part in completing]
         spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]
         logits = self._forward(spans)
         num_positions = max(lengths, default=0)
@@ -59,17 +59,18 @@ class DraftModelProposer:
         longest = max(lengths)
         return Drafts(token_ids[:, :longest], None if probs is None else probs[:, :longest], lengths)
 
-    def _is_mine(self, part: Scheduled) -> bool:
-        return part.sequence.method == self.name
-
     def _catch_up(self, part: Scheduled) -> Span | None:
-        """What the draft has yet to store of the tokens that the target will have stored after this step."""
+        """What the draft is to store in its first pass: of a prompt all that the target will have stored
+        after this step, of a decoding sequence what it missed while others drafted or nobody did."""
         sequence = part.sequence
-        end = sequence.target_blocks.num_computed_tokens + part.num_tokens
-        plain_decoding = part.num_draft_tokens == 0 and part.num_tokens == 1
-        if not self._is_mine(part) or plain_decoding or end > self.max_len:
-            return None
         start = sequence.draft_blocks.num_computed_tokens
+        end = sequence.target_blocks.num_computed_tokens + part.num_tokens
+        if part.num_tokens == 1:
+            if part.source != self.name:
+                return None
+            end = start + part.num_catch_up_tokens + min(1, part.num_draft_tokens)
+        if not sequence.uses_draft_model or start == end or end > self.max_len:
+            return None
         return Span(sequence.draft_blocks, sequence.token_ids[start:end], min(1, part.num_draft_tokens))
 
     def _forward(self, spans: list[Span]) -> torch.Tensor:

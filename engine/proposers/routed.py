@@ -1,31 +1,45 @@
-"""Each sequence drafts by its own method; the drafts of one step become one."""
+"""Each sequence has its own sources of drafts, one of them in each round; the drafts of a step become one."""
 
 import torch
 import torch.nn.functional as F
 
-from engine.messages import Method
-from engine.proposers.base import Proposer
+from engine.draft_length.sources import Offer
+from engine.messages import Source
+from engine.proposers.base import LookUp, Proposer
 from engine.sampling.sampler import Drafts, Sampler
 from engine.scheduler import Scheduled
+from engine.sequence import Sequence
 
 
 class RoutedProposer:
-    """Asks every proposer that a drawing sequence has chosen. Prompts are every proposer's business:
-    a model's cache follows them."""
+    """Asks every proposer that some sequence of the step may draft from. Prompts are their business too: a
+    model's cache follows them."""
 
     def __init__(self, proposers: list[Proposer]) -> None:
         self.proposers = {proposer.name: proposer for proposer in proposers}
+        self._look_ups = {proposer.name: proposer for proposer in proposers if isinstance(proposer, LookUp)}
 
     @property
-    def methods(self) -> frozenset[Method]:
+    def methods(self) -> frozenset[Source]:
         return frozenset(self.proposers)
 
+    def offers(self, sequence: Sequence, num_tokens: int) -> list[Offer]:
+        """What the sequence's sources could draft now, up to ``num_tokens`` each."""
+        offers = []
+        for source in sequence.sources:
+            found, match_length = num_tokens, 0
+            if (look_up := self._look_ups.get(source)) is not None:
+                found, match_length = look_up.look_up(sequence, num_tokens)
+            if found:
+                offers.append(Offer(source, found, match_length))
+        return offers
+
     def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
-        methods = {part.sequence.method for part in scheduled}
+        sources = {source for part in scheduled for source in part.sequence.sources}
         drafts = [
             proposer.propose(scheduled, sampler)
             for name, proposer in self.proposers.items()
-            if name in methods
+            if name in sources
         ]
         if not drafts:
             return Drafts.empty(len(sampler.rows), sampler.device)

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, chat_logprobs
 from server.openapi import answer_or_stream
-from server.prompt import chat_prompt
+from server.prompt import chat_prompt, predicted_tokens
 from server.routes.common import (
     CHUNK_STREAM,
     ChunkWriter,
@@ -49,7 +49,8 @@ async def create_chat_completion(
     headers = check_request(body, services)
     model = services.model()
     prompt = await asyncio.to_thread(chat_prompt, body, model.tokenizer)
-    context = start_generation("chat.completions", body, [prompt], model, services)
+    prediction = await asyncio.to_thread(predicted_tokens, body, model.tokenizer)
+    context = start_generation("chat.completions", body, [prompt], model, services, prediction)
     return await respond(request, context, ChatWriter(context, body), headers)
 
 

@@ -28,7 +28,7 @@ from server.logprobs import prompt_logprobs
 from server.parameters import check_parameters
 from server.prompt import TokenPrompt
 from server.responding import AnswerWriter, respond_stream, respond_whole
-from server.sampling_params import build_sampling_params
+from server.sampling_params import build_sampling_params, check_prediction
 from server.schemas.common import (
     Answer,
     ChunkStreamOptions,
@@ -179,10 +179,12 @@ def start_generation(
     prompts: list[TokenPrompt],
     model: Model,
     services: Services,
+    prediction: list[int] | None = None,
 ) -> GenerationContext:
     n = isinstance(body, GenerationRequest) and body.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequestError(f"At most {MAX_CHOICES} choices (prompts times n) are allowed.", param="n")
+    check_prediction(prediction, model.worker)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     job = Job(
         id=f"{ID_PREFIXES[endpoint]}{uuid.uuid4().hex}",
@@ -198,6 +200,7 @@ def start_generation(
         priority=body.priority or 0,
         cache_prompt=body.cache_prompt is not False,
         cache_salt=body.cache_salt or "",
+        prediction_token_ids=prediction,
         stop_strings=body.stop or [],
         include_stop_string=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,

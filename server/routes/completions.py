@@ -11,7 +11,7 @@ from engine.messages import TokenLogprob
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
 from server.openapi import answer_or_stream
-from server.prompt import completion_prompts
+from server.prompt import completion_prompts, predicted_tokens
 from server.routes.common import (
     CHUNK_STREAM,
     ChunkWriter,
@@ -44,7 +44,8 @@ async def create_completion(
     headers = check_request(body, services)
     model = services.model()
     prompts = await asyncio.to_thread(completion_prompts, body, model.tokenizer, model.worker.vocab_size)
-    context = start_generation("completions", body, prompts, model, services)
+    prediction = await asyncio.to_thread(predicted_tokens, body, model.tokenizer)
+    context = start_generation("completions", body, prompts, model, services, prediction)
     return await respond(request, context, CompletionWriter(context, body), headers)
 
 

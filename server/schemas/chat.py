@@ -4,13 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from server.schemas.common import Answer, Choice, GenerationRequest, StrictModel, is_none
+from server.schemas.common import Answer, Choice, GenerationRequest, TextPart, is_none, kind_of_content
 from server.schemas.logprobs import ChatLogprobs, PromptLogprobs
-
-
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: str
 
 
 class OtherPart(BaseModel):
@@ -30,16 +25,10 @@ ContentPart = Annotated[
 ]
 
 
-def _kind_of_content(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "string"
-    return "parts" if isinstance(value, list) else None
-
-
 Content = Annotated[
     Annotated[str, Tag("string")] | Annotated[list[ContentPart], Tag("parts")],
     Discriminator(
-        _kind_of_content,
+        kind_of_content,
         custom_error_type="content_type",
         custom_error_message="Input should be a string or a list of text parts",
     ),

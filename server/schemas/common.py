@@ -7,7 +7,7 @@ their only home. Unknown fields are kept in ``model_extra`` and judged by ``serv
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from engine.messages import FinishReason, Verification
 from server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
@@ -31,6 +31,38 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class TextPart(StrictModel):
+    type: Literal["text"]
+    text: str
+
+
+def kind_of_content(value: Any) -> str | None:
+    """Which of the two forms of a content this is, so that an error is about that form only."""
+    if isinstance(value, str):
+        return "string"
+    return "parts" if isinstance(value, list) else None
+
+
+class Prediction(StrictModel):
+    """OpenAI's predicted outputs: what the answer is expected to be, or most of it."""
+
+    type: Literal["content"]
+    content: Annotated[
+        Annotated[str, Tag("string")] | Annotated[list[TextPart], Tag("parts")],
+        Discriminator(
+            kind_of_content,
+            custom_error_type="content_type",
+            custom_error_message="Input should be a string or a list of text parts",
+        ),
+    ]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class StreamOptions(StrictModel):
     """Of `/v1/responses`, whose last event always has the usage."""
 
@@ -46,8 +78,10 @@ class ChunkStreamOptions(StreamOptions):
 class SpeculationOptions(StrictModel):
     """How one request speculates; changes its speed, never its output's distribution."""
 
-    method: Literal["auto", "draft_model", "ngram", "none"] = Field(
-        "auto", description="Who drafts; 'auto' leaves it to the engine."
+    method: Literal["auto", "draft_model", "ngram", "prediction", "none"] = Field(
+        "auto",
+        description="Who drafts; 'auto' leaves it to the engine, which uses a prediction if there is one. "
+        "With another method than these two a prediction is not used.",
     )
     num_speculative_tokens: Annotated[
         int | None,
@@ -149,6 +183,9 @@ class GenerationRequest(SamplingRequest):
         None, description="Give the token ids of prompt and text too. Default false."
     )
     stream_options: ChunkStreamOptions | None = Field(None, description="Only with `stream: true`.")
+    prediction: Prediction | None = Field(
+        None, description="What the answer is expected to be: makes it come sooner, never another one."
+    )
 
 
 class PromptTokensDetails(BaseModel):
@@ -163,7 +200,12 @@ class PromptTokensDetails(BaseModel):
 
 
 class CompletionTokensDetails(BaseModel):
-    """The prediction counts are about the client's ``prediction`` only, never about drafts."""
+    """The prediction counts are about the client's ``prediction`` only, never about other drafts.
+
+    Accepted are its tokens that appeared in the completion, each counted once per choice; rejected are those
+    that were tried and did not. Its other tokens count as neither. Unlike OpenAI's, ``completion_tokens``
+    does not include rejected ones: it is what was generated.
+    """
 
     reasoning_tokens: int = 0
     audio_tokens: int = 0

@@ -4,16 +4,24 @@ The tests call them on the engine as it is; ``test_mutants`` calls them on engin
 expects them to raise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 
-from engine.messages import SamplingParams
+from engine.core import EngineCore
+from engine.draft_length.policy import Candidate
+from engine.draft_length.sources import FollowedCosts, SourceChooser
+from engine.messages import Generate, SamplingParams
+from engine.models.fresh import FreshModel
 from engine.sampling.sampler import Rule
 from engine.sampling.verify import Verdict
+from tests import naive
 from tests.engine.conftest import Models
-from tests.engine.simulation import p_value
-from tests.models import make_engine, run_engine
+from tests.engine.simulation import chi_square, p_value
+from tests.models import make_engine, outputs_by_choice, run_engine
 
 SIGNIFICANCE = 1e-5
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
@@ -43,7 +51,7 @@ def greedy_identity(models: Models, params: SamplingParams) -> None:
 
 
 def self_draft_is_always_accepted(models: Models) -> None:
-    core = make_engine(models.target, models.target, num_speculative_tokens=5)
+    core = make_engine(models.target, models.target, method="draft_model", num_speculative_tokens=5)
     run_engine(core, PROMPTS, SamplingParams(max_tokens=40, temperature=0))
     assert core.stats.num_accepted_tokens == core.stats.num_draft_tokens > 0
 
@@ -66,6 +74,63 @@ def seeded_identity(models: Models) -> None:
     params = [SamplingParams(max_tokens=30, seed=i) for i in range(len(PROMPTS))]
     plain = run_engine(make_engine(models.target, None), PROMPTS, params)
     assert run_engine(make_engine(models.target, models.close_draft), PROMPTS, params) == plain
+
+
+class RotatingChooser(SourceChooser):
+    """Whoever's turn it is, by sequence and position: every source drafts, in every row and batch."""
+
+    def choose(
+        self, rows: Sequence[list[Candidate]], *, fixed: Sequence[bool], num_rows: int
+    ) -> list[Candidate | None]:
+        return [_turn(candidates) if candidates else None for candidates in rows]
+
+
+def _turn(candidates: list[Candidate]) -> Candidate:
+    key: Any = candidates[0].key
+    return candidates[(key.index + len(key)) % len(candidates)]
+
+
+def rotating_engine(target: str, draft: str | None, **config: Any) -> EngineCore:
+    core = make_engine(target, draft, method="auto", ngram_min_match=1, **config)
+    core.scheduler.planner.chooser = RotatingChooser(FollowedCosts())
+    return core
+
+
+def mixed_sources_distribution(models: Models, num_requests: int = 40) -> None:
+    """Prediction, n-grams and draft model by turns, within the same rows: three tokens' joint histogram."""
+    prompt, prediction = [1, 2, 3, 1, 2], [3, 1, 2, 15, 8, 2, 12, 11]
+    params = SamplingParams(max_tokens=5, temperature=1.3, top_k=3, verification="rejection")
+    core = rotating_engine(models.target, models.close_draft, num_speculative_tokens=2, max_num_sequences=128)
+    for number in range(num_requests):
+        each = msgspec.structs.replace(params, seed=number)
+        core.add(Generate(str(number), prompt, each, n=100, prediction_token_ids=prediction))
+    counts = np.zeros([16] * 3)
+    for tokens in outputs_by_choice(core).values():
+        counts[tuple(tokens[:3])] += 1
+    assert set(core.stats.drafts) == {"draft_model", "ngram", "prediction"}
+    target = FreshModel(models.target, torch.float32, torch.device("cpu"))
+    rows: dict[tuple[int, ...], Any] = {}
+
+    def logits(token_ids: list[int]) -> Any:
+        key = tuple(token_ids)
+        if key not in rows:
+            rows[key] = target.logits(token_ids, 16)[-1].double().numpy()
+        return rows[key]
+
+    expected = naive.joint(logits, params, prompt, 3, 16)
+    assert chi_square(counts.ravel(), expected.ravel()) > SIGNIFICANCE
+
+
+def self_draft_survives_other_sources(models: Models) -> None:
+    """A draft that is the target itself is always right, whatever was drafted by others in between."""
+    core = rotating_engine(models.target, models.target, num_speculative_tokens=5)
+    params = SamplingParams(max_tokens=40, temperature=0)
+    for number, prompt in enumerate(PROMPTS):
+        core.add(Generate(str(number), prompt, params, prediction_token_ids=list(range(16))))
+    outputs_by_choice(core)
+    assert set(core.stats.drafts) == {"draft_model", "ngram", "prediction"}
+    counts = core.stats.drafts["draft_model"]
+    assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
 
 
 def leaves_its_inputs_alone(verify: Callable[..., Verdict]) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_manager import BlockPool, BlockTable
+from engine.draft_planner import DraftPlanner
 from engine.messages import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -43,7 +44,7 @@ def make_sequence(name: int, prompt: int, max_tokens: int, k: int, draft: bool =
         params=SamplingParams(max_tokens=max_tokens),
         seed=0,
         verification="rejection",
-        method="draft_model" if draft and k else "none",
+        sources=("draft_model",) if draft and k else (),
         num_speculative_tokens=k,
         fixed_draft_length=True,
         stop_token_ids=frozenset(),
@@ -73,7 +74,7 @@ def test_every_sequence_finishes_and_every_block_comes_back(
         draft_pool=BlockPool(num_blocks, 4),
         max_num_sequences=4,
         max_num_batched_tokens=budget,
-        max_draft_len=1000,
+        planner=DraftPlanner(max_draft_len=1000),
     )
     sequences = [
         make_sequence(i, prompt, max_tokens, k) for i, (prompt, max_tokens, k, *_) in enumerate(requests)
@@ -116,7 +117,7 @@ def simulate(
 
 
 def test_a_long_prompt_does_not_stall_running_sequences() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 4, max_num_batched_tokens=10, max_draft_len=0)
+    scheduler = Scheduler(BlockPool(100, 4), None, 4, max_num_batched_tokens=10, planner=DraftPlanner())
     short, long = make_sequence(0, 1, 50, 0), make_sequence(1, 100, 1, 0)
     scheduler.add(short)
     scheduler.schedule()
@@ -130,7 +131,7 @@ def test_a_long_prompt_does_not_stall_running_sequences() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    scheduler = Scheduler(BlockPool(4, 4), None, 4, max_num_batched_tokens=100, max_draft_len=0)
+    scheduler = Scheduler(BlockPool(4, 4), None, 4, max_num_batched_tokens=100, planner=DraftPlanner())
     old, young, late = (make_sequence(i, 7, 9, 0) for i in range(3))
     for sequence in (old, young, late):
         scheduler.add(sequence)
@@ -216,7 +217,7 @@ def test_sharing_never_mixes_texts(history: list[tuple[list[int], int, bool]]) -
 
 
 def test_priority_goes_before_arrival() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 2, max_num_batched_tokens=100, max_draft_len=0)
+    scheduler = Scheduler(BlockPool(100, 4), None, 2, max_num_batched_tokens=100, planner=DraftPlanner())
     late, early, urgent = make_sequence(0, 5, 9, 0), make_sequence(1, 5, 9, 0), make_sequence(2, 5, 9, 0)
     late.priority, urgent.priority = 1, -1
     for sequence in (late, early, urgent):
@@ -226,7 +227,7 @@ def test_priority_goes_before_arrival() -> None:
 
 
 def test_choices_of_a_request_share_the_prompt() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 8, max_num_batched_tokens=100, max_draft_len=0)
+    scheduler = Scheduler(BlockPool(100, 4), None, 8, max_num_batched_tokens=100, planner=DraftPlanner())
     choices = [make_sequence(0, 41, 9, 0) for _ in range(3)]
     for choice in choices:
         scheduler.add(choice)

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from engine import batch, core
 from engine.block_manager import BlockTable
 from engine.messages import SamplingParams
-from engine.proposers import draft_model
+from engine.proposers import draft_model, routed
+from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling import adjust, sampler, verify
 from engine.sampling.draw import inverse_cdf
 from engine.sampling.random import Stream
@@ -272,9 +273,10 @@ def rejected_tokens_stay_in_the_cache(patch: Patch) -> None:
     """Truncation forgets blocks, but the next tokens are stored behind the rejected ones."""
     honest = core.EngineCore._commit
 
-    def commit(self: core.EngineCore, drawing: Any, *rest: Any) -> Any:
+    def commit(self: core.EngineCore, parts: Any, *rest: Any) -> Any:
+        drawing = [part.sequence for part in parts]
         computed = {id(s): s.target_blocks.num_computed_tokens for s in drawing}
-        outputs = honest(self, drawing, *rest)
+        outputs = honest(self, parts, *rest)
         for sequence in drawing:
             table: BlockTable = sequence.target_blocks
             if 0 < table.num_computed_tokens < computed[id(sequence)]:
@@ -321,6 +323,45 @@ def confidence_of_the_token_drawn(patch: Patch) -> None:
         return draw._replace(confidence=draw.probs.gather(1, draw.ids[:, None])[:, 0])
 
     patch.setattr(Sampler, "draw_drafts", draw)
+
+
+def disliked_drafts_dropped(patch: Patch) -> None:
+    """A draft that the model has drawn is not verified if the prediction says something else."""
+    honest = DraftModelProposer.propose
+
+    def propose(self: DraftModelProposer, scheduled: Any, sampler: Sampler) -> Drafts:
+        drafts = honest(self, scheduled, sampler)
+        parts = [part for part in scheduled if part.completes]
+        lengths = [
+            length if not length or drafts.token_ids[i, 0] in part.sequence.prediction.expected(1) else 0
+            for i, (part, length) in enumerate(zip(parts, drafts.lengths, strict=True))
+        ]
+        return Drafts(drafts.token_ids, drafts.probs, lengths)
+
+    patch.setattr(DraftModelProposer, "propose", propose)
+
+
+def look_ups_called_drawn(patch: Patch) -> None:
+    """A looked-up token is judged as if it had been drawn from a flat distribution."""
+    honest = F.one_hot
+
+    def flat(ids: torch.Tensor, num_classes: int) -> torch.Tensor:
+        return honest(ids, num_classes) * 0 + 1 / num_classes
+
+    patch.setattr(routed.F, "one_hot", flat)
+
+
+def draft_cache_skips_what_others_drafted(patch: Patch) -> None:
+    """When the draft model takes over again it computes the newest tokens only."""
+    honest = DraftModelProposer._catch_up
+
+    def catch_up(self: Any, part: Any) -> Any:
+        span = honest(self, part)
+        if span is not None and part.num_catch_up_tokens > 2:
+            return batch.Span(span.table, span.token_ids[-2:], span.num_logits)
+        return span
+
+    patch.setattr(DraftModelProposer, "_catch_up", catch_up)
 
 
 @dataclass(frozen=True)
@@ -381,6 +422,9 @@ MUTANTS = [
     Mutant(rejected_tokens_stay_in_the_cache, greedy),
     Mutant(recovered_token_lost, greedy),
     Mutant(stop_seen_only_at_the_end_of_a_round, gates.ends_at_the_first_stop),
+    Mutant(disliked_drafts_dropped, gates.mixed_sources_distribution),
+    Mutant(look_ups_called_drawn, gates.mixed_sources_distribution),
+    Mutant(draft_cache_skips_what_others_drafted, gates.self_draft_survives_other_sources),
     Mutant(noise_forgets_the_position, lambda models: gates.joint_distribution(FLAT, Rule.COUPLED)),
 ]
 
@@ -406,6 +450,8 @@ def test_a_bug_of_large_batches_hides_in_small_ones(monkeypatch: Patch) -> None:
         gates.self_draft_is_always_accepted,
         gates.ends_at_the_first_stop,
         gates.seeded_identity,
+        gates.mixed_sources_distribution,
+        gates.self_draft_survives_other_sources,
         purity,
     ],
 )

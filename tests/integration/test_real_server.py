@@ -66,6 +66,42 @@ def test_speculation_changes_nothing_but_the_rounds(server: Server, parameters: 
             assert answer.foretoken["method"] == method
 
 
+@pytest.mark.parametrize("parameters", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}])
+def test_a_prediction_changes_nothing_but_the_rounds(server: Server, parameters: dict[str, Any]) -> None:
+    """As the official client sends it: a right one, its beginning replaced, and a wrong one."""
+
+    def chat(**more: Any) -> Any:
+        return server.openai.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Tell me a story about a fox."}],
+            max_completion_tokens=80,
+            **parameters,
+            **more,
+        )
+
+    plain = chat(extra_body={"speculation": {"method": "none"}})
+    text = plain.choices[0].message.content
+    details = plain.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+    for predicted in (text, "Here it is. " + text[len(text) // 3 :], "Nothing of this will be said. " * 5):
+        answer = chat(prediction={"type": "content", "content": predicted})
+        assert answer.choices[0].message.content == text
+        details = answer.usage.completion_tokens_details
+        if predicted == text:
+            assert details.accepted_prediction_tokens > 60
+        if predicted.endswith(text[-40:]):
+            assert details.accepted_prediction_tokens > 30
+        assert answer.usage.completion_tokens == plain.usage.completion_tokens
+    stream = chat(
+        prediction={"type": "content", "content": [{"type": "text", "text": text}]},
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens > 60
+
+
 def test_chat_streams_a_role_then_text_then_usage(server: Server) -> None:
     chunks = list(
         server.openai.chat.completions.create(
@@ -148,4 +184,4 @@ def test_a_client_that_leaves_frees_its_sequence(server: Server) -> None:
 def test_speculation_is_told(server: Server) -> None:
     complete(server, PROMPTS[4], max_tokens=20)
     state = httpx.get(f"{server.url}/speculation").json()
-    assert (state["proposer"], state["num_speculative_tokens"]) == ("draft_model", 4)
+    assert (state["proposer"], state["num_speculative_tokens"]) == ("auto", 4)

@@ -1,0 +1,135 @@
+"""Before anything is drawn: who drafts for each decoding sequence in a step, and how much.
+
+Puts together what the sources offer, which of them is worth most (``draft_length.sources``) and how long a
+draft pays (``draft_length.policy``). Plain integers, no tensors.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from engine.draft_length.confidence import Patience
+from engine.draft_length.policy import DRAFT_MODEL, Candidate, LengthPolicy
+from engine.draft_length.sources import AUTO_LIMITS, Offer, SourceChooser, strength
+from engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a decoding sequence is to draft in this step."""
+
+    source: str
+    num_tokens: int
+
+
+def offer_all(sequence: Sequence, limit: int) -> list[Offer]:
+    """Every source could draft as much as it may."""
+    return [Offer(source, limit) for source in sequence.sources]
+
+
+class DraftPlanner:
+    """``offers`` says what the sources of a sequence could draft now, ``chooser`` which of them does, and
+    ``policy`` how much, where that is left open; None where nothing is. ``max_draft_len`` is the draft
+    model's context."""
+
+    def __init__(
+        self,
+        max_draft_len: int = 0,
+        policy: LengthPolicy | None = None,
+        chooser: SourceChooser | None = None,
+        offers: Callable[[Sequence, int], list[Offer]] = offer_all,
+    ) -> None:
+        self.max_draft_len = max_draft_len
+        self.policy = policy
+        self.chooser = chooser
+        self.offers = offers
+
+    def choose(self, running: Iterable[Sequence], max_prompt_tokens: int) -> dict[Sequence, Choice]:
+        """For every running sequence that decodes; prompts share the step with ``max_prompt_tokens``."""
+        running = list(running)
+        decoding = [sequence for sequence in running if sequence.num_uncomputed_tokens == 1]
+        rows = self._choose_sources(decoding)
+        lengths = [row.limit for row in rows]
+        if self.policy is not None:
+            num_prompt_tokens = sum(sequence.num_uncomputed_tokens for sequence in running) - len(decoding)
+            chosen = self.policy.choose(
+                [
+                    replace(row, limit=0) if sequence.fixed_draft_length else row
+                    for sequence, row in zip(decoding, rows, strict=True)
+                ],
+                min(num_prompt_tokens, max_prompt_tokens),
+            )
+            lengths = [
+                fixed if sequence.fixed_draft_length else length
+                for sequence, fixed, length in zip(decoding, lengths, chosen, strict=True)
+            ]
+        return {
+            sequence: Choice(row.method, length)
+            for sequence, row, length in zip(decoding, rows, lengths, strict=True)
+        }
+
+    def _choose_sources(self, decoding: list[Sequence]) -> list[Candidate]:
+        """Who drafts if anybody does, and the most that may be drafted."""
+        options = [self._candidates(sequence) for sequence in decoding]
+        chosen = [candidates[0] if candidates else None for candidates in options]
+        combining = [i for i, sequence in enumerate(decoding) if sequence.combines]
+        if self.chooser is not None and combining:
+            choices = self.chooser.choose(
+                [options[i] for i in combining],
+                fixed=[decoding[i].fixed_draft_length for i in combining],
+                num_rows=len(decoding),
+            )
+            for i, choice in zip(combining, choices, strict=True):
+                chosen[i] = choice
+        return [
+            choice or _candidate(sequence, Offer("none", 0))
+            for sequence, choice in zip(decoding, chosen, strict=True)
+        ]
+
+    def _candidates(self, sequence: Sequence) -> list[Candidate]:
+        """The sources that could draft something now."""
+        # A round emits one more than it drafts.
+        room = min(sequence.num_speculative_tokens, sequence.max_num_tokens - len(sequence) - 1)
+        if room <= 0:
+            return []
+        candidates = []
+        for offer in self.offers(sequence, room):
+            limit = offer.num_tokens
+            if not sequence.fixed_draft_length:
+                limit = min(limit, AUTO_LIMITS[offer.source])
+            if offer.source == DRAFT_MODEL:
+                limit = min(limit, self.max_draft_len - len(sequence))
+            if limit > 0:
+                candidates.append(_candidate(sequence, offer._replace(num_tokens=limit)))
+        return candidates
+
+    def unasked(self, sequence: Sequence) -> Choice:
+        """For a prompt of one token, which draws at once: nobody has been asked about it."""
+        candidates = self._candidates(sequence) if sequence.fixed_draft_length else []
+        return Choice(candidates[0].method, candidates[0].limit) if candidates else Choice("none", 0)
+
+    def patience(self, sequence: Sequence) -> Patience | None:
+        """When the draft just chosen may end early."""
+        return self.policy.patience(sequence) if self.policy is not None else None
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        if self.policy is not None:
+            self.policy.forget(sequence)
+        if self.chooser is not None:
+            self.chooser.forget(sequence)
+
+
+def draft_lag(sequence: Sequence) -> int:
+    """Tokens that the draft model's cache misses before it can draft, the pending one apart."""
+    return max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
+
+
+def _candidate(sequence: Sequence, offer: Offer) -> Candidate:
+    return Candidate(
+        key=sequence,
+        method=offer.source,
+        temperature=0.0 if sequence.greedy else sequence.params.temperature,
+        limit=offer.num_tokens,
+        lag=draft_lag(sequence) if offer.source == DRAFT_MODEL else 0,
+        match=strength(offer.match_length),
+    )

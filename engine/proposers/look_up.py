@@ -1,0 +1,29 @@
+"""Token ids that were looked up, as the drafts of a step."""
+
+from collections.abc import Callable
+
+import torch
+
+from engine.messages import Source
+from engine.sampling.sampler import Drafts, Sampler
+from engine.scheduler import Scheduled
+from engine.sequence import Sequence
+
+
+def look_up_drafts(
+    name: Source,
+    scheduled: list[Scheduled],
+    sampler: Sampler,
+    find: Callable[[Sequence, int], list[int]],
+) -> Drafts:
+    """``find`` gives up to so many tokens for a sequence; asked only where source ``name`` drafts."""
+    drafted = [
+        find(part.sequence, part.num_draft_tokens) if part.source == name and part.num_draft_tokens else []
+        for part in scheduled
+        if part.completes
+    ]
+    width = max(map(len, drafted), default=0)
+    token_ids = torch.tensor(
+        [ids + [0] * (width - len(ids)) for ids in drafted], dtype=torch.int64, device=sampler.device
+    ).view(len(drafted), width)
+    return Drafts(token_ids, None, [len(ids) for ids in drafted])

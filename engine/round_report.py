@@ -1,0 +1,85 @@
+"""What a step tells of its rows besides tokens: log-probabilities, traces, use of a prediction, failures."""
+
+import torch
+
+from engine.batch import Span
+from engine.messages import Failed, PredictionUse, RoundTrace, TokenLogprob
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.sampler import Drafts, Judgement, Sampler
+from engine.scheduler import Scheduled
+from engine.sequence import Sequence
+
+
+def drafted_ids(drafts: Drafts) -> list[list[int]]:
+    """Each row's drafted ids, without padding."""
+    return [ids[:length] for ids, length in zip(drafts.token_ids.tolist(), drafts.lengths, strict=True)]
+
+
+def take_prompt_logprobs(
+    scheduled: list[Scheduled], spans: list[Span], num_drawing_rows: list[int], logits: torch.Tensor
+) -> torch.Tensor:
+    """Keep the prompts' log-probabilities with their sequences; return the drawing rows alone."""
+    drawing_rows = []
+    for part, rows, num_drawing in zip(
+        scheduled, torch.split(logits, [span.num_logits for span in spans]), num_drawing_rows, strict=True
+    ):
+        sequence = part.sequence
+        if sequence.wants_prompt_logprobs:
+            first = sequence.target_blocks.num_computed_tokens - len(rows)
+            # The row of token i predicted token i + 1.
+            known = sequence.token_ids[first + 1 : min(first + 1 + len(rows), sequence.num_prompt_tokens)]
+            assert sequence.params.prompt_logprobs is not None
+            sequence.add_prompt_logprobs(
+                first + 1, token_logprobs(rows[: len(known)], known, sequence.params.prompt_logprobs)
+            )
+        drawing_rows.append(rows[len(rows) - num_drawing :])
+    return torch.cat(drawing_rows)
+
+
+def output_logprobs(sequence: Sequence, rows: torch.Tensor, emitted: list[int]) -> list[TokenLogprob] | None:
+    """Of the tokens emitted, if they were asked for; ``rows`` [emitted or more, V] are raw logits."""
+    num_top = sequence.params.logprobs
+    return None if num_top is None else token_logprobs(rows[: len(emitted)], emitted, num_top)
+
+
+def follow_prediction(part: Scheduled, emitted: list[int], num_drafted: int) -> PredictionUse | None:
+    """Move the cursor over what was emitted, and say how much of it the prediction knew."""
+    cursor = part.sequence.prediction
+    if cursor is None:
+        return None
+    first = cursor.place
+    return PredictionUse(cursor.follow(emitted), first, num_drafted if part.source == "prediction" else 0)
+
+
+def traces(
+    sources: list[str], sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
+) -> list[RoundTrace | None]:
+    """One per drawing sequence; Nones where nobody asked."""
+    if not any(row.params.trace for row in sampler.rows):
+        return [None] * len(sampler.rows)
+    drafted = drafted_ids(drafts)
+    target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
+    num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
+    return [
+        RoundTrace(
+            position=row.position,
+            source=sources[i] if drafts.lengths[i] else "none",
+            rule=row.rule.value,
+            draft_ids=drafted[i],
+            target_probs=target_probs[i][: drafts.lengths[i]],
+            draft_probs=draft_probs[i][: drafts.lengths[i]],
+            num_accepted=num_accepted[i],
+            next_token=next_token[i],
+        )
+        for i, row in enumerate(sampler.rows)
+    ]
+
+
+def failure(sequence: Sequence) -> Failed:
+    """The model gave no distribution for this sequence."""
+    return Failed(
+        request_id=sequence.request_id,
+        code="invalid_logits",
+        message=f"the model gave no distribution (NaN, infinity or nothing allowed) after "
+        f"{len(sequence)} tokens",
+    )
