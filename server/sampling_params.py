@@ -204,10 +204,11 @@ def _num_speculative_tokens(speculation: SpeculationOptions) -> int | None:
     return asked
 
 
-def _method(request: GenerationRequest, speculation: SpeculationOptions, worker: Ready) -> Method | None:
+def _method(request: SamplingRequest, speculation: SpeculationOptions, worker: Ready) -> Method | None:
     if speculation.method == "auto":
         return None
-    if speculation.method == "prediction" and request.prediction is None:
+    prediction = request.prediction if isinstance(request, GenerationRequest) else None
+    if speculation.method == "prediction" and prediction is None:
         raise InvalidRequestError("speculation.method 'prediction' needs a 'prediction'.", param="prediction")
     if speculation.method != "none" and speculation.method not in worker.methods:
         raise InvalidRequestError("This server has no draft model.", param="speculation.method")
