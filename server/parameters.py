@@ -68,6 +68,7 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
     "max_tool_calls": (),
     "messages": (),
     "n": (1,),
+    "prediction": (),
     "previous_response_id": (),
     "prompt": (),
     "prompt_logprobs": (),

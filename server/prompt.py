@@ -44,14 +44,6 @@ def chat_prompt(request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -
     return _truncate(TokenPrompt(token_ids, text), request.truncate_prompt_tokens, tokenizer)
 
 
-def predicted_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> list[int] | None:
-    """The prediction as the model might write it, and as no prompt begins; None if there is none. Where its
-    tokens are cut otherwise than the output's, drafting finds its place again."""
-    if request.prediction is None:
-        return None
-    return tokenizer.encode(request.prediction.text, add_special_tokens=False)
-
-
 def render_chat(
     messages: Sequence[Message], tokenizer: Tokenizer, *, param: str, add_generation_prompt: bool = True
 ) -> str:
@@ -84,6 +76,14 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
         raise InvalidRequestError(
             f"Token id {max(token_ids)} is not in the vocabulary of {vocab_size} tokens.", param=param
         )
+
+
+def predicted_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> list[int] | None:
+    """The prediction as the model might write it, and as no prompt begins; None if there is none. Where its
+    tokens are cut otherwise than the output's, drafting finds its place again."""
+    if request.prediction is None:
+        return None
+    return tokenizer.encode(request.prediction.text, add_special_tokens=False)
 
 
 def _truncate(prompt: TokenPrompt, num_tokens: int | None, tokenizer: Tokenizer) -> TokenPrompt:

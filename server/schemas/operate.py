@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from engine.messages import Method
+from engine.messages import Method, Source
 from server.schemas.common import is_none
 
 
@@ -49,7 +49,7 @@ class SpeculationState(BaseModel):
     """How this server speculates now, and why."""
 
     proposer: Method | None = Field(description="Who drafts unless a request says otherwise.")
-    proposers: list[Method] | None = Field(description="Who could; null until the models are loaded.")
+    proposers: list[Source] | None = Field(description="Who could; null until the models are loaded.")
     verification: str = Field(description="The setting: how sampled drafts are verified.")
     num_speculative_tokens: int | Literal["auto"] = Field(description="The setting.")
     on: bool | None = Field(description="Whether the last step drafted; null before the first one.")

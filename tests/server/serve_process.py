@@ -61,7 +61,7 @@ def serve_process(
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
-        wait_for(lambda: until in log.read_text(), f"{until!r} in {log}", seconds=30)
+        wait_for(lambda: until in log.read_text(), f"{until!r} in {log}", seconds=120)
         url = re.search(r"url +(http://\S+)/v1", log.read_text())
         assert url is not None
         yield ServeProcess(url[1], process, log)

@@ -41,7 +41,7 @@ def error_of(response: Any) -> dict[str, Any]:
         ({"max_tokens": 1.5}, "max_tokens", "invalid_type"),
         ({"seed": 2**63}, "seed", "invalid_value"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "invalid_value"),
-        ({"stop": ""}, "stop.0", "invalid_value"),
+        ({"stop": ""}, "stop", "invalid_value"),
         ({"stop": [1]}, "stop.0", "invalid_type"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
         ({"stream_options": {"bogus": 1}, "stream": True}, "stream_options.bogus", "unknown_parameter"),

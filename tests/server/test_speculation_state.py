@@ -1,0 +1,86 @@
+"""``GET /speculation`` and its gauge: what the policy says of itself, and what is known without one."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.messages import DraftCounts, Stats
+from server.config import Settings
+from server.metrics import Metrics
+from server.speculation_state import speculation_state
+from tests.server.test_launch import worker
+
+STATS = Stats(
+    num_running=1,
+    num_waiting=0,
+    num_speculative_tokens=2.5,
+    cache_usage={},
+    num_preemptions=0,
+    num_prefix_queries=0,
+    num_prefix_hits=0,
+    drafts={"draft_model": DraftCounts(10, 30, 12), "ngram": DraftCounts(5, 10, 8)},
+    draft_tokens_per_position=[15, 15, 10, 0],
+    accepted_tokens_per_position=[12, 6, 2, 0],
+    phase_seconds={"draft": 1.0, "score": 2.0},
+)
+AUTO: dict[str, Any] = {
+    "policy": "auto",
+    "on": True,
+    "why": "on: it pays",
+    "predicted_speedup": 1.4,
+    "tokens_per_second": {"achieved": 130.0, "plain": 100.0},
+    "costs": {"score": [0.01]},
+}
+
+
+def test_auto_tells_what_it_measured() -> None:
+    state = speculation_state(Settings(num_speculative_tokens="auto"), worker(), STATS, AUTO)
+    assert (state.on, state.why, state.draft_length) == (True, "on: it pays", 2.5)
+    assert (state.speedup.predicted, state.speedup.achieved) == (1.4, 1.3)
+    assert state.policy["costs"] == {"score": [0.01]}
+    assert state.acceptance_rate == 0.5
+    assert [(entry.position, entry.rate) for entry in state.acceptance_by_position] == [
+        (1, 0.8),
+        (2, 0.4),
+        (3, 0.2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens", "on", "why"),
+    [
+        ({}, 4, True, "on: the draft length is fixed"),
+        ({}, 0, False, "off: num_speculative_tokens is 0"),
+        ({"method": "none"}, 4, False, "off: nobody drafts"),
+    ],
+)
+def test_fixed_lengths_estimate_nothing(fields: dict[str, Any], num_tokens: int, on: bool, why: str) -> None:
+    stats = msgspec.structs.replace(STATS, num_speculative_tokens=num_tokens)
+    state = speculation_state(
+        Settings(), worker(**fields), stats, {"policy": "fixed", "num_draft_tokens": num_tokens}
+    )
+    assert state.on is on
+    assert state.why.startswith(why)
+    assert (state.speedup.predicted, state.speedup.achieved) == (None, None)
+
+
+def test_before_anything_ran() -> None:
+    state = speculation_state(Settings(), None, None, {})
+    assert (state.on, state.why, state.acceptance_by_position) == (None, "no step has run yet", [])
+
+
+def test_gauge_follows_the_policy() -> None:
+    metrics = Metrics()
+
+    def value() -> float:
+        sample = metrics.registry.get_sample_value("foretoken_estimated_speedup")
+        assert sample is not None
+        return sample
+
+    assert math.isnan(value())
+    metrics.speculation(AUTO)
+    assert value() == 1.4
+    metrics.speculation({"policy": "fixed"})
+    assert math.isnan(value())
