@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.7, 1.0])
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
-    llm = LLM(target=args.target, draft=args.draft)
+    llm = LLM(target=args.target, draft=args.draft, method="draft_model")
     honest = Sampler.verify
     rules: tuple[Verification, ...] = ("rejection", "block", "coupled")
     worst = 0.0

@@ -2,9 +2,9 @@
 
 No downloaded model is good at editing code, and the bundled one tells stories. So a random model of any shape
 computes everything a target computes (``benchmarks.synthetic_pair``), and then its logits are replaced: at
-every position of the output the script's next token has a high one and all others 0, whatever came before.
-It never hesitates and never rephrases, so acceptance is what a model that makes exactly these edits would
-give; the time of a round is the real one of its shape.
+every position of the output the script's next token has a high one and all others 0, whatever was said
+before. It never hesitates and never rephrases, so acceptance is what a model that makes exactly these edits
+would give; the time of a round is the real one of its shape.
 """
 
 import tempfile
@@ -82,7 +82,7 @@ class ScriptedEngine:
 
     def _forward(self, spans: list[Span]) -> torch.Tensor:
         ends = [span.table.num_computed_tokens + len(span.token_ids) for span in spans]
-        logits = self._compute(spans)
+        logits = self._compute(spans).clone()
         row = 0
         for span, end in zip(spans, ends, strict=True):
             for position in range(end - span.num_logits, end):

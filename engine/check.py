@@ -118,7 +118,10 @@ def check(settings: CheckSettings) -> Report:
     configured = (
         DEFAULT_LENGTH if settings.num_speculative_tokens == "auto" else settings.num_speculative_tokens
     )
-    core = build_engine(EngineConfig(**{**fields, "num_speculative_tokens": configured}))
+    fields["num_speculative_tokens"] = configured
+    if settings.method == "auto" and settings.draft is not None and configured:
+        fields["method"] = DraftModelProposer.name  # it is the pair that is checked, not n-grams
+    core = build_engine(EngineConfig(**fields))
     prompts = [_encode(tokenizer, text, number, core.target.vocab_size) for number, text in enumerate(texts)]
     method = core.admission.method
     speculates = core.snapshot().num_speculative_tokens > 0

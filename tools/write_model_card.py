@@ -76,6 +76,7 @@ def main() -> None:
         target=str(args.pair / "target"),
         draft=str(args.pair / "draft"),
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
+        method="draft_model",
     )
     greedy, sampled = acceptance(llm, 0.0), acceptance(llm, 1.0)
     params = [SamplingParams(max_tokens=200, temperature=0.7, seed=seed) for seed in range(10)]

@@ -6,18 +6,18 @@ that has also ended somewhere before. Plain integers; ``ngram`` proposes from it
 
 from engine.messages import NgramChoice
 
-# How many of a text's repeated ends count what follows them, the longest first; constant time per token.
-MAX_COUNTED = 32
+# How many of a text's repeated ends, the longest first, note at each token where they were and what followed:
+# all of them in ordinary text, and constant time in any.
+MAX_ENDS = 32
 
 
 class SuffixAutomaton:
     """States are sets of substrings that end at the same places; state 0 is the empty one.
 
     ``match_length`` tokens at the end of the text also end at ``match_end`` (an index, exclusive), the
-    latest such place that the matched state has seen.
+    latest such place.
 
-    With ``most_frequent`` every state also counts what has followed it, for the ``MAX_COUNTED`` longest
-    repeated ends at each token; ties go to what followed last.
+    With ``most_frequent`` every state also counts what has followed it; ties go to what followed last.
     """
 
     def __init__(self, choice: NgramChoice = "most_recent") -> None:
@@ -92,7 +92,7 @@ class SuffixAutomaton:
         """``token_id`` has followed every end of the text up to now."""
         assert self._counts is not None
         state = self._last
-        for _ in range(MAX_COUNTED):
+        for _ in range(MAX_ENDS):
             counts = self._counts[state]
             counts[token_id] = counts.get(token_id, 0) + 1
             favourite = self._favourite[state]
@@ -124,7 +124,12 @@ class SuffixAutomaton:
             self._matched = self._link[self._matched]
         if self._matched:
             self.match_end = self._end[self._matched]
-            self._end[self._matched] = len(self.text)
+        state, ends = self._matched, self._end
+        for _ in range(MAX_ENDS):
+            if state <= 0:
+                break
+            ends[state] = len(self.text)
+            state = self._link[state]
 
     def _new_state(self, transitions: dict[int, int], length: int, end: int) -> int:
         self._next.append(transitions)
