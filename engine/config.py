@@ -77,11 +77,16 @@ class EngineConfig(BaseModel):
         "auto: coupled for requests with a seed, else rejection.",
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt plus output, in tokens. Default: the target's context."
+        None,
+        ge=2,
+        description="Longest prompt plus output, in tokens. Default: the target's context. "
+        "Of an encoder-decoder model: the longest prompt, and the longest output.",
     )
     max_num_sequences: int = Field(32, ge=1, description="Sequences that run at the same time.")
     max_num_batched_tokens: int = Field(
-        1024, ge=1, description="Tokens scored per step; longer prompts are computed in chunks."
+        1024,
+        ge=1,
+        description="Tokens scored per step; longer prompts are computed in chunks, except by encoders.",
     )
     block_size: int = Field(16, ge=1, description="Tokens per cache block.")
     prefix_caching: bool = Field(
