@@ -154,6 +154,8 @@ def save_random_seq2seq(
                 parameter.normal_(std=1.5)
             elif name.endswith((".q.weight", ".v.weight", ".o.weight")):
                 parameter.mul_(4.0 if ".q." in name else 1.5)
+            elif "encoder_attn.out_proj.weight" in name:
+                parameter.mul_(3.0)
             elif name == "shared.weight" and "t5" in family:
                 parameter.mul_(0.15)
             elif name == "decoder.final_layer_norm.weight" and "t5" in family:
