@@ -3,8 +3,8 @@
     python -m benchmarks.encoder_decoder [--acceptance 0.8 --lengths 2 4 8 --concurrency 1 4]
 
 The pair is synthetic: decoders of flan-T5's shapes (large as target, small as draft by default) with random
-weights, residual branches scaled to almost nothing and a head that maps each embedding to one fixed successor.
-The draft has another successor for a share of the tokens. Greedy; the text must be the same in every variant.
+weights, residual branches scaled to almost nothing and a head that maps each embedding to one successor. The
+draft has another successor for a share of the tokens. Greedy; the text must be the same in every variant.
 """
 
 import argparse
@@ -64,9 +64,7 @@ def save_pair(folder: Path, acceptance: float) -> tuple[str, str]:
 
 
 def engine_run(core: EngineCore, prompts: list[list[int]], in_flight: int, length: int, tokens: int) -> Run:
-    params = SamplingParams(
-        max_tokens=tokens, temperature=0, ignore_eos=True, num_speculative_tokens=length
-    )
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, num_speculative_tokens=length)
     done: list[Any] = []
 
     def work() -> None:
@@ -107,7 +105,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--transformers", action="store_true", help="also generate() without and with a draft")
+    parser.add_argument(
+        "--transformers", action="store_true", help="also generate() without and with a draft"
+    )
     args = parser.parse_args()
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCAB_SIZE, (args.num_prompts, args.prompt_tokens), generator=generator).tolist()

@@ -68,7 +68,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def train(tokenizer: Tokenizer, hidden: int, layers: int, steps: int, seed: int) -> T5ForConditionalGeneration:
+def train(
+    tokenizer: Tokenizer, hidden: int, layers: int, steps: int, seed: int
+) -> T5ForConditionalGeneration:
     """flan-T5's shape: gated gelu, a head of its own."""
     torch.manual_seed(seed)
     config = T5Config(

@@ -77,9 +77,7 @@ def output_room(num_prompt_tokens: int, *, num_target_blocks: int = 2000, **fiel
     """``max_tokens`` as an encoder-decoder worker is told it."""
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
     told = worker(encoder_decoder=ENCODER_DECODER, num_target_blocks=num_target_blocks)
-    params = build_sampling_params(
-        request, num_prompt_tokens=num_prompt_tokens, worker=told, max_logprobs=5
-    )
+    params = build_sampling_params(request, num_prompt_tokens=num_prompt_tokens, worker=told, max_logprobs=5)
     return params.max_tokens
 
 
