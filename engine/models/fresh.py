@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from engine.messages import SamplingParams
 from engine.models.decoder_only import eos_token_ids
 from engine.models.generation_rules import decoder_start_ids, generation_rules
-from engine.models.loader import load_transformers_model
+from engine.models.loader import load_causal_model
 from engine.sampling.adjust import History, adjust_logits
 from engine.sampling.processors import SamplingTensors, to_probs
 from engine.sampling.rules import NO_RULES

@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM
 from engine import check
 from engine.admission import RequestError
 from engine.messages import Generate, SamplingParams
-from engine.models.decoder_only import ModelLoadError
+from engine.models.errors import ModelLoadError
 from tests.engine import seq2seq_gates as gates
 from tests.engine.seq2seq_gates import GREEDY, NUM_TOKENS, Pair, expected, prompts
 from tests.models import make_engine, outputs_by_choice, run_engine, save_random_llama, stepped
