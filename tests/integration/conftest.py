@@ -52,13 +52,15 @@ def serving(folder: Path, *arguments: str) -> Iterator[Server]:
     ):
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + START_SECONDS
-        while not _is_ready(url):
-            assert process.poll() is None, log_path.read_text()
-            assert time.monotonic() < deadline, log_path.read_text()
-            time.sleep(0.1)
-        yield Server(url)
-        process.terminate()
-        assert process.wait(30) is not None
+        try:
+            while not _is_ready(url):
+                assert process.poll() is None, log_path.read_text()
+                assert time.monotonic() < deadline, log_path.read_text()
+                time.sleep(0.1)
+            yield Server(url)
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
 @pytest.fixture(scope="session")
