@@ -20,6 +20,9 @@ from tests.translation_pair import PREFIX, SENTENCES, save_pair
 MODEL = "t5-toy"
 NIETZSCHE = "He who fights with monsters must take care not to become a monster."
 
+# The toy has not learned this one, so it has something to choose.
+UNSEEN = "A dog reads the old garden, and friends."
+
 
 @dataclass(frozen=True)
 class Translator:
@@ -89,17 +92,17 @@ def test_all_sentences_at_once_streamed(translator: Translator, generated: dict[
 
 @pytest.mark.parametrize("speculation", [{"method": "none"}, {"method": "ngram"}, {"method": "draft_model"}])
 def test_with_a_seed_whoever_drafts(translator: Translator, speculation: dict[str, str]) -> None:
-    request = {"prompt": PREFIX + NIETZSCHE, "max_tokens": 40, "temperature": 1.2, "seed": 7, "n": 2}
+    request = {"prompt": PREFIX + UNSEEN, "max_tokens": 40, "temperature": 2.0, "seed": 7, "n": 4}
     answer = translator.post(**request, speculation=speculation).json()
     plain = translator.post(**request).json()
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts == [choice["text"] for choice in plain["choices"]]
-    assert len(set(texts)) == 2
+    assert len(set(texts)) > 1
 
 
 def test_streams_begin_like_the_whole(translator: Translator) -> None:
     """Seeded and sampled, with log-probabilities: the chunks put together are the answer."""
-    body = {"prompt": PREFIX + NIETZSCHE, "max_tokens": 40, "temperature": 1.0, "seed": 3, "logprobs": 2}
+    body = {"prompt": PREFIX + UNSEEN, "max_tokens": 40, "temperature": 2.0, "seed": 3, "logprobs": 2}
     whole = translator.post(**body).json()["choices"][0]
     text, tokens = "", []
     with httpx.stream(
@@ -143,12 +146,12 @@ def test_no_chat_without_a_template(translator: Translator) -> None:
     assert "no chat template" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("temperature", [0, 2.0])
 def test_traces_can_be_verified(
     translator: Translator, tmp_path: Path, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answer = translator.post(
-        prompt=PREFIX + NIETZSCHE,
+        prompt=PREFIX + UNSEEN,
         max_tokens=40,
         temperature=temperature,
         repetition_penalty=1.1,
