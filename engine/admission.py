@@ -6,6 +6,9 @@ The front end has checked ranges already; what is checked here depends on the lo
 import secrets
 from dataclasses import dataclass
 
+from msgspec import structs
+
+from engine.block_manager import BlockTable
 from engine.draft_length.sources import AUTO_LIMITS
 from engine.messages import Generate, Method, SamplingParams, Source, Verification
 from engine.prediction import Prediction, PredictionCursor
@@ -25,11 +28,24 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True)
+class EncoderDecoderLimits:
+    """What an encoder-decoder target reads and writes at most, and what its decoder starts with.
+
+    ``max_output_len`` does not count ``start_ids``. ``forced_eos_token_id`` ends what ``max_tokens`` cuts.
+    """
+
+    start_ids: tuple[int, ...]
+    max_prompt_len: int
+    max_output_len: int
+    forced_eos_token_id: int | None = None
+
+
+@dataclass(frozen=True)
 class Admission:
     """What the loaded pair allows, and what requests get that do not say.
 
     ``method`` is auto, one of ``methods`` or none. ``num_speculative_tokens`` None leaves the draft length
-    to the policy; ``verification`` None decides by seed.
+    to the policy; ``verification`` None decides by seed. ``encoder_decoder`` None: a decoder only.
     """
 
     vocab_size: int
@@ -39,11 +55,19 @@ class Admission:
     method: Method
     num_speculative_tokens: int | None
     verification: Verification | None
+    encoder_decoder: EncoderDecoderLimits | None = None
 
     def sequences(self, request: Generate) -> list[Sequence]:
         """The request's ``n`` sequences; ``RequestError`` if it can never be served."""
         params, prompt = request.params, request.prompt_token_ids
         self._check(request)
+        start_ids: tuple[int, ...] = ()
+        if self.encoder_decoder is not None:
+            start_ids = self.encoder_decoder.start_ids
+            max_tokens = min(params.max_tokens, self.encoder_decoder.max_output_len)
+            params = structs.replace(params, max_tokens=max_tokens)
+        num_encoder_tokens = len(prompt) if start_ids else 0
+        num_prompt_tokens = len(prompt) + len(start_ids)
         seed = secrets.randbits(53) if params.seed is None else params.seed
         stop_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -62,9 +86,13 @@ class Admission:
                 num_speculative_tokens=num_speculative_tokens,
                 fixed_draft_length=fixed_draft_length,
                 stop_token_ids=stop_token_ids,
-                token_ids=list(prompt),
-                num_prompt_tokens=len(prompt),
-                max_num_tokens=min(len(prompt) + params.max_tokens, self.max_model_len),
+                token_ids=[*prompt, *start_ids],
+                num_prompt_tokens=num_prompt_tokens,
+                max_num_tokens=min(num_prompt_tokens + params.max_tokens, self.max_model_len),
+                num_encoder_tokens=num_encoder_tokens,
+                forced_end=self._forced_end(params),
+                target_blocks=BlockTable(num_encoder_tokens),
+                draft_blocks=BlockTable(num_encoder_tokens),
                 priority=request.priority,
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
@@ -73,11 +101,19 @@ class Admission:
             for index in range(request.n)
         ]
 
+    def room(self, num_prompt_tokens: int) -> int:
+        """Output tokens that the context leaves after such a prompt."""
+        if self.encoder_decoder is not None:
+            return self.encoder_decoder.max_output_len
+        return self.max_model_len - num_prompt_tokens
+
     def _check(self, request: Generate) -> None:
         params, prompt = request.params, request.prompt_token_ids
         if not prompt:
             raise RequestError("empty_prompt", "the prompt has no tokens")
-        if len(prompt) >= self.max_model_len:
+        if self.encoder_decoder is not None:
+            self._check_encoder(prompt, params, self.encoder_decoder)
+        elif len(prompt) >= self.max_model_len:
             raise RequestError(
                 "context_length_exceeded",
                 f"the prompt has {len(prompt)} tokens, the model's context {self.max_model_len}",
@@ -98,6 +134,21 @@ class Admission:
                 raise RequestError(
                     "invalid_token_id", f"{name} has a token id outside 0..{self.vocab_size - 1}"
                 )
+
+    def _check_encoder(self, prompt: list[int], params: SamplingParams, limits: EncoderDecoderLimits) -> None:
+        if len(prompt) > limits.max_prompt_len:
+            raise RequestError(
+                "context_length_exceeded",
+                f"the prompt has {len(prompt)} tokens, the encoder reads at most {limits.max_prompt_len}",
+            )
+        if params.prompt_logprobs is not None:
+            raise RequestError(
+                "unsupported_parameter", "an encoder's prompt has no probabilities: prompt_logprobs"
+            )
+
+    def _forced_end(self, params: SamplingParams) -> bool:
+        limits = self.encoder_decoder
+        return limits is not None and limits.forced_eos_token_id is not None and not params.ignore_eos
 
     def _verification(self, params: SamplingParams) -> Verification:
         by_seed: Verification = "rejection" if params.seed is None else "coupled"

@@ -75,24 +75,32 @@ class AttentionGroup:
 
 @dataclass
 class ForwardBatch:
-    """Packed inputs of one forward: ``tokens`` is the sum of all spans' new tokens."""
+    """Packed inputs of one forward: ``tokens`` is the sum of all spans' new tokens.
+
+    Of an encoder-decoder model they are the decoder's: positions count from its start, ``groups`` attend to
+    what it has stored, ``cross_groups`` to what is stored of the encoder's.
+    """
 
     token_ids: torch.Tensor  # [1, tokens]
     positions: torch.Tensor  # [1, tokens]
     slots: torch.Tensor  # [tokens], where the new keys and values go
     logits_index: torch.Tensor  # [rows with logits] into the packed tokens
     groups: list[AttentionGroup]
+    cross_groups: list[AttentionGroup]
 
     @classmethod
     def build(cls, spans: list[Span], block_size: int, device: torch.device) -> "ForwardBatch":
-        starts = [span.table.num_computed_tokens for span in spans]
+        encoded = [span.table.num_encoder_tokens for span in spans]
+        starts = [span.table.num_computed_tokens - first for span, first in zip(spans, encoded, strict=True)]
         lengths = [len(span.token_ids) for span in spans]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         slots = [
-            _slots(span.table, start + length, block_size)
-            for span, start, length in zip(spans, starts, lengths, strict=True)
+            table_slots(span.table, first + start + length, block_size)
+            for span, first, start, length in zip(spans, encoded, starts, lengths, strict=True)
         ]
+        encoder_slots = [s[:first] for s, first in zip(slots, encoded, strict=True)]
+        slots = [s[first:] for s, first in zip(slots, encoded, strict=True)]
         logits = [np.arange(end - span.num_logits, end) for span, end in zip(spans, offsets[1:], strict=True)]
 
         def tensor(parts: list[np.ndarray]) -> torch.Tensor:
@@ -106,10 +114,11 @@ class ForwardBatch:
             groups=[
                 _group(members, offsets, positions, slots, device) for members in _group_members(lengths)
             ],
+            cross_groups=_cross_groups(lengths, offsets, encoder_slots, device) if any(encoded) else [],
         )
 
 
-def _slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:
+def table_slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:
     """Slots of the first ``num_tokens`` tokens."""
     blocks = np.asarray(table.block_ids[: -(-num_tokens // block_size)], dtype=np.int64)
     return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:num_tokens]
@@ -119,6 +128,14 @@ def _group_members(lengths: list[int]) -> list[list[int]]:
     short = [i for i, length in enumerate(lengths) if length <= MAX_GROUPED_QUERIES]
     long = [[i] for i, length in enumerate(lengths) if length > MAX_GROUPED_QUERIES]
     return ([short] if short else []) + long
+
+
+def _cross_groups(
+    lengths: list[int], offsets: np.ndarray, slots: list[np.ndarray], device: torch.device
+) -> list[AttentionGroup]:
+    """Every query looks at all that its sequence's encoder has stored, as if it stood at its last token."""
+    positions = [np.full(length, len(s) - 1) for length, s in zip(lengths, slots, strict=True)]
+    return [_group(members, offsets, positions, slots, device) for members in _group_members(lengths)]
 
 
 def _group(

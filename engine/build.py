@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.admission import Admission
+from engine.admission import Admission, EncoderDecoderLimits
 from engine.block_manager import BlockPool
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -12,6 +12,7 @@ from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCo
 from engine.draft_planner import DraftPlanner
 from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
+from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
@@ -39,9 +40,17 @@ def build_engine(config: EngineConfig) -> EngineCore:
     draft = pairing = None
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         draft = _load(config, config.draft, dtype, device)
+        _check_kinds(target, draft)
         pairing = pair_models(config.target, config.draft, target.vocab_size, draft.vocab_size)
 
-    max_model_len = _max_model_len(config, target)
+    encoder_decoder = None
+    if isinstance(target, EncoderDecoderModel):
+        encoder_decoder = _encoder_decoder_limits(config, target, draft)
+        max_model_len = (
+            encoder_decoder.max_prompt_len + len(target.start_ids) + encoder_decoder.max_output_len
+        )
+    else:
+        max_model_len = _max_model_len(config, target)
     num_blocks = _num_blocks(config, [target] if draft is None else [target, draft], max_model_len)
     target.allocate_cache(num_blocks, config.block_size)
     proposers: list[Proposer] = [
@@ -55,8 +64,11 @@ def build_engine(config: EngineConfig) -> EngineCore:
         draft.allocate_cache(num_blocks, config.block_size)
         draft_pool = BlockPool(num_blocks, config.block_size)
         if pairing.translators is None:
-            max_draft_len = min(max_model_len, draft.max_position or max_model_len)
+            if encoder_decoder is None:
+                max_draft_len = min(max_model_len, draft.max_position or max_model_len)
             proposers.append(DraftModelProposer(draft, max_draft_len, target.vocab_size))
+        elif encoder_decoder is not None:
+            raise ModelLoadError("the draft of an encoder-decoder target must share its tokenizer")
         else:
             proposers.append(_translated(config, target, draft, draft_pool, pairing))
     proposer = RoutedProposer(proposers)
@@ -77,7 +89,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
             offers=proposer.offers,
             follows=pairing is None or pairing.translators is None,
         ),
-        prefix_caching=config.prefix_caching,
+        # What an encoder makes of a beginning depends on what follows.
+        prefix_caching=config.prefix_caching and encoder_decoder is None,
     )
     return EngineCore(
         target=target,
@@ -91,6 +104,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             method=_method(config, draft),
             num_speculative_tokens=None if policy is not None else int(config.num_speculative_tokens),
             verification=None if config.verification == "auto" else config.verification,
+            encoder_decoder=encoder_decoder,
         ),
     )
 
@@ -99,7 +113,8 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
     model = load_decoder(
         path, dtype, device, device_map=config.device_map, trust_remote_code=config.trust_remote_code
     )
-    if config.self_check:
+    # Families of encoder-decoder models are known by name; what they share with generate() is tested.
+    if config.self_check and not model.has_encoder:
         self_check(model)
     return model
 
@@ -128,6 +143,29 @@ def _max_model_len(config: EngineConfig, target: DecoderModel) -> int:
     if context is not None and config.max_model_len > context:
         raise ModelLoadError(f"max_model_len is {config.max_model_len}, the target's context only {context}")
     return config.max_model_len
+
+
+def _encoder_decoder_limits(
+    config: EngineConfig, target: EncoderDecoderModel, draft: DecoderModel | None
+) -> EncoderDecoderLimits:
+    """``max_model_len`` bounds prompt and output, each; with relative positions any length is possible."""
+    context = config.max_model_len or target.max_position or target.usual_length
+    if context is None:
+        raise ModelLoadError(
+            "the target does not say how long prompts and outputs may be; set max_model_len, for each"
+        )
+    for name, model in (("target", target), ("draft", draft)):
+        if model is not None and model.max_position is not None and context > model.max_position:
+            raise ModelLoadError(
+                f"prompt and output may have {context} tokens each (max_model_len), "
+                f"the {name} reads and writes only {model.max_position}"
+            )
+    return EncoderDecoderLimits(
+        start_ids=tuple(target.start_ids),
+        max_prompt_len=context,
+        max_output_len=context - len(target.start_ids),
+        forced_eos_token_id=target.rules.forced_eos_token_id,
+    )
 
 
 def _num_blocks(config: EngineConfig, models: list[DecoderModel], max_model_len: int) -> int:
@@ -160,3 +198,13 @@ def _translated(
         vocab_size=target.vocab_size,
         eos_token_id=pairing.eos_token_id,
     )
+
+
+def _check_kinds(target: DecoderModel, draft: DecoderModel) -> None:
+    """A draft must be of the target's kind."""
+    if target.has_encoder != draft.has_encoder:
+        kinds = {True: "an encoder-decoder model", False: "a decoder only"}
+        raise ModelLoadError(
+            f"the target is {kinds[target.has_encoder]}, the draft {kinds[draft.has_encoder]}: "
+            "they must be of one kind"
+        )

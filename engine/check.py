@@ -125,7 +125,7 @@ def check(settings: CheckSettings) -> Report:
     prompts = [_encode(tokenizer, text, number, core.target.vocab_size) for number, text in enumerate(texts)]
     method = core.admission.method
     speculates = core.snapshot().num_speculative_tokens > 0
-    room = core.admission.max_model_len - max(map(len, prompts))
+    room = core.admission.room(max(map(len, prompts)))
     greedy = check_greedy(
         core,
         prompts,

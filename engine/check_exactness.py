@@ -15,7 +15,6 @@ from engine.core import EngineCore
 from engine.llm import Completion
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput, Verification
 from engine.models.fresh import FreshModel, adjusted, processed
-from engine.sampling.adjust import History
 
 # A correct engine fails a test by chance once in a hundred thousand pairs.
 SIGNIFICANCE = 1e-5
@@ -138,9 +137,11 @@ def _law(
     for _ in range(NUM_TESTED_TOKENS):
         longer: Law = {}
         for tokens, probability in law.items():
-            history = History(params, prompt + list(tokens), len(prompt), frozenset())
+            history = target.history(params, prompt, list(tokens), frozenset())
             if tokens not in known:
-                known[tokens] = target.logits(history.token_ids, target.vocab_size)[-1:]
+                known[tokens] = target.logits(
+                    history.token_ids, target.vocab_size, num_encoder_tokens=history.num_encoder_tokens
+                )[-1:]
             row = processed(adjusted(known[tokens], history, []), params)[0]
             for token_id in row.nonzero().flatten().tolist():
                 longer[*tokens, token_id] = probability * float(row[token_id])

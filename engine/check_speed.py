@@ -80,7 +80,7 @@ def _num_tokens(core: EngineCore, prompts: list[list[int]], temperature: float, 
     """Tokens per prompt that plain decoding makes in ``seconds``, within limits."""
     trials = [_timed(core, prompts, temperature, 0, MIN_TOKENS, seed=0) for _ in range(2)]
     affordable = seconds / min(trial.seconds for trial in trials) * MIN_TOKENS
-    room = core.admission.max_model_len - max(len(prompt) for prompt in prompts)
+    room = core.admission.room(max(len(prompt) for prompt in prompts))
     return int(min(max(MIN_TOKENS, affordable), MAX_TOKENS, room))
 
 

@@ -48,7 +48,10 @@ class ModelSettings(BaseModel):
     )
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt plus output, in tokens. Default: the target's context."
+        None,
+        ge=2,
+        description="Longest prompt plus output, in tokens. Default: the target's context. "
+        "Of an encoder-decoder model: the longest prompt, and the longest output.",
     )
 
 
@@ -90,7 +93,9 @@ class BatchingSettings(BaseModel):
 
     max_num_sequences: int = Field(32, ge=1, description="Sequences that run at the same time.")
     max_num_batched_tokens: int = Field(
-        1024, ge=1, description="Tokens scored per step; longer prompts are computed in chunks."
+        1024,
+        ge=1,
+        description="Tokens scored per step; longer prompts are computed in chunks, except by encoders.",
     )
     block_size: int = Field(16, ge=1, description="Tokens per cache block.")
     prefix_caching: bool = Field(

@@ -99,6 +99,8 @@ class EngineCore:
                     token_ids=sequence.token_ids,
                     num_prompt_tokens=sequence.num_prompt_tokens,
                     stop_token_ids=sequence.stop_token_ids,
+                    num_encoder_tokens=sequence.num_encoder_tokens,
+                    rules=self.target.rules,
                 ),
             )
             for sequence in drawing

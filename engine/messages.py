@@ -80,8 +80,20 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop after the current step."""
 
 
+class EncoderDecoderLengths(msgspec.Struct, frozen=True):
+    """In tokens. ``num_start_tokens`` precede the output in the cache and are not part of it."""
+
+    max_prompt_len: int
+    max_output_len: int
+    num_start_tokens: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The models are loaded and the caches allocated."""
+    """The models are loaded and the caches allocated.
+
+    ``max_model_len`` bounds prompt and output together; with an encoder-decoder target
+    ``encoder_decoder`` bounds each.
+    """
 
     target: str
     draft: str | None
@@ -95,6 +107,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     methods: list[Source]  # who can draft here; "none" is always possible
     method: Method  # who drafts unless a request says otherwise
     default_sampling: dict[str, float] = {}  # what the model's generation config recommends, by its names
+    encoder_decoder: EncoderDecoderLengths | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

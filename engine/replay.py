@@ -48,13 +48,13 @@ class Replayer:
     def replay(self, choice: TracedChoice) -> Iterator[RoundReport]:
         """A report per round. Wrong rounds are followed as traced, so that later ones are still judged,
         as far as they make sense."""
-        text = list(choice.prompt_token_ids)
+        num_prompt_tokens = len(self.target.begin(choice.prompt_token_ids))
         stop_token_ids = self.target.stop_token_ids(self.params)
         output: list[int] = []
         has_ended = False
         for number, round_ in enumerate(choice.rounds, start=1):
-            history = History(self.params, list(text), len(choice.prompt_token_ids), stop_token_ids)
-            if senseless := self._structure(round_, len(text), has_ended):
+            history = self.target.history(self.params, choice.prompt_token_ids, output, stop_token_ids)
+            if senseless := self._structure(round_, num_prompt_tokens + len(output), has_ended):
                 yield RoundReport(number, round_, senseless)
                 return
             findings = self._decisions(round_, history, choice.seed)
@@ -64,7 +64,6 @@ class Replayer:
             if choice.output_token_ids is not None:
                 findings += _compare_output(choice.output_token_ids, len(output), emitted)
             output += emitted
-            text += emitted
             if number == len(choice.rounds) and len(choice.output_token_ids or []) > len(output):
                 findings.append(Finding(Outcome.WRONG, "the answer goes on after the last traced round"))
             has_ended = emitted[-1] in stop_token_ids or len(output) >= self.params.max_tokens

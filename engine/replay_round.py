@@ -73,7 +73,9 @@ class RoundCheck:
         yield from self._check_next()
 
     def _logits(self, model: FreshModel, history: History) -> torch.Tensor:
-        logits = model.logits(history.token_ids + self.ids, self.vocab_size)[-len(self.ids) - 1 :]
+        logits = model.logits(
+            history.token_ids + self.ids, self.vocab_size, num_encoder_tokens=history.num_encoder_tokens
+        )[-len(self.ids) - 1 :]
         return adjusted(logits, history, self.ids).cpu()
 
     def _probs(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 By priority, then first come, first served. Running sequences go first, so that a long prompt never stalls
 the streams; prompts are computed in chunks with what is left of the step's token budget, less what earlier
-sequences have left in the cache. When blocks run out, the last in order gives its own back and is computed
-anew later; its random numbers depend on positions only, so nothing it says changes.
+sequences have left in the cache. An encoder reads its prompt whole, so a step's last one may exceed the
+budget. When blocks run out, the last in order gives its own back and is computed anew later; its random
+numbers depend on positions only, so nothing it says changes.
 """
 
 import time
@@ -110,7 +111,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         scheduled: list[Scheduled] = []
         for sequence in list(self.running):
-            if budget == 0:
+            if budget <= 0:
                 break
             if sequence not in self.running:
                 continue  # preempted for an earlier one
@@ -174,6 +175,8 @@ class Scheduler:
 
     def _plan(self, sequence: Sequence, budget: int) -> Scheduled:
         num_uncomputed = sequence.num_uncomputed_tokens
+        if sequence.must_encode:
+            return Scheduled(sequence, num_uncomputed, 0, completes=True)
         if num_uncomputed > 1:
             return Scheduled(sequence, min(num_uncomputed, budget), 0, completes=num_uncomputed <= budget)
         choice = self.chosen.get(sequence) or self.planner.unasked(sequence)

@@ -29,6 +29,8 @@ class Sequence:
     max_num_tokens: int  # prompt plus output, the context included
     priority: int = 0  # lower goes first
     cache_prompt: bool = True  # may share its blocks with others, and take over theirs
+    num_encoder_tokens: int = 0  # the first of them are the prompt of an encoder, which reads it whole
+    forced_end: bool = False  # the last token that fits is forced to be a stop token; it says nothing
     cache_salt: str = ""  # shares only with sequences of the same salt
     arrival: int = 0  # set by the scheduler
     arrived: float = 0.0  # when, by the monotonic clock; set by the scheduler
@@ -59,6 +61,11 @@ class Sequence:
         return len(self.token_ids) - self.target_blocks.num_computed_tokens
 
     @property
+    def must_encode(self) -> bool:
+        """Whether the next pass must bring the whole prompt: an encoder looks at all of it at once."""
+        return self.num_encoder_tokens > 0 and self.target_blocks.num_computed_tokens == 0
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether some of the prompt's log-probabilities are asked for and not yet known."""
         known = len(self.prompt_logprobs or [None])
@@ -78,9 +85,10 @@ class Sequence:
         """
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
-            if token_id in self.stop_token_ids:
+            is_full = len(self.token_ids) >= self.max_num_tokens
+            if token_id in self.stop_token_ids and not (is_full and self.forced_end):
                 self.finish_reason = "stop"
-            elif len(self.token_ids) >= self.max_num_tokens:
+            elif is_full:
                 self.finish_reason = "length"
             if self.finish_reason:
                 return token_ids[:count]

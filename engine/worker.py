@@ -22,6 +22,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.messages import (
     Abort,
+    EncoderDecoderLengths,
     Failed,
     FromWorker,
     Generate,
@@ -96,6 +97,7 @@ class Worker:
 
 def describe(core: EngineCore, config: EngineConfig) -> Ready:
     target_pool, draft_pool = core.scheduler.target_pool, core.scheduler.draft_pool
+    limits = core.admission.encoder_decoder
     assert config.target is not None
     return Ready(
         target=config.target,
@@ -112,6 +114,9 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         default_sampling=default_sampling(core.target.generation_config)
         if config.generation_config == "auto"
         else {},
+        encoder_decoder=None
+        if limits is None
+        else EncoderDecoderLengths(limits.max_prompt_len, limits.max_output_len, len(limits.start_ids)),
     )
 
 

@@ -130,7 +130,7 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
         f"Ready on {worker.device} in {worker.dtype}.",
         f"  drafting  {_drafting(settings, worker)}",
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
-        f"  requests  up to {longest:,} tokens, prompt and output together{_what_limits(longest, worker)}; "
+        f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "
         f"{num_requests} of that length at once",
     ]
 
@@ -142,6 +142,13 @@ def _drafting(settings: Settings, worker: Ready) -> str:
     if length == "auto":
         return f"as many tokens a round as pays, by {DRAFTERS[worker.method]}"
     return f"{length} {'token' if length == 1 else 'tokens'} a round, by {DRAFTERS[worker.method]}"
+
+
+def _together(worker: Ready) -> str:
+    lengths = worker.encoder_decoder
+    if lengths is None:
+        return "prompt and output together"
+    return f"prompts up to {lengths.max_prompt_len:,} and outputs up to {lengths.max_output_len:,}"
 
 
 def _what_limits(longest: int, worker: Ready) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from engine.messages import Method, Ready, SamplingParams
-from server.errors import ContextLengthError, InvalidRequestError
+from server.errors import ContextLengthError, InvalidRequestError, UnsupportedParameterError
 from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest, SamplingRequest, SpeculationOptions
 from server.schemas.completion import CompletionRequest
@@ -37,6 +37,8 @@ def build_sampling_params(
 ) -> SamplingParams:
     """``num_prompt_tokens`` is that of the longest prompt, which leaves least room for output."""
     _check_stream_options(request)
+    if worker.encoder_decoder is not None:
+        _check_prompt_is_not_scored(request)
     _check_token_ids("stop_token_ids", request.stop_token_ids or [], worker.vocab_size)
     speculation = request.speculation or SpeculationOptions()
     max_tokens = _max_tokens(request, num_prompt_tokens, worker)
@@ -71,7 +73,10 @@ def build_sampling_params(
 
 
 def longest_request(worker: Ready) -> int:
-    """Tokens of prompt and output together that fit into the model's context and into the empty cache."""
+    """Tokens of prompt and output together that fit into the model's context and into the empty cache.
+
+    An encoder-decoder model bounds each alone, too; see ``_max_output``.
+    """
     return min(worker.max_model_len, worker.num_target_blocks * worker.block_size)
 
 
@@ -89,7 +94,60 @@ def _check_stream_options(request: SamplingRequest) -> None:
         raise InvalidRequestError("stream_options is only allowed with stream: true.", param="stream_options")
 
 
+def _check_prompt_is_not_scored(request: SamplingRequest) -> None:
+    """The output of an encoder-decoder model does not continue the prompt, which only its encoder reads."""
+    asked = {
+        "echo": isinstance(request, CompletionRequest) and bool(request.echo),
+        "prompt_logprobs": isinstance(request, GenerationRequest) and request.prompt_logprobs is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise UnsupportedParameterError(
+                f"This model reads the prompt with an encoder and predicts none of it: no '{name}'.",
+                param=name,
+            )
+
+
+def _max_output(request: SamplingRequest, num_prompt_tokens: int, worker: Ready) -> int:
+    """Output tokens that an encoder-decoder model has room for; ``ContextLengthError`` if there are none
+    or fewer than asked."""
+    lengths = worker.encoder_decoder
+    assert lengths is not None
+    if num_prompt_tokens > lengths.max_prompt_len:
+        raise ContextLengthError(
+            f"This model's encoder reads at most {lengths.max_prompt_len} tokens, but the prompt has "
+            f"{num_prompt_tokens}.",
+            param=request.prompt_field,
+        )
+    cached = worker.num_target_blocks * worker.block_size
+    room = cached - num_prompt_tokens - lengths.num_start_tokens
+    if room < 1:
+        raise ContextLengthError(
+            f"This server's cache holds {cached} tokens (setting cache_memory), but the prompt has "
+            f"{num_prompt_tokens} and at least {lengths.num_start_tokens + 1} more are needed.",
+            param=request.prompt_field,
+        )
+    name, asked = _asked_tokens(request)
+    if asked is None:
+        return min(lengths.max_output_len, room)
+    if asked > lengths.max_output_len:
+        raise ContextLengthError(
+            f"This model's decoder writes at most {lengths.max_output_len} tokens, "
+            f"but {asked} were asked for. Lower {name}.",
+            param=name,
+        )
+    if asked > room:
+        raise ContextLengthError(
+            f"This server's cache holds {cached} tokens (setting cache_memory), but {num_prompt_tokens} "
+            f"tokens of prompt and {asked} of output were asked for. Shorten the prompt or lower {name}.",
+            param=name,
+        )
+    return asked
+
+
 def _max_tokens(request: SamplingRequest, num_prompt_tokens: int, worker: Ready) -> int:
+    if worker.encoder_decoder is not None:
+        return _max_output(request, num_prompt_tokens, worker)
     longest = longest_request(worker)
     if longest < worker.max_model_len:
         limit = f"This server's cache holds {longest} tokens (setting cache_memory)"

@@ -20,6 +20,8 @@ MIN_SIZES = 2
 MAX_REPEATS = 5
 # A row that is scored brings its pending token and some drafts.
 SCORE_TOKENS_PER_ROW = 5
+# What a scratch row of an encoder-decoder model has for a prompt.
+ENCODER_TOKENS = 16
 
 
 def calibrate(
@@ -47,7 +49,8 @@ def _measure(
     for _ in range(1 + MAX_REPEATS):
         for size in SIZES:
             late = len(samples) >= MIN_SIZES and time.perf_counter() > deadline
-            tables = None if late or size > max_tokens else _reserve(pool, _row_lengths(size, tokens_per_row))
+            rows = _row_lengths(size, tokens_per_row)
+            tables = None if late or size > max_tokens else _reserve(pool, rows, model.has_encoder)
             if tables is None:
                 continue
             try:
@@ -66,13 +69,17 @@ def _row_lengths(size: int, tokens_per_row: int) -> list[int]:
     return [min(tokens_per_row, size - start) for start in range(0, size, tokens_per_row)]
 
 
-def _reserve(pool: BlockPool, row_lengths: list[int]) -> list[tuple[BlockTable, int]] | None:
+def _reserve(
+    pool: BlockPool, row_lengths: list[int], has_encoder: bool
+) -> list[tuple[BlockTable, int]] | None:
     """A scratch table for each row, with its number of tokens; None if the pool is too small."""
-    if sum(map(pool.blocks_for, row_lengths)) > pool.num_free:
+    num_encoder_tokens = ENCODER_TOKENS if has_encoder else 0
+    if sum(pool.blocks_for(num_encoder_tokens + length) for length in row_lengths) > pool.num_free:
         return None
-    tables = [(BlockTable(), length) for length in row_lengths]
+    tables = [(BlockTable(num_encoder_tokens), length) for length in row_lengths]
     for table, length in tables:
-        pool.reserve(table, length)
+        pool.reserve(table, num_encoder_tokens + length)
+        table.num_computed_tokens = num_encoder_tokens
     return tables
 
 
@@ -82,10 +89,7 @@ def _forward_seconds(model: DecoderModel, tables: list[tuple[BlockTable, int]]) 
     started = time.perf_counter()
     model.forward(spans)
     _synchronize(model.device)
-    elapsed = time.perf_counter() - started
-    for table, _ in tables:
-        table.num_computed_tokens = 0
-    return elapsed
+    return time.perf_counter() - started
 
 
 def _synchronize(device: torch.device) -> None:

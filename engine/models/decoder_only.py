@@ -1,17 +1,26 @@
 """A decoder-only transformers model with its paged cache: spans of token ids in, logits out."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from engine.batch import ForwardBatch, Span
-from engine.kv_cache import KVCache
+from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import PagedAttention
 from engine.models.layer_probe import LayerProbe, probe_layers
+from engine.sampling.rules import NO_RULES
 
 
 class DecoderModel:
-    """Target and draft alike. ``allocate_cache`` must be called before the first ``forward``."""
+    """Target and draft alike. ``allocate_cache`` must be called before the first ``forward``.
+
+    ``start_ids`` and ``rules`` are an encoder-decoder model's; here there are none.
+    """
+
+    start_ids: Sequence[int] = ()
+    rules = NO_RULES
+    vocab_size: int
 
     def __init__(self, model: Any, num_parameters: int, dtype: torch.dtype, device: torch.device) -> None:
         self.model = model
@@ -24,9 +33,13 @@ class DecoderModel:
         self.generation_config = model.generation_config
         self.num_parameters = num_parameters
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        self.layers = probe_layers(model, self._probe)
+        self.layers = self._probe_layers()
         self.cache: KVCache | None = None
         self.block_size = 0
+
+    @property
+    def has_encoder(self) -> bool:
+        return bool(self.start_ids)
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -63,6 +76,9 @@ class DecoderModel:
             attention_context=context,
         )
         return output.logits[0]  # type: ignore[no-any-return]
+
+    def _probe_layers(self) -> list[LayerShape]:
+        return probe_layers(self.model, self._probe)
 
     @torch.inference_mode()
     def _probe(self, probe: LayerProbe) -> None:

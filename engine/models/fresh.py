@@ -9,9 +9,11 @@ import torch.nn.functional as F
 
 from engine.messages import SamplingParams
 from engine.models.decoder_only import eos_token_ids
+from engine.models.generation_rules import decoder_start_ids, generation_rules
 from engine.models.loader import load_causal_model
 from engine.sampling.adjust import History, adjust_logits
 from engine.sampling.processors import SamplingTensors, to_probs
+from engine.sampling.rules import NO_RULES
 
 
 class FreshModel:
@@ -24,6 +26,25 @@ class FreshModel:
         self.device = device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.eos_token_ids = eos_token_ids(self.model)
+        self.has_encoder = bool(self.model.config.is_encoder_decoder)
+
+    def begin(self, prompt: list[int]) -> list[int]:
+        """The prompt's ids as a sequence holds them: an encoder's are followed by the decoder's start."""
+        return [*prompt, *decoder_start_ids(self.model)] if self.has_encoder else list(prompt)
+
+    def history(
+        self, params: SamplingParams, prompt: list[int], output: list[int], stop_token_ids: frozenset[int]
+    ) -> History:
+        """What the token after ``prompt`` and ``output`` depends on, as this target's engine has it."""
+        begun = self.begin(prompt)
+        return History(
+            params,
+            begun + output,
+            len(begun),
+            stop_token_ids,
+            num_encoder_tokens=len(prompt) if self.has_encoder else 0,
+            rules=generation_rules(self.model) if self.has_encoder else NO_RULES,
+        )
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """What ends a sequence of this target, as the engine decides it."""
@@ -31,14 +52,20 @@ class FreshModel:
         return asked if params.ignore_eos else asked | self.eos_token_ids
 
     @torch.inference_mode()
-    def logits(self, token_ids: list[int], vocab_size: int) -> torch.Tensor:
-        """Row i predicts what follows ``token_ids[: i + 1]``: float32 [tokens, vocab_size].
+    def logits(self, token_ids: list[int], vocab_size: int, num_encoder_tokens: int = 0) -> torch.Tensor:
+        """The last row predicts what follows ``token_ids``, the row before it what follows all but the last,
+        and so on: float32 [tokens, vocab_size]; none for ``num_encoder_tokens`` at the beginning.
 
         Ids that only the other model of a pair knows have probability zero here.
         """
         # An id that this model does not know has no embedding; only a draft can meet one.
         ids = torch.tensor([token_ids], device=self.device).clamp(max=self.vocab_size - 1)
-        logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        if self.has_encoder:
+            read, written = ids[:, :num_encoder_tokens], ids[:, num_encoder_tokens:]
+            output = self.model(input_ids=read, decoder_input_ids=written, use_cache=False)
+        else:
+            output = self.model(input_ids=ids, use_cache=False)
+        logits = output.logits[0].float()
         return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from engine.models import cross_attention
 from engine.models.attention import ATTENTION_NAME
 from engine.models.checkpoint import check_folder, explain
 from engine.models.decoder_only import DecoderModel
+from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.packed_linear import can_pack, pack_linears
 
@@ -42,7 +44,7 @@ def load_decoder(
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
 ) -> DecoderModel:
-    """The decoder-only model at ``path``, on ``device``, its cache not yet allocated.
+    """The model at ``path``, decoder-only or encoder-decoder, on ``device``, its cache not yet allocated.
 
     With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say.
     """
@@ -53,7 +55,8 @@ def load_decoder(
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if can_pack(dtype, device) and device_map is None:
         pack_linears(model)
-    return DecoderModel(model, num_parameters, dtype, device)
+    served = EncoderDecoderModel if model.config.is_encoder_decoder else DecoderModel
+    return served(model, num_parameters, dtype, device)
 
 
 def load_causal_model(
@@ -70,9 +73,11 @@ def load_causal_model(
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        auto_model: Any = AutoModelForCausalLM
         if config.is_encoder_decoder:
-            raise ModelLoadError(f"{path} is an encoder-decoder model, which is not served yet")
-        model, found = AutoModelForCausalLM.from_pretrained(
+            auto_model = AutoModelForSeq2SeqLM
+            attention = cross_attention.ATTENTION_NAME if attention == ATTENTION_NAME else attention
+        model, found = auto_model.from_pretrained(
             path,
             config=config,
             dtype=dtype,

@@ -14,6 +14,8 @@ MIN_PACKED_WEIGHTS = 1 << 18
 class PackedLinear(nn.Module):
     """Stands in for ``nn.Linear`` without keeping the original weight."""
 
+    weight: None = None  # T5 asks for its type
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features

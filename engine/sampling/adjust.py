@@ -1,8 +1,8 @@
 """What is added to or taken from raw logits before temperature: bias, penalties, the minimum length.
 
 In this order: logit_bias, repetition penalty, frequency and presence penalties, then stop tokens are
-forbidden below ``min_tokens``. Every position sees the text as it would stand there: prompt, output and
-the drafted tokens before it, each counted once.
+forbidden below ``min_tokens``, and the checkpoint's own rules have the last word. Every position sees the
+text as it would stand there: prompt, output and the drafted tokens before it, each counted once.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,27 @@ import torch
 import torch.nn.functional as F
 
 from engine.messages import SamplingParams
+from engine.sampling.rules import NO_RULES, GenerationRules
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What one row's adjustments depend on. ``token_ids`` is prompt and output, pending token included."""
+    """What one row's adjustments depend on. ``token_ids`` is prompt and output, pending token included.
+
+    The first ``num_encoder_tokens`` are an encoder's: penalties and rules do not see them.
+    """
 
     params: SamplingParams
     token_ids: list[int]
     num_prompt_tokens: int
     stop_token_ids: frozenset[int]
+    num_encoder_tokens: int = 0
+    rules: GenerationRules = NO_RULES
+
+    @property
+    def text(self) -> list[int]:
+        """What the decoder has seen."""
+        return self.token_ids[self.num_encoder_tokens :] if self.num_encoder_tokens else self.token_ids
 
     @property
     def penalized(self) -> bool:
@@ -33,7 +44,7 @@ class History:
 
     @property
     def needs_adjustment(self) -> bool:
-        return bool(self.params.logit_bias) or self.penalized or self.below_minimum
+        return bool(self.params.logit_bias) or self.penalized or self.below_minimum or bool(self.rules)
 
 
 def adjust_logits(
@@ -61,7 +72,19 @@ def adjust_logits(
         if num_forbidden and history.stop_token_ids:
             ids = torch.tensor(sorted(history.stop_token_ids), device=logits.device)
             logits[row, :num_forbidden].index_fill_(-1, ids, -torch.inf)
+    for row, history in enumerate(histories):
+        if history.rules:
+            _apply_rules(logits[row], history, drafted[row].tolist(), offset)
     return logits
+
+
+def _apply_rules(logits: torch.Tensor, history: History, drafted: list[int], offset: int) -> None:
+    """``logits`` [positions, V] of one row, changed in place."""
+    num_output = len(history.token_ids) - history.num_prompt_tokens
+    ends = not history.params.ignore_eos  # else there is no end to force
+    for position, row in enumerate(logits, start=offset):
+        is_last = ends and num_output + position == history.params.max_tokens - 1
+        history.rules.apply(row, history.text + drafted[:position], is_last)
 
 
 def _counts(
@@ -69,10 +92,7 @@ def _counts(
 ) -> torch.Tensor:
     """How often each token stands before each position: float32 [rows, positions, V]."""
     base = torch.stack(
-        [
-            torch.bincount(torch.tensor(history.token_ids), minlength=vocab_size).float()
-            for history in histories
-        ]
+        [torch.bincount(torch.tensor(history.text), minlength=vocab_size).float() for history in histories]
     ).to(drafted.device)
     one_hot = F.one_hot(drafted[:, : offset + num_positions - 1], vocab_size).float()
     before_first = base + one_hot[:, :offset].sum(1)

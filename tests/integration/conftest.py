@@ -1,4 +1,4 @@
-"""The real server with the bundled pair, started once as a user would start it."""
+"""Real servers; the one with the bundled pair is started once."""
 
 import os
 import socket
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,18 +32,19 @@ class Server:
         return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Server]:
+    """A server process started as a user would start it; its log goes to ``folder``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log_path: Path = tmp_path_factory.mktemp("server") / "log"
+    log_path = folder / "log"
     # From another directory: the bundled pair must be found wherever the command is run.
     with (
         log_path.open("w") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", "--port", str(port)],
-            cwd=log_path.parent,
+            [sys.executable, "-m", "server", "serve", "--port", str(port), *arguments],
+            cwd=folder,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             stdout=log,
             stderr=log,
@@ -50,13 +52,21 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ):
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + START_SECONDS
-        while not _is_ready(url):
-            assert process.poll() is None, log_path.read_text()
-            assert time.monotonic() < deadline, log_path.read_text()
-            time.sleep(0.1)
-        yield Server(url)
-        process.terminate()
-        assert process.wait(30) is not None
+        try:
+            while not _is_ready(url):
+                assert process.poll() is None, log_path.read_text()
+                assert time.monotonic() < deadline, log_path.read_text()
+                time.sleep(0.1)
+            yield Server(url)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server")) as running:
+        yield running
 
 
 def _is_ready(url: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import Ready
+from engine.messages import EncoderDecoderLengths, Ready
 from server.config import Settings
 from server.errors import ContextLengthError
 from server.launch import capacity
@@ -77,3 +77,36 @@ def test_folder_without_a_tokenizer_is_said_in_one_sentence(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="has no tokenizer. Copy tokenizer.json") as refused:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(refused.value)
+
+
+ENCODER_DECODER = EncoderDecoderLengths(max_prompt_len=512, max_output_len=511, num_start_tokens=1)
+
+
+def output_room(num_prompt_tokens: int, *, num_target_blocks: int = 2000, **fields: Any) -> int:
+    """``max_tokens`` as an encoder-decoder worker is told it."""
+    request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
+    told = worker(encoder_decoder=ENCODER_DECODER, num_target_blocks=num_target_blocks)
+    params = build_sampling_params(request, num_prompt_tokens=num_prompt_tokens, worker=told, max_logprobs=5)
+    return params.max_tokens
+
+
+def test_an_encoder_decoder_bounds_prompt_and_output_each() -> None:
+    assert output_room(512, max_tokens=511) == 511
+    with pytest.raises(ContextLengthError, match="at most 512 tokens, but the prompt has 513"):
+        output_room(513)
+    with pytest.raises(ContextLengthError, match="at most 511 tokens, but 512"):
+        output_room(1, max_tokens=512)
+
+
+def test_a_small_cache_bounds_both_together() -> None:
+    """160 tokens, of which the decoder's start takes one."""
+    assert output_room(100, num_target_blocks=10, max_tokens=59) == 59
+    with pytest.raises(ContextLengthError, match="holds 160 tokens"):
+        output_room(100, num_target_blocks=10, max_tokens=60)
+    with pytest.raises(ContextLengthError, match="at least 2 more"):
+        output_room(159, num_target_blocks=10)
+
+
+def test_capacity_of_an_encoder_decoder() -> None:
+    *_, requests = capacity(Settings(), worker(encoder_decoder=ENCODER_DECODER, max_model_len=1024))
+    assert "up to 1,024 tokens, prompts up to 512 and outputs up to 511; 31 of that length" in requests
