@@ -1,13 +1,14 @@
 """Runs Foretoken's engine in this process and times its steps: token ids in, a ``Run`` out."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.common import Run, StepTimes
 from engine.core import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 
 PHASES = ("draft", "score", "verify")
+Variants = dict[str, Callable[[], Run]]
 
 
 def decode_params(

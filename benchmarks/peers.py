@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from benchmarks import formula, identity
-from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import (
     CpuWatch,
     Run,
@@ -27,16 +27,14 @@ from benchmarks.common import (
     note,
     print_facts,
     print_table,
-    read_prompts,
     save,
     summary,
     warn_if_busy,
     warn_of_others,
 )
 from benchmarks.contestants import foretoken, llama_cpp, transformers_generate
+from benchmarks.pairs import add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import bars
-from engine.check_tokenizers import load_tokenizer
-from engine.config import BUNDLED_PAIR
 
 # What is compared with what; those that ran are printed.
 RATIOS = [
@@ -53,56 +51,25 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pair", choices=["bundled", *synthetic.PAIRS], default="290m")
-    parser.add_argument("--target", help="checkpoint folders instead of --pair")
-    parser.add_argument("--draft")
-    parser.add_argument(
-        "--acceptance",
-        type=float,
-        default=0.85,
-        help="of each drafted token, for synthetic pairs; 0.85 makes 0.66 of 5 drafts",
-    )
+    add_pair_options(parser, "290m")
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contestant")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--num-prompts", type=int, default=1, help="prompts of one run, one after the other")
-    parser.add_argument("--prompt-length", type=int, default=16, help="tokens, with synthetic pairs")
     parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--llama-cpp-bin", type=Path, help="folder with llama-server")
     parser.add_argument("--llama-cpp-src", type=Path, help="folder with convert_hf_to_gguf.py")
-    parser.add_argument("--work", type=Path, help="keep synthetic pair and GGUF files here for other runs")
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
     parser.add_argument("--save", type=Path, help="write FILE.json and FILE.png")
     return parser.parse_args()
 
 
-def pair_folders(arguments: argparse.Namespace, work: Path) -> tuple[str, str]:
-    if arguments.target:
-        return arguments.target, arguments.draft
-    if arguments.pair == "bundled":
-        return str(BUNDLED_PAIR / "target"), str(BUNDLED_PAIR / "draft")
-    folder = work / f"{arguments.pair}-{arguments.acceptance:g}"
-    if not (folder / "draft" / "tokenizer_config.json").exists():
-        note(f"Writing the synthetic pair to {folder}")
-        synthetic.save_pair(folder, arguments.acceptance, synthetic.PAIRS[arguments.pair])
-    return str(folder / "target"), str(folder / "draft")
-
-
-def prompt_ids(arguments: argparse.Namespace, target: str, vocab_size: int) -> list[list[int]]:
-    if arguments.target is None and arguments.pair != "bundled":
-        return synthetic.prompts(vocab_size, arguments.num_prompts, arguments.prompt_length)
-    tokenizer = load_tokenizer(target)
-    if tokenizer is None:
-        raise SystemExit(f"{target} has no tokenizer")
-    texts = read_prompts(None)
-    return [list(tokenizer.encode(texts[i % len(texts)])) for i in range(arguments.num_prompts)]
-
-
 def gguf_files(arguments: argparse.Namespace, folders: tuple[str, str], work: Path) -> tuple[Path, Path]:
     if arguments.llama_cpp_src is None:
         raise SystemExit("--llama-cpp-bin needs --llama-cpp-src, for the converter")
-    name = Path(folders[0]).parent.name
+    # Files are kept for other runs: other pairs must not find them under the same name.
+    name = f"{Path(folders[0]).parent.name}-{crc32(str(Path(folders[0]).resolve()).encode()):08x}"
     target, draft = (
         llama_cpp.export_gguf(folder, arguments.llama_cpp_src, work / "gguf" / f"{name}-{role}.gguf")
         for folder, role in zip(folders, ("target", "draft"), strict=True)
@@ -121,14 +88,17 @@ def measured_ratios(runs: Runs) -> list[dict[str, Any]]:
 def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict[str, Any]:
     """Everything that the tables show, as one document."""
     busy = warn_if_busy()
-    folders = pair_folders(arguments, work)
+    pair = resolve_pair(arguments, arguments.pair, work)
+    if pair.draft is None:
+        raise SystemExit("--target needs --draft")
+    folders = (pair.target, pair.draft)
     k, threads = arguments.num_speculative_tokens, arguments.threads
     gguf = gguf_files(arguments, folders, work) if arguments.llama_cpp_bin else None
     if arguments.prepare:
         raise SystemExit(f"Prepared {work}")
     torch.set_num_threads(threads)
     ours = foretoken.Foretoken(*folders, k, threads, "cpu", "float32")
-    prompts = prompt_ids(arguments, folders[0], ours.core.target.vocab_size)
+    prompts = prompt_ids(pair, arguments.num_prompts, arguments.prompt_length)
     variants: dict[str, Callable[[], Run]] = dict(ours.variants(prompts, arguments.max_tokens))
     model: Any | None = None
     if not arguments.no_transformers:

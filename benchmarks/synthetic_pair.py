@@ -20,6 +20,7 @@ from benchmarks.synthetic_tokenizer import MIN_VOCAB_SIZE, save_tokenizer
 
 RESIDUAL_SCALE = 1e-3
 CONTEXT = 2048
+STRETCH = 20
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,50 @@ PAIRS = {
 }
 
 
-def successors(vocab_size: int, seed: int) -> torch.Tensor:
-    """A random cycle through all tokens: next token of each, [vocab]."""
-    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+def cycle(vocab_size: int, seed: int) -> torch.Tensor:
+    """All tokens in random order: what the target says, over and over, [vocab]."""
+    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def successors(order: torch.Tensor) -> torch.Tensor:
+    """The next token of each on the cycle ``order``, [vocab]."""
     following = torch.empty_like(order)
     following[order] = order.roll(-1)
     return following
 
 
-def mistaken(following: torch.Tensor, acceptance: float, seed: int) -> torch.Tensor:
-    """``following`` with another successor for a share ``1 - acceptance`` of the tokens, spread at random."""
-    vocab_size = len(following)
-    shuffled = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed + 1))
-    wrong = shuffled[: round((1 - acceptance) * vocab_size)]
+def mistaken(order: torch.Tensor, acceptance: float, seed: int) -> torch.Tensor:
+    """The successors with others for a share ``1 - acceptance`` of the tokens.
+
+    They are at random places of every ``STRETCH`` tokens of the cycle, as many in each: a text of a hundred
+    tokens already has the acceptance that was asked for, wherever it begins.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    following = successors(order)
     result = following.clone()
-    result[wrong] = (following[wrong] + 1) % vocab_size
+    for start in range(0, len(order), STRETCH):
+        stretch = order[start : start + STRETCH]
+        until_here, with_it = (round((1 - acceptance) * end) for end in (start, start + len(stretch)))
+        wrong = stretch[torch.randperm(len(stretch), generator=generator)[: with_it - until_here]]
+        result[wrong] = (following[wrong] + 1) % len(order)
     return result
+
+
+def config_of(shape: Shape, vocab_size: int) -> LlamaConfig:
+    """Untied, without special tokens."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
 
 
 @torch.no_grad()
@@ -83,19 +112,7 @@ def build(
 ) -> LlamaForCausalLM:
     """A model that greedily says ``following[token]`` after each token; weights are drawn on ``device``."""
     vocab_size = len(following)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    config = config_of(shape, vocab_size)
     torch.manual_seed(seed)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention)
@@ -117,8 +134,8 @@ def build_pair(
     attention: str = "sdpa",
 ) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     """Target and draft in memory; the same seed, device and dtype give the same weights again."""
-    following = successors(pair.vocab_size, seed)
-    guesses = mistaken(following, acceptance, seed)
+    order = cycle(pair.vocab_size, seed)
+    following, guesses = successors(order), mistaken(order, acceptance, seed)
     target = build(pair.target, following, seed, device, dtype, attention)
     return target, build(pair.draft, guesses, seed + 1, device, dtype, attention)
 
