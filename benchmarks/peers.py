@@ -108,9 +108,11 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     process_ids = []
     if gguf is not None:
         context = max(map(len, prompts)) + arguments.max_tokens + 64
+        answered = {token for row in variants[foretoken.PLAIN]().token_ids for token in row}
+        unsaid = max(set(range(ours.core.target.vocab_size)) - answered)
         servers = [
             stack.enter_context(
-                llama_cpp.LlamaServer(arguments.llama_cpp_bin, gguf[0], draft, k, threads, context)
+                llama_cpp.LlamaServer(arguments.llama_cpp_bin, gguf[0], draft, k, threads, context, unsaid)
             )
             for draft in (None, gguf[1])
         ]

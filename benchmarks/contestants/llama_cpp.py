@@ -67,7 +67,10 @@ class LlamaServer:
         num_speculative_tokens: int,
         num_threads: int,
         context: int,
+        end_of_text: int,
     ) -> None:
+        """``end_of_text`` is an id that no answer has: ignoring the end, llama.cpp never says that token,
+        where others say theirs and go on. It has to have one."""
         executable = binaries / "llama-server"
         if not executable.exists():
             raise FileNotFoundError(f"{binaries} has no llama-server")
@@ -80,6 +83,7 @@ class LlamaServer:
             *("--ctx-size", str(context), "--parallel", "1", "--temp", "0"),
             # What the float32 contestants keep in their caches.
             *("--cache-type-k", "f32", "--cache-type-v", "f32"),
+            *("--override-kv", f"tokenizer.ggml.eos_token_id=int:{end_of_text}"),
         ]
         if draft is not None:
             command += draft_options(executable, draft, num_speculative_tokens, num_threads)

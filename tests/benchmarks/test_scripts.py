@@ -47,7 +47,7 @@ def test_offline_on_a_synthetic_pair_with_transformers(benchmark: Benchmark, tmp
         *("--work", tmp_path),
     )
     assert [row["same_text"] for row in document["results"][0]["rows"]] == ["1/1"] * 4
-    assert (tmp_path / "tiny-0.85" / "draft" / "config.json").exists()
+    assert (tmp_path / "tiny-0.88" / "draft" / "config.json").exists()
 
 
 def test_gpu_on_the_cpu(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
