@@ -68,6 +68,9 @@ class Table:
             "machine": machine() | {"torch": str(torch.__version__), "device": device_name(arguments.device)},
             "arguments": {name: str(value) for name, value in vars(arguments).items()},
             "left_out": [],
+            "identity": [],
+            "results": [],
+            "phases": [],
         }
 
     @property
@@ -197,7 +200,7 @@ def measure_batch(
     for row in summary(runs, baselines):
         row = {"batch": batch, **row, "repeats": len(runs[PLAIN])}
         row.setdefault("to_assisted", None)
-        document.setdefault("results", []).append(row)
+        document["results"].append(row)
     steps = [run.steps for run in runs[PLAIN] if run.steps is not None]
     # Over decoding steps only; a prompt's pass reads the same weights for many tokens.
     speed = bytes_a_step * statistics.median(step.num_steps / step.seconds for step in steps)
@@ -208,10 +211,10 @@ def measure_batch(
         phases["weight_bandwidth_to_copy"] = share if name == PLAIN else None
         for key in ("predicted", "achieved", "achieved_to_predicted"):
             phases[key] = theory.get(key) if name == SPECULATIVE else None
-        document.setdefault("phases", []).append(phases)
+        document["phases"].append(phases)
     outputs = {name: repeats[0].token_ids for name, repeats in runs.items()}
     rates = match_rates(outputs, PLAIN, prompts, peer.target if peer is not None else None)
-    document.setdefault("identity", []).append({"batch": batch, **rates})
+    document["identity"].append({"batch": batch, **rates})
     table.write()
 
 
@@ -258,13 +261,14 @@ def show(document: dict[str, Any]) -> None:
     rates = document["identity_of_bundled_pair"]
     print(f"Bundled pair, same greedy text as {rates['reference']}: {rates['same_text']}")
     misses = rates["misses"]
-    for entry in document.get("identity", []):
+    for entry in document["identity"]:
         print(f"Batch {entry['batch']}, same greedy text as {entry['reference']}: {entry['same_text']}")
         misses = misses + entry["misses"]
     if misses:
         print_table(misses, "Where texts part, with the target's top-2 margin there")
-    print_table(document["results"], "Tokens per second")
-    print_table(document["phases"], "A round by phase")
+    if document["results"]:
+        print_table(document["results"], "Tokens per second")
+        print_table(document["phases"], "A round by phase")
     if document["left_out"]:
         print(f"Left out for want of time: {', '.join(document['left_out'])}")
 

@@ -35,7 +35,8 @@ def lines(
     axes.set_ylabel(y_label)
     axes.set_ylim(bottom=0)
     axes.set_title(title)
-    axes.legend()
+    if series:
+        axes.legend()
 
 
 def stacked(figure: Any, rows: Sequence[Mapping[str, Any]], parts: Sequence[str], title: str) -> None:

@@ -53,7 +53,7 @@ def test_offline_on_a_synthetic_pair_with_transformers(benchmark: Benchmark, tmp
 def test_gpu_on_the_cpu(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
     document = benchmark(
         *("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 1, 2, "--prompt-length", 4, *SMALL),
-        *("--cache-memory", "16MiB", "--no-tests"),
+        *("--cache-memory", "16MiB", "--no-tests", "--minutes", 60),
     )
     assert document["left_out"] == []
     assert [(row["batch"], row["variant"]) for row in document["results"]] == [
