@@ -12,6 +12,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,11 +63,15 @@ def running_server(options: argparse.Namespace) -> Iterator[str]:
         port = probe.getsockname()[1]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in engine_settings(options).items()]
     command = [sys.executable, "-m", "server", "serve", f"--port={port}", *flags]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process,
+    ):
         try:
             while not is_open(port):
                 if process.poll() is not None:
-                    raise BenchmarkError("the server did not start")
+                    log.seek(0)
+                    raise BenchmarkError(f"the server did not start: {log.read().decode()[-1000:]}")
                 time.sleep(0.05)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
