@@ -28,7 +28,9 @@ def engine_on_device(
 ) -> EngineCore:
     """The engine on a synthetic pair that is drawn on the device: the loader's folders have no weights."""
 
-    def draw(path: str, dtype: torch.dtype, device: torch.device, attention: str) -> PreTrainedModel:
+    def draw(
+        path: str, dtype: torch.dtype, device: torch.device, attention: str, **_: Any
+    ) -> PreTrainedModel:
         return drawn(pair, acceptance, Path(path).name, str(device), dtype, attention)
 
     with tempfile.TemporaryDirectory() as folder:
