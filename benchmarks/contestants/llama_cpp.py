@@ -104,8 +104,9 @@ class LlamaServer:
             except httpx.TransportError:
                 pass
             if self.process.poll() is not None or time.monotonic() > deadline:
+                log = self.log()
                 self.close()
-                raise RuntimeError(f"llama-server did not start:\n{self.log()[-2000:]}")
+                raise RuntimeError(f"llama-server did not start:\n{log[-2000:]}")
             time.sleep(0.05)
 
     def log(self) -> str:
@@ -135,6 +136,7 @@ class LlamaServer:
         self._client.close()
         self.process.terminate()
         self.process.wait(30)
+        self._log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +145,6 @@ class LlamaServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        self._log.close()
 
 
 def draft_options(executable: Path, draft: Path, num_speculative_tokens: int, num_threads: int) -> list[str]:

@@ -80,7 +80,7 @@ def test_gpu_names_what_the_time_did_not_allow(benchmark: Benchmark) -> None:
 def test_online_serves_loads_and_compares_with_the_engine(benchmark: Benchmark) -> None:
     document = benchmark(
         *("online", "--serve", "--offline", "--ignore-eos", "--concurrency", 2, "--rate", 20),
-        *("--requests", 3, *SMALL),
+        *("--requests", 3, "--wait", 300, *SMALL),
     )
     closed, open_ = document["results"]
     assert (closed["load"], open_["load"]) == ("2 clients", "20 requests/s")
