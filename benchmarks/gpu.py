@@ -28,9 +28,9 @@ from benchmarks.contestants.foretoken import PLAIN, SPECULATIVE, Foretoken
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE, TransformersGenerate
 from benchmarks.engine_runs import Variants, decode_params, run_engine
 from benchmarks.plots import lines
-from engine.check_tokenizers import load_tokenizer
 from engine.config import BUNDLED_PAIR
 from engine.core import EngineCore
+from engine.pairing import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 

@@ -90,8 +90,8 @@ class OfflineEngine:
     def __init__(self, options: argparse.Namespace, prompts: Any) -> None:
         from benchmarks.engine_runs import decode_params
         from engine.build import build_engine
-        from engine.check_tokenizers import load_tokenizer
         from engine.config import EngineConfig
+        from engine.pairing import load_tokenizer
 
         config = EngineConfig(**engine_settings(options))
         self._core = build_engine(config)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import note, read_prompts
-from engine.check_tokenizers import load_tokenizer
 from engine.config import BUNDLED_PAIR
+from engine.pairing import load_tokenizer
 
 BUNDLED = "bundled"
 
