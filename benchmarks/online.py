@@ -1,152 +1,165 @@
-"""Load on a running server: python -m benchmarks.online --streams 1 8
+"""Load on a server: python -m benchmarks.online --concurrency 1 16 --rate 4
 
-Closed loop: each of N streams sends its next request when the last one is finished. Works against any
-OpenAI-compatible ``base_url`` through the openai SDK. Prints, for each N, tokens per second of the whole and
-of one stream, time to first token, time between chunks and time of a request; percentiles, not averages.
+``foretoken bench`` with two additions for measuring Foretoken itself: ``--serve`` starts the server (in its
+own process) and stops it afterwards, and ``--offline`` runs the same prompts through the engine without a
+server, by turns with the load, to show what HTTP, text and the second process cost.
 """
 
 import argparse
 import asyncio
-import json
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from openai import APIConnectionError, AsyncOpenAI
+from benchmarks.common import note, print_table
+from server.load.client import BenchmarkError
+from server.load.command import Bench, Load, add_options, document, draw, loads, open_bench, show
+from server.load.generator import new_client
+from server.load.machine import is_busy
+from server.load.report import save
 
-from benchmarks.common import machine, note, percentile, print_table, read_prompts, warn_if_busy, write_json
-
-
-class Reply(NamedTuple):
-    """Times of one request, in seconds from its start; ``chunk_times`` are those that carried text."""
-
-    chunk_times: list[float]
-    seconds: float
-    num_tokens: int
+ROOT = Path(__file__).parent.parent
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--api-key", default="none")
-    parser.add_argument("--model", help="default: the first of /v1/models")
-    parser.add_argument("--chat", action="store_true", help="chat completions instead of completions")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--requests-per-stream", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--extra-body", type=json.loads, default={}, help="JSON added to every request")
-    parser.add_argument("--prompts", type=Path, help="file of prompts; default: story openings")
-    parser.add_argument("--json", type=Path, help="also write everything here")
+    add_options(parser)
+    own = parser.add_argument_group("Foretoken itself")
+    own.add_argument("--serve", action="store_true", help="start a server here instead of --base-url")
+    own.add_argument("--offline", action="store_true", help="compare with the engine without a server")
+    own.add_argument("--target", help="of --serve and --offline; default: the bundled pair")
+    own.add_argument("--draft")
+    own.add_argument("--num-speculative-tokens", default="4", help="a number or auto")
+    own.add_argument("--threads", type=int, default=0, help="of the engine; 0: as it chooses")
     return parser.parse_args()
 
 
-async def request(client: AsyncOpenAI, arguments: argparse.Namespace, model: str, prompt: str) -> Reply:
-    """One streamed request. Tokens are counted by the server's ``usage``: a chunk may carry several."""
-    settings: dict[str, Any] = {
-        "model": model,
-        "max_tokens": arguments.max_tokens,
-        "temperature": arguments.temperature,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "extra_body": arguments.extra_body,
+def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What server and offline engine have in common."""
+    settings = {
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "num_threads": options.threads,
+        "target": options.target,
+        "draft": options.draft,
     }
-    start = time.perf_counter()
-    if arguments.chat:
-        stream = await client.chat.completions.create(
-            messages=[{"role": "user", "content": prompt}], **settings
-        )
-    else:
-        stream = await client.completions.create(prompt=prompt, **settings)
-    chunk_times, num_tokens = [], 0
-    async for chunk in stream:
-        if any(text_of(choice) for choice in chunk.choices):
-            chunk_times.append(time.perf_counter() - start)
-        if chunk.usage:
-            num_tokens = chunk.usage.completion_tokens
-    return Reply(chunk_times, time.perf_counter() - start, num_tokens)
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def text_of(choice: Any) -> str:
-    return str((choice.delta.content if hasattr(choice, "delta") else choice.text) or "")
+@contextmanager
+def running_server(options: argparse.Namespace) -> Iterator[str]:
+    """Base URL of ``foretoken serve`` on a free port, once it is open; models may still be loading."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in engine_settings(options).items()]
+    command = [sys.executable, "-m", "server", "serve", f"--port={port}", *flags]
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process,
+    ):
+        try:
+            while not is_open(port):
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise BenchmarkError(f"the server did not start: {log.read().decode()[-1000:]}")
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
 
 
-async def measure(
-    client: AsyncOpenAI, arguments: argparse.Namespace, model: str, num_streams: int
-) -> dict[str, Any]:
-    """``num_streams`` streams that share one queue of requests."""
-    prompts = read_prompts(arguments.prompts)
-    queue: Iterator[str] = (
-        prompts[index % len(prompts)] for index in range(num_streams * arguments.requests_per_stream)
-    )
-    replies: list[Reply] = []
-
-    async def stream() -> None:
-        for prompt in queue:
-            replies.append(await request(client, arguments, model, prompt))
-
-    start = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(num_streams):
-            group.create_task(stream())
-    return report(num_streams, replies, time.perf_counter() - start)
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def report(num_streams: int, replies: list[Reply], seconds: float) -> dict[str, Any]:
-    """One row of the table, times in milliseconds."""
-    spoken = [reply for reply in replies if reply.chunk_times]
-    if not spoken:
-        raise SystemExit("No request produced any text.")
-    first = [reply.chunk_times[0] for reply in spoken]
-    gaps = [
-        later - earlier
-        for reply in spoken
-        for earlier, later in zip(reply.chunk_times, reply.chunk_times[1:], strict=False)
-    ]
-    row: dict[str, Any] = {
-        "streams": num_streams,
-        "requests": len(replies),
-        "tokens": sum(reply.num_tokens for reply in replies),
-        "tokens/s": sum(reply.num_tokens for reply in replies) / seconds,
-        "tokens/s_a_stream": percentile([reply.num_tokens / reply.seconds for reply in spoken], 50),
+class OfflineEngine:
+    """The engine in this process, which rests while the server works."""
+
+    def __init__(self, options: argparse.Namespace, prompts: Any) -> None:
+        from benchmarks.engine_runs import decode_params
+        from engine.build import build_engine
+        from engine.config import EngineConfig
+        from engine.pairing import load_tokenizer
+
+        config = EngineConfig(**engine_settings(options))
+        self._core = build_engine(config)
+        tokenizer = load_tokenizer(str(config.target))
+        if tokenizer is None:
+            raise BenchmarkError(f"{config.target} has no tokenizer")
+        self._prompts = [list(tokenizer.encode(prompt)) for prompt in prompts]
+        self._params = decode_params(options.max_tokens, options.temperature)
+
+    def run(self, load: Load) -> float:
+        """Tokens per second of the same requests."""
+        from benchmarks.engine_runs import run_engine
+
+        assert load.concurrency is not None
+        prompts = [self._prompts[i % len(self._prompts)] for i in range(load.num_requests)]
+        speed = run_engine(self._core, prompts, self._params, load.concurrency).tokens_per_second
+        note(f"      the engine alone: {speed:.1f} tokens/s")
+        return speed
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    busy = is_busy()
+    async with new_client(options.api_key, options.timeout) as client:
+        bench = await open_bench(options, client)
+        engine = OfflineEngine(options, bench.prompts) if options.offline else None
+        offline: dict[Load, list[float]] = {}
+        planned = loads(options)
+        if engine is not None:
+            engine.run(planned[0])  # warm
+        for _ in range(options.repeats):
+            for load in planned:
+                await bench.run(load)
+                if engine is not None and load.concurrency is not None:
+                    offline.setdefault(load, []).append(engine.run(load))
+        result = document(options, bench, busy)
+    result["offline"] = [comparison(bench, load, speeds) for load, speeds in offline.items()]
+    return result
+
+
+def comparison(bench: Bench, load: Load, offline: list[float]) -> dict[str, Any]:
+    """Ratios within a repeat, then their median."""
+    online = bench.tokens_per_second(load)
+    return {
+        "load": load.name,
+        "http": statistics.median(online),
+        "engine_alone": statistics.median(offline),
+        "http_to_engine": statistics.median(
+            ours / alone for ours, alone in zip(online, offline, strict=True)
+        ),
     }
-    for name, values in (("first", first), ("gap", gaps or [0.0]), ("all", [r.seconds for r in replies])):
-        for percent in (50, 90, 99):
-            row[f"{name}_p{percent}"] = 1000 * percentile(values, percent)
-    return row
-
-
-async def run(arguments: argparse.Namespace) -> None:
-    busy = warn_if_busy()
-    async with AsyncOpenAI(base_url=arguments.base_url, api_key=arguments.api_key) as client:
-        model = arguments.model or (await client.models.list()).data[0].id
-        note(f"Warming up {model}")
-        await request(client, arguments, model, read_prompts(arguments.prompts)[0])
-        rows = []
-        for num_streams in arguments.streams:
-            note(f"{num_streams} streams")
-            rows.append(await measure(client, arguments, model, num_streams))
-    about = machine() | {"busy": busy, "model": model}
-    print("  ".join(f"{key}: {value}" for key, value in about.items()))
-    print_table(rows, "Closed loop; milliseconds: first = to first text, gap = between chunks, all = request")
-    write_json(
-        arguments.json,
-        {"machine": about, "arguments": {k: str(v) for k, v in vars(arguments).items()}, "results": rows},
-    )
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    connection_lost = False
+    options = parse_arguments()
+    if options.offline and not (options.ignore_eos and options.serve):
+        raise SystemExit("--offline needs --serve, and --ignore-eos so that both make the same tokens")
     try:
-        asyncio.run(run(arguments))
-    except* APIConnectionError:
-        connection_lost = True
-    if connection_lost:
-        raise SystemExit(f"No server answers at {arguments.base_url}: start one with make serve")
+        if options.serve:
+            with running_server(options) as options.base_url:
+                result = asyncio.run(run(options))
+        else:
+            result = asyncio.run(run(options))
+    except BenchmarkError as error:
+        raise SystemExit(f"benchmarks.online: error: {error}") from error
+    show(result)
+    if result["offline"]:
+        print_table(result["offline"], "Tokens/s through HTTP and of the engine alone, same run")
+    save(options.save, result, lambda figure: draw(figure, result["results"]))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.common import Run
-from benchmarks.synthetic_pair import Shape, build, successors
+from benchmarks.synthetic_pair import Shape, build, cycle, successors
 from engine.batch import Span
 from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
@@ -39,7 +39,7 @@ class ScriptedEngine:
             paths = {}
             for name, shape in (("target", target), ("draft", draft)):
                 if shape is not None:
-                    model = build(shape, vocab_size, successors(vocab_size, 0), seed=0)
+                    model = build(shape, successors(cycle(vocab_size, 0)), seed=0)
                     model.config.max_position_embeddings = CONTEXT
                     model.save_pretrained(Path(folder) / name)
                     paths[name] = str(Path(folder) / name)

@@ -1,21 +1,26 @@
 """A pair of random models of any shape whose acceptance is dialled: real costs without real weights.
 
-    python -m benchmarks.synthetic_pair --out /tmp/pair --acceptance 0.8 [--hidden 1024 --layers 24 ...]
+    python -m benchmarks.synthetic_pair --out /tmp/pair --pair 290m --acceptance 0.8
 
 Residual branches are scaled to almost nothing, so the last hidden state is the token's own embedding, and
 the head maps each embedding to one fixed successor. The draft has another successor for a share of the
 tokens: greedily it is right about ``acceptance`` of them, wherever it stands. Every product of the real
-shape is still computed.
+shape is still computed. ``save_pair`` writes two checkpoint folders that any engine loads and serves;
+``build`` makes one model in memory, on any device, for shapes that nobody wants on a disk.
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.synthetic_tokenizer import MIN_VOCAB_SIZE, save_tokenizer
+
 RESIDUAL_SCALE = 1e-3
+CONTEXT = 2048
+STRETCH = 20
 
 
 @dataclass(frozen=True)
@@ -27,92 +32,152 @@ class Shape:
     mlp: int
 
 
-# The pair of the project's speed goals: 290M and 5.6M parameters.
-TARGET = Shape(hidden=1024, layers=24, heads=16, kv_heads=8, mlp=2688)
-DRAFT = Shape(hidden=256, layers=2, heads=4, kv_heads=4, mlp=688)
-VOCAB_SIZE = 8192
-CONTEXT = 2048
+@dataclass(frozen=True)
+class PairShape:
+    target: Shape
+    draft: Shape
+    vocab_size: int
 
 
-def successors(vocab_size: int, seed: int) -> torch.Tensor:
-    """A random cycle through all tokens: next token of each, [vocab]."""
-    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+# Named by their parameters. 8b and 1b have the widths and depths of Llama 3.1 8B and Llama 3.2 1B.
+SHAPES = {
+    "290m": Shape(hidden=1024, layers=24, heads=16, kv_heads=8, mlp=2688),
+    "5.6m": Shape(hidden=256, layers=2, heads=4, kv_heads=4, mlp=688),
+    "8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
+    "1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192),
+    "tiny-target": Shape(hidden=64, layers=4, heads=4, kv_heads=2, mlp=128),
+    "tiny-draft": Shape(hidden=32, layers=1, heads=2, kv_heads=2, mlp=64),
+}
+PAIRS = {
+    "290m": PairShape(SHAPES["290m"], SHAPES["5.6m"], vocab_size=8192),
+    "8b": PairShape(SHAPES["8b"], SHAPES["1b"], vocab_size=128256),
+    "tiny": PairShape(SHAPES["tiny-target"], SHAPES["tiny-draft"], vocab_size=512),
+}
+
+
+def cycle(vocab_size: int, seed: int) -> torch.Tensor:
+    """All tokens in random order: what the target says, over and over, [vocab]."""
+    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def successors(order: torch.Tensor) -> torch.Tensor:
+    """The next token of each on the cycle ``order``, [vocab]."""
     following = torch.empty_like(order)
     following[order] = order.roll(-1)
     return following
 
 
-def mistaken(following: torch.Tensor, acceptance: float, seed: int) -> torch.Tensor:
-    """``following`` with another successor for a share ``1 - acceptance`` of the tokens, spread at random."""
-    vocab_size = len(following)
-    shuffled = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed + 1))
-    wrong = shuffled[: round((1 - acceptance) * vocab_size)]
+def mistaken(order: torch.Tensor, acceptance: float, seed: int) -> torch.Tensor:
+    """The successors with others for a share ``1 - acceptance`` of the tokens.
+
+    They are at random places of every ``STRETCH`` tokens of the cycle, as many in each: a text of a hundred
+    tokens already has the acceptance that was asked for, wherever it begins.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    following = successors(order)
     result = following.clone()
-    result[wrong] = (following[wrong] + 1) % vocab_size
+    for start in range(0, len(order), STRETCH):
+        stretch = order[start : start + STRETCH]
+        until_here, with_it = (round((1 - acceptance) * end) for end in (start, start + len(stretch)))
+        wrong = stretch[torch.randperm(len(stretch), generator=generator)[: with_it - until_here]]
+        result[wrong] = (following[wrong] + 1) % len(order)
     return result
 
 
-@torch.no_grad()
-def build(shape: Shape, vocab_size: int, following: torch.Tensor, seed: int) -> LlamaForCausalLM:
-    """A model that greedily says ``following[token]`` after each token."""
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.mlp,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=None,
-        )
+def config_of(shape: Shape, vocab_size: int) -> LlamaConfig:
+    """Untied, without special tokens."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
     )
-    embeddings = torch.randn(vocab_size, shape.hidden)
+
+
+@torch.no_grad()
+def build(
+    shape: Shape,
+    following: torch.Tensor,
+    seed: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+) -> LlamaForCausalLM:
+    """A model that greedily says ``following[token]`` after each token; weights are drawn on ``device``."""
+    vocab_size = len(following)
+    config = config_of(shape, vocab_size)
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention)
+        embeddings = torch.randn(vocab_size, shape.hidden)
     model.model.embed_tokens.weight.copy_(embeddings)
-    model.lm_head.weight[following] = embeddings / shape.hidden**0.5
+    model.lm_head.weight[following.to(device)] = (embeddings / shape.hidden**0.5).to(dtype)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.mul_(RESIDUAL_SCALE)
         layer.mlp.down_proj.weight.mul_(RESIDUAL_SCALE)
-    return model
+    return model.eval().requires_grad_(False)
 
 
-def save_pair(
-    folder: Path,
+def build_pair(
+    pair: PairShape,
     acceptance: float,
-    target: Shape = TARGET,
-    draft: Shape = DRAFT,
-    vocab_size: int = VOCAB_SIZE,
     seed: int = 0,
-) -> tuple[str, str]:
-    """Write ``folder/target`` and ``folder/draft``; returns both paths."""
-    following = successors(vocab_size, seed)
-    build(target, vocab_size, following, seed).save_pretrained(folder / "target")
-    guesses = mistaken(following, acceptance, seed)
-    build(draft, vocab_size, guesses, seed + 1).save_pretrained(folder / "draft")
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """Target and draft in memory; the same seed, device and dtype give the same weights again."""
+    order = cycle(pair.vocab_size, seed)
+    following, guesses = successors(order), mistaken(order, acceptance, seed)
+    target = build(pair.target, following, seed, device, dtype, attention)
+    return target, build(pair.draft, guesses, seed + 1, device, dtype, attention)
+
+
+def save_pair(folder: Path, acceptance: float, pair: PairShape, seed: int = 0) -> tuple[str, str]:
+    """Write ``folder/target`` and ``folder/draft`` in float32, with a tokenizer; returns both paths."""
+    for name, model in zip(("target", "draft"), build_pair(pair, acceptance, seed), strict=True):
+        model.save_pretrained(folder / name)
+        save_tokenizer(folder / name, pair.vocab_size)
     return str(folder / "target"), str(folder / "draft")
+
+
+def prompts(vocab_size: int, number: int, length: int, seed: int = 0) -> list[list[int]]:
+    """Random token ids: every prompt ends somewhere else on the cycle."""
+    generator = torch.Generator().manual_seed(seed)
+    # Ids below are the tokenizer's bytes; the others are words.
+    first = MIN_VOCAB_SIZE if vocab_size > MIN_VOCAB_SIZE else 0
+    rows: list[list[int]] = torch.randint(first, vocab_size, (number, length), generator=generator).tolist()
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--pair", choices=PAIRS, default="290m", help="shape of both models (default 290m)")
     parser.add_argument("--acceptance", type=float, default=0.8)
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
+    parser.add_argument("--vocab-size", type=int, help="default: the pair's")
     parser.add_argument("--seed", type=int, default=0)
-    for role, shape in (("target", TARGET), ("draft", DRAFT)):
-        for name, value in vars(shape).items():
-            parser.add_argument(f"--{role}-{name.replace('_', '-')}", type=int, default=value)
+    for role in ("target", "draft"):
+        for name in Shape.__dataclass_fields__:
+            option = f"--{role}-{name.replace('_', '-')}"
+            parser.add_argument(option, type=int, help="default: the pair's")
     args = vars(parser.parse_args())
+    pair = PAIRS[args["pair"]]
 
     def shape(role: str) -> Shape:
-        return Shape(**{name: args[f"{role}_{name}"] for name in vars(TARGET)})
+        given = {name: args[f"{role}_{name}"] for name in Shape.__dataclass_fields__}
+        base: Shape = getattr(pair, role)
+        return replace(base, **{name: value for name, value in given.items() if value is not None})
 
-    target, draft = save_pair(
-        args["out"], args["acceptance"], shape("target"), shape("draft"), args["vocab_size"], args["seed"]
-    )
+    pair = PairShape(shape("target"), shape("draft"), args["vocab_size"] or pair.vocab_size)
+    target, draft = save_pair(args["out"], args["acceptance"], pair, args["seed"])
     print(f"{target}\n{draft}")
 
 

@@ -1,7 +1,7 @@
 """The ``foretoken`` command: picks the subcommand, reads settings, turns failures into messages.
 
-``serve`` is done by ``server.launch``. The other commands run the engine in this process and belong to
-``engine``; each is imported only when asked for, because it loads torch.
+``serve`` is done by ``server.launch``, ``bench`` by ``server.load``. The other commands run the engine in
+this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
 """
 
 import sys
@@ -27,6 +27,7 @@ commands:
   generate        generate text in the terminal, without a server
   check           test a pair of models before it is deployed: exactness, acceptance, speed-up
   verify-trace    replay a traced answer and confirm every decision in it
+  bench           put load on a running server, of any make: throughput, latencies, acceptance
 
 options:
   --version       print the version
@@ -38,6 +39,7 @@ examples:
   foretoken generate "Once upon a time"
   foretoken check --target ./my-model --draft ./my-small-model
   foretoken verify-trace answer.json
+  foretoken bench --base-url http://127.0.0.1:8000/v1 --concurrency 1 16 --rate 4
 """
 
 OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -63,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from engine.replay_command import main as verify_trace
 
             return verify_trace(flags)
+        case ["bench", *flags]:
+            return bench(flags)
         case ["--version" | "-V"]:
             print(f"foretoken {package_version()}")
             return OK
@@ -90,6 +94,17 @@ def serve(flags: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return OK
+
+
+def bench(flags: Sequence[str]) -> int:
+    try:
+        from server.load.command import main as put_load
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":
+            raise
+        _complain("foretoken bench", "httpx is not installed; it comes with: pip install 'foretoken[bench]'")
+        return FAILED
+    return put_load(flags)
 
 
 def _complain(command: str, message: str) -> None:

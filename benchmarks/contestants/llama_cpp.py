@@ -1,0 +1,182 @@
+"""llama.cpp's server, plain and speculative, on the same weights in float32.
+
+The pair is exported by llama.cpp's own converter. Prompts and answers are token ids, so the tokenizer in the
+GGUF files is only a stand-in: checkpoints are exported with the synthetic pair's, which the converter knows.
+Two servers run, one without a draft: a server that has one computes with it even when nothing is drafted.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from benchmarks.common import Run, note, timed
+from benchmarks.synthetic_tokenizer import save_tokenizer
+
+PLAIN, SPECULATIVE = "llama.cpp plain", "llama.cpp speculative"
+START_SECONDS = 120
+# What belongs to the tokenizer in a checkpoint folder.
+TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab*", "merges.txt")
+
+
+def export_gguf(checkpoint: str, source: Path, gguf: Path) -> Path:
+    """``checkpoint`` as float32 GGUF at ``gguf``, by llama.cpp's converter; kept if it is there already."""
+    if gguf.exists():
+        note(f"Using {gguf}")
+        return gguf
+    gguf.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
+        staged = Path(folder) / "checkpoint"
+        shutil.copytree(checkpoint, staged, ignore=shutil.ignore_patterns(*TOKENIZER_FILES))
+        config = json.loads((staged / "config.json").read_text())
+        save_tokenizer(staged, config["vocab_size"])
+        unfinished = Path(folder) / "model.gguf"
+        done = subprocess.run(
+            [
+                *(sys.executable, str(source / "convert_hf_to_gguf.py"), str(staged)),
+                *("--outtype", "f32", "--outfile", str(unfinished)),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"llama.cpp's converter failed on {checkpoint}:\n{done.stderr[-2000:]}")
+        unfinished.rename(gguf)
+    return gguf
+
+
+class LlamaServer:
+    """One ``llama-server`` process with one slot; as a context, it ends with it."""
+
+    def __init__(
+        self,
+        binaries: Path,
+        target: Path,
+        draft: Path | None,
+        num_speculative_tokens: int,
+        num_threads: int,
+        context: int,
+        end_of_text: int,
+    ) -> None:
+        """``end_of_text`` is an id that no answer has: ignoring the end, llama.cpp never says that token,
+        where others say theirs and go on. It has to have one."""
+        executable = binaries / "llama-server"
+        if not executable.exists():
+            raise FileNotFoundError(f"{binaries} has no llama-server")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [
+            *(str(executable), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)),
+            *("--threads", str(num_threads), "--threads-batch", str(num_threads)),
+            *("--ctx-size", str(context), "--parallel", "1", "--temp", "0"),
+            # What the float32 contestants keep in their caches.
+            *("--cache-type-k", "f32", "--cache-type-v", "f32"),
+            *("--override-kv", f"tokenizer.ggml.eos_token_id=int:{end_of_text}"),
+        ]
+        if draft is not None:
+            command += draft_options(executable, draft, num_speculative_tokens, num_threads)
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        # A missing network must not matter: nothing is fetched.
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, env=os.environ | {"LLAMA_OFFLINE": "1"}
+        )
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                if self._client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                log = self.log()
+                self.close()
+                raise RuntimeError(f"llama-server did not start:\n{log[-2000:]}")
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Run:
+        """One request for each prompt, one after the other; seconds are the client's, HTTP included."""
+        answers: list[dict[str, Any]] = []
+
+        def work() -> None:
+            for prompt in prompts:
+                answer = self._client.post("/completion", json=request(prompt, max_tokens))
+                answer.raise_for_status()
+                answers.append(answer.json())
+
+        seconds = timed(work)
+        token_ids = [answer["tokens"] for answer in answers]
+        num_tokens = sum(map(len, token_ids))
+        drafted = sum(answer["timings"].get("draft_n", 0) for answer in answers)
+        accepted = sum(answer["timings"].get("draft_n_accepted", 0) for answer in answers)
+        # The first token of each answer comes with its prompt, all others from rounds.
+        rounds = num_tokens - len(prompts) - accepted if drafted else 0
+        return Run(num_tokens, seconds, rounds, drafted, accepted, token_ids)
+
+    def close(self) -> None:
+        self._client.close()
+        self.process.terminate()
+        self.process.wait(30)
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def draft_options(executable: Path, draft: Path, num_speculative_tokens: int, num_threads: int) -> list[str]:
+    """Always ``num_speculative_tokens`` drafts, however sure the draft is. Options were renamed over time."""
+    known = subprocess.run([str(executable), "--help"], capture_output=True, text=True).stdout
+    options = ["--model-draft", str(draft), "--threads-draft", str(num_threads), "--draft-p-min", "0"]
+    if "--spec-draft-n-max" in known:
+        options += ["--spec-type", "draft-simple", "--spec-draft-n-max", str(num_speculative_tokens)]
+        options += ["--spec-draft-n-min", "0", "--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32"]
+    else:
+        options += ["--draft-max", str(num_speculative_tokens), "--draft-min", "0"]
+    return options
+
+
+def request(prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "n_predict": max_tokens,
+        "ignore_eos": True,
+        "cache_prompt": False,
+        "return_tokens": True,
+        # Greedy with the shortest chain of samplers there is.
+        "temperature": 0,
+        "samplers": ["top_k"],
+        "top_k": 1,
+    }
+
+
+def variants(
+    plain: LlamaServer, speculative: LlamaServer, prompts: Sequence[list[int]], max_tokens: int
+) -> dict[str, Callable[[], Run]]:
+    return {
+        PLAIN: partial(plain.run, prompts, max_tokens),
+        SPECULATIVE: partial(speculative.run, prompts, max_tokens),
+    }

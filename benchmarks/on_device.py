@@ -1,0 +1,93 @@
+"""For models that live on the device only: engines without checkpoints on a disk, memory bandwidth."""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks import synthetic_pair as synthetic
+from benchmarks.synthetic_tokenizer import save_tokenizer
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.models import loader
+
+
+def synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def engine_on_device(
+    pair: synthetic.PairShape, acceptance: float, device: str, dtype: torch.dtype, **config: Any
+) -> EngineCore:
+    """The engine on a synthetic pair that is drawn on the device: the loader's folders have no weights."""
+
+    def draw(
+        path: str, dtype: torch.dtype, device: torch.device, attention: str, **_: Any
+    ) -> PreTrainedModel:
+        return drawn(pair, acceptance, Path(path).name, str(device), dtype, attention)
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("target", "draft"):
+            config_of(pair, name).save_pretrained(Path(folder) / name)
+            save_tokenizer(Path(folder) / name, pair.vocab_size)
+        with mock.patch.object(loader, "load_causal_model", draw):
+            return build_engine(
+                EngineConfig(
+                    target=str(Path(folder) / "target"),
+                    draft=str(Path(folder) / "draft"),
+                    device=device,
+                    dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                    prefix_caching=False,
+                    **config,
+                )
+            )
+
+
+def config_of(pair: synthetic.PairShape, name: str) -> Any:
+    shape = pair.target if name == "target" else pair.draft
+    return synthetic.config_of(shape, pair.vocab_size)
+
+
+def drawn(
+    pair: synthetic.PairShape,
+    acceptance: float,
+    name: str,
+    device: str,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+) -> PreTrainedModel:
+    """Target or draft; the same arguments draw the same weights."""
+    order = synthetic.cycle(pair.vocab_size, seed=0)
+    if name == "target":
+        return synthetic.build(pair.target, synthetic.successors(order), 0, device, dtype, attention)
+    guesses = synthetic.mistaken(order, acceptance, seed=0)
+    return synthetic.build(pair.draft, guesses, 1, device, dtype, attention)
+
+
+def copy_bandwidth(device: str, num_bytes: int) -> float:
+    """Bytes read and written per second by a large copy on the device: what its memory can do."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(12):
+        synchronise(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        synchronise(device)
+        seconds.append(time.perf_counter() - started)
+    return 2 * num_bytes / statistics.median(seconds[2:])
+
+
+def weight_bytes(shape: synthetic.Shape, vocab_size: int, dtype: torch.dtype) -> int:
+    """Weights that a pass over one token reads: all but the embeddings, of which it reads one row."""
+    with torch.device("meta"):
+        model = synthetic.LlamaForCausalLM(synthetic.config_of(shape, vocab_size))
+    every = sum(parameter.numel() for parameter in model.parameters())
+    return (every - model.model.embed_tokens.weight.numel()) * dtype.itemsize

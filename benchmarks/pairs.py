@@ -1,0 +1,69 @@
+"""Which pair a benchmark runs on: the bundled one, a synthetic one by its shape, or folders."""
+
+import argparse
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import synthetic_pair as synthetic
+from benchmarks.common import note, read_prompts
+from engine.config import BUNDLED_PAIR
+from engine.pairing import load_tokenizer
+
+BUNDLED = "bundled"
+
+
+class Pair(NamedTuple):
+    """Two checkpoint folders; ``draft`` None for a target alone."""
+
+    name: str
+    target: str
+    draft: str | None
+
+    @property
+    def is_synthetic(self) -> bool:
+        return self.name in synthetic.PAIRS
+
+
+def add_pair_options(parser: argparse.ArgumentParser, default: str, *, several: bool = False) -> None:
+    choices = [BUNDLED, *synthetic.PAIRS]
+    if several:
+        parser.add_argument("--pair", choices=choices, nargs="+", default=[default])
+    else:
+        parser.add_argument("--pair", choices=choices, default=default)
+    parser.add_argument("--target", help="checkpoint folders instead of --pair")
+    parser.add_argument("--draft")
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.88,
+        help="of each drafted token, for synthetic pairs (default 0.88: about 0.65 of 5 drafts stand)",
+    )
+    parser.add_argument("--prompt-length", type=int, default=16, help="tokens, with synthetic pairs")
+    parser.add_argument("--work", type=Path, help="keep synthetic pairs and GGUF files here for other runs")
+
+
+def resolve_pair(arguments: argparse.Namespace, name: str, work: Path) -> Pair:
+    """The folders of pair ``name``; a synthetic one is written below ``work`` unless it is there."""
+    if arguments.target:
+        return Pair("named", arguments.target, arguments.draft)
+    if name == BUNDLED:
+        return Pair(name, str(BUNDLED_PAIR / "target"), str(BUNDLED_PAIR / "draft"))
+    folder = work / f"{name}-{arguments.acceptance:g}"
+    if not (folder / "draft" / "tokenizer_config.json").exists():
+        note(f"Writing the synthetic pair to {folder}")
+        synthetic.save_pair(folder, arguments.acceptance, synthetic.PAIRS[name])
+    return Pair(name, str(folder / "target"), str(folder / "draft"))
+
+
+def prompt_ids(
+    pair: Pair, number: int, prompt_length: int, file: Path | None = None, vocab_size: int | None = None
+) -> list[list[int]]:
+    """``number`` prompts: random ids for a synthetic pair, else encoded texts, over and over."""
+    if pair.is_synthetic and file is None:
+        size = vocab_size or synthetic.PAIRS[pair.name].vocab_size
+        return synthetic.prompts(size, number, prompt_length)
+    tokenizer = load_tokenizer(pair.target)
+    if tokenizer is None:
+        raise SystemExit(f"{pair.target} has no tokenizer")
+    texts = read_prompts(file)
+    return [list(tokenizer.encode(texts[i % len(texts)])) for i in range(number)]

@@ -1,0 +1,93 @@
+"""Each benchmark runs from its command line to its files, at a size that says nothing about speed."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contestants.foretoken import PLAIN, SPECULATIVE
+from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
+from tests.benchmarks.conftest import Benchmark
+
+SMALL = ("--max-tokens", 12, "--repeats", 2)
+
+
+def test_peers_on_a_tiny_pair(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
+    document = benchmark("peers", "--pair", "tiny", "--threads", 1, "--num-prompts", 2, *SMALL)
+    rows = {row["variant"]: row for row in document["results"]}
+    assert set(rows) == {PLAIN, SPECULATIVE, GENERATE, ASSISTED}
+    assert {row["same_text"] for row in rows.values()} == {"2/2"}
+    assert document["misses"] == []
+    assert [len(speeds) for speeds in document["tokens_per_second"].values()] == [2] * 4
+    assert rows[PLAIN]["acceptance_rate"] is None
+    assert rows[SPECULATIVE]["acceptance_rate"] == pytest.approx(rows[ASSISTED]["acceptance_rate"], abs=0.25)
+    assert f"{SPECULATIVE} / {ASSISTED}" in {row["ratio"] for row in document["ratios"]}
+    shown = capsys.readouterr().out
+    assert "Ratios within a repeat" in shown
+    assert "achieved to predicted" in shown
+
+
+def test_offline_on_the_bundled_pair(benchmark: Benchmark) -> None:
+    document = benchmark(
+        *("offline", "--concurrency", 1, 2, "--num-prompts", 2, "--temperature", 0, 1, "--no-transformers"),
+        *SMALL,
+    )
+    greedy, sampled = document["results"]
+    assert [row["same_text"] for row in greedy["rows"]] == ["2/2"] * 4
+    assert "same_text" not in sampled["rows"][0]
+    for row in greedy["phases"] + sampled["phases"]:
+        parts = sum(row[f"{part}_ms"] for part in ("draft", "score", "verify", "host"))
+        assert row["round_ms"] == pytest.approx(parts, rel=0.5)
+    assert all(row["tokens_a_round"] == 1 for row in greedy["phases"] if row["variant"].startswith("plain"))
+
+
+def test_offline_on_a_synthetic_pair_with_transformers(benchmark: Benchmark, tmp_path: Path) -> None:
+    document = benchmark(
+        *("offline", "--pair", "tiny", "--concurrency", 1, "--num-prompts", 1, "--temperature", 0, *SMALL),
+        *("--work", tmp_path),
+    )
+    assert [row["same_text"] for row in document["results"][0]["rows"]] == ["1/1"] * 4
+    assert (tmp_path / "tiny-0.88" / "draft" / "config.json").exists()
+
+
+def test_gpu_on_the_cpu(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
+    document = benchmark(
+        *("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 1, 2, "--prompt-length", 4, *SMALL),
+        *("--cache-memory", "16MiB", "--no-tests", "--minutes", 60),
+    )
+    assert document["left_out"] == []
+    assert [(row["batch"], row["variant"]) for row in document["results"]] == [
+        *((1, name) for name in (PLAIN, SPECULATIVE, GENERATE, ASSISTED)),
+        *((2, name) for name in (PLAIN, SPECULATIVE, GENERATE)),
+    ]
+    assert all(
+        set(entry["same_text"].values()) == {f"{entry['batch']}/{entry['batch']}"}
+        for entry in document["identity"]
+    )
+    assert document["copy_bandwidth"] > 0
+    assert document["phases"][0]["weight_bandwidth_to_copy"] > 0
+    assert "GB/s" in capsys.readouterr().out
+
+
+def test_gpu_names_what_the_time_did_not_allow(benchmark: Benchmark) -> None:
+    document = benchmark(
+        *("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 1, 2, *SMALL, "--cache-memory", "16MiB"),
+        *("--no-tests", "--no-transformers", "--minutes", 0.01),
+    )
+    assert "batch 2" in document["left_out"]
+
+
+def test_online_serves_loads_and_compares_with_the_engine(benchmark: Benchmark) -> None:
+    document = benchmark(
+        *("online", "--serve", "--offline", "--ignore-eos", "--concurrency", 2, "--rate", 20),
+        *("--requests", 3, "--wait", 300, *SMALL),
+    )
+    closed, open_ = document["results"]
+    assert (closed["load"], open_["load"]) == ("2 clients", "20 requests/s")
+    for row in (closed, open_):
+        assert (row["requests"], row["errors"]) == (6, 0)
+        assert 0 < row["first_p50"] <= row["first_p99"] <= row["all_p99"]
+        assert 0 < row["acceptance"] < 1
+        assert math.isfinite(row["lag_p99"])
+    (comparison,) = document["offline"]
+    assert comparison["http_to_engine"] > 0

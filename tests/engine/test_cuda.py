@@ -1,0 +1,71 @@
+"""The gates of exactness on a GPU: ``pytest -m cuda``. Skipped where there is none.
+
+The same gates as everywhere else, with engines on the device in float32, where greedy text must be identical;
+what bfloat16 does to a real pair's text is measured by ``benchmarks.gpu``, not asserted.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from engine.messages import SamplingParams
+from tests.engine import gates, test_distribution
+from tests.engine.conftest import Models
+from tests.engine.test_distribution import Pair, p_values, pair
+from tests.models import make_engine, run_engine
+
+__all__ = ["pair"]  # a fixture
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+
+make_engine_here = partial(make_engine, device=DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def engines_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (gates, test_distribution):
+        monkeypatch.setattr(module, "make_engine", make_engine_here)
+    yield
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def test_engines_are_on_the_device(models: Models) -> None:
+    assert gates.make_engine(models.target, None).target.device.type == DEVICE
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(max_tokens=40, temperature=0), gates.PENALTIES], ids=["greedy", "penalties"]
+)
+def test_greedy_text_is_the_same_with_drafts(models: Models, params: SamplingParams) -> None:
+    gates.greedy_identity(models, params)
+
+
+def test_greedy_text_is_the_cpus(models: Models) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0)
+    on_cpu = run_engine(make_engine(models.target, None), gates.PROMPTS, params)
+    drafted = make_engine_here(models.target, models.close_draft, num_speculative_tokens=4)
+    assert run_engine(drafted, gates.PROMPTS, params) == on_cpu
+
+
+def test_the_target_as_its_own_draft_is_always_accepted(models: Models) -> None:
+    gates.self_draft_is_always_accepted(models)
+
+
+def test_ends_at_the_first_stop(models: Models) -> None:
+    gates.ends_at_the_first_stop(models)
+
+
+def test_seeded_text_is_the_same_with_drafts(models: Models) -> None:
+    gates.seeded_identity(models)
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+def test_sampled_text_has_the_targets_distribution(pair: Pair, verification: str) -> None:
+    assert min(p_values(pair, 4000, 256, verification)) > test_distribution.SIGNIFICANCE
