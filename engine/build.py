@@ -1,5 +1,7 @@
 """The one place where configuration becomes concrete objects."""
 
+from functools import partial
+
 import torch
 
 from engine.admission import Admission
@@ -13,6 +15,7 @@ from engine.draft_planner import DraftPlanner
 from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
+from engine.models.lean_decoder import is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
 from engine.proposers.base import Proposer
@@ -88,11 +91,19 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
 
 def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    model = load_decoder(
-        path, dtype, device, device_map=config.device_map, trust_remote_code=config.trust_remote_code
+    load = partial(
+        load_decoder,
+        path,
+        dtype,
+        device,
+        device_map=config.device_map,
+        trust_remote_code=config.trust_remote_code,
     )
+    model = load()
     if config.self_check:
         self_check(model)
+    if is_lean(model.model) and not run_lean(model):
+        return load(may_be_lean=False)
     return model
 
 

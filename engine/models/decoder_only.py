@@ -1,13 +1,17 @@
 """A decoder-only transformers model with its paged cache: spans of token ids in, logits out."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from engine.batch import ForwardBatch, Span
 from engine.kv_cache import KVCache
-from engine.models.attention import PagedAttention
+from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.layer_probe import LayerProbe, probe_layers
+
+# Logits [len(logits_index), vocab] of packed token ids and positions [1, tokens].
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
 
 
 class DecoderModel:
@@ -23,6 +27,7 @@ class DecoderModel:
         self.eos_token_ids = eos_token_ids(model)
         self.generation_config = model.generation_config
         self.num_parameters = num_parameters
+        self.run: Forward = self._run_module
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = probe_layers(model, self._probe)
         self.cache: KVCache | None = None
@@ -44,16 +49,21 @@ class DecoderModel:
         """
         assert self.cache is not None
         batch = ForwardBatch.build(spans, self.block_size, self.device)
-        logits = self._call(
+        logits = self.run(
             batch.token_ids, batch.positions, batch.logits_index, PagedAttention(batch, self.cache)
         )
         for span in spans:
             span.table.num_computed_tokens += len(span.token_ids)
         return logits.float()
 
-    def _call(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, context: Any
+    def _run_module(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_index: torch.Tensor,
+        context: AttentionContext,
     ) -> torch.Tensor:
+        """The transformers module itself."""
         output = self.model(
             input_ids=token_ids,
             position_ids=positions,
@@ -67,7 +77,7 @@ class DecoderModel:
     @torch.inference_mode()
     def _probe(self, probe: LayerProbe) -> None:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self._call(zero, zero, zero[0], probe)
+        self.run(zero, zero, zero[0], probe)
 
 
 def eos_token_ids(model: Any) -> frozenset[int]:
