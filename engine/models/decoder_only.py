@@ -27,7 +27,7 @@ class DecoderModel:
         self.eos_token_ids = eos_token_ids(model)
         self.generation_config = model.generation_config
         self.num_parameters = num_parameters
-        self.run: Forward = self._run_module
+        self.short_forward: Forward | None = None  # in place of the module's own
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = probe_layers(model, self._probe)
         self.cache: KVCache | None = None
@@ -49,21 +49,20 @@ class DecoderModel:
         """
         assert self.cache is not None
         batch = ForwardBatch.build(spans, self.block_size, self.device)
-        logits = self.run(
+        logits = (self.short_forward or self._call)(
             batch.token_ids, batch.positions, batch.logits_index, PagedAttention(batch, self.cache)
         )
         for span in spans:
             span.table.num_computed_tokens += len(span.token_ids)
         return logits.float()
 
-    def _run_module(
+    def _call(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logits_index: torch.Tensor,
         context: AttentionContext,
     ) -> torch.Tensor:
-        """The transformers module itself."""
         output = self.model(
             input_ids=token_ids,
             position_ids=positions,
@@ -77,7 +76,7 @@ class DecoderModel:
     @torch.inference_mode()
     def _probe(self, probe: LayerProbe) -> None:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.run(zero, zero, zero[0], probe)
+        self._call(zero, zero, zero[0], probe)
 
 
 def eos_token_ids(model: Any) -> frozenset[int]:

@@ -48,7 +48,7 @@ def run_lean(decoder: DecoderModel) -> bool:
     """Let ``decoder`` run through a ``LeanDecoder``, which takes over its weights. False if the logits of a
     short text then differ from those of the module, which is left without weights in either case."""
     expected = _probe_logits(decoder)
-    decoder.run = LeanDecoder(decoder.model)
+    decoder.short_forward = LeanDecoder(decoder.model)
     same = same_logits(_probe_logits(decoder), expected)
     if not same:
         logger.warning("The short forward differs from transformers'; the module itself is run")

@@ -97,7 +97,7 @@ def test_same_logits_as_transformers(folder: str, blocks: list[int]) -> None:
     with torch.inference_mode():
         expected = module(input_ids=torch.tensor([ids])).logits[0]
     model = make_engine(folder, None).target
-    assert isinstance(model.run, LeanDecoder)
+    assert isinstance(model.short_forward, LeanDecoder)
     torch.testing.assert_close(logits_in_parts(model, ids, blocks), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_forward_is_noticed_and_not_used(tmp_path: Path, monkeypatch: py
     right = logits_in_parts(make_engine(path, None).target, ids, list(range(8)))
     monkeypatch.setattr(lean_decoder, "_rotate", lambda x, cos, sin: x * cos)
     model = make_engine(path, None).target
-    assert not isinstance(model.run, LeanDecoder)
+    assert not isinstance(model.short_forward, LeanDecoder)
     torch.testing.assert_close(logits_in_parts(model, ids, list(range(8))), right, rtol=1e-3, atol=1e-3)
 
 
