@@ -140,7 +140,7 @@ def attention_by_definition(
     """What the fused kernel cannot do: softcaps (Gemma 2, arXiv 2408.00118) and sinks (gpt-oss).
 
     ``query`` [rows, heads, queries, size], ``keys`` and ``values`` [rows, heads, keys, size], ``bias``
-    added to the scores, ``sinks`` [1, heads, queries, 1]. Keeps all scores in memory, unlike the fused kernel.
+    added to the scores, ``sinks`` [1, heads, queries, 1]. Keeps all scores, unlike the fused kernel.
     """
     scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:

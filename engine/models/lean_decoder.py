@@ -145,7 +145,9 @@ class _Layer:
             query_key = self.query_key_norm(query_key)
         query_key = _rotate(query_key, cos, sin)
         query, key = query_key.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
-        attended = context.attend(self.index, query, key, value, self.scaling, self.sliding_window)
+        attended = context.attend(
+            self.index, query, key, value, self.scaling, self.sliding_window, None, None
+        )
         hidden = self.output.add_to(hidden, attended.reshape(tokens, -1))
         gate, up = self.gate_up(self.mlp_norm(hidden)).split_with_sizes((self.mlp_size, self.mlp_size), 1)
         return self.down.add_to(hidden, F.silu(gate).mul_(up))
