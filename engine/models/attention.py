@@ -108,7 +108,7 @@ class PagedAttention:
             keys, values = self.cache.run(layer, group.first_slot, group.keys)
         else:
             gathered = self.cache.gather(layer, group.key_slots)
-            keys, values = (x.unflatten(0, (group.rows, -1)).transpose(1, 2) for x in gathered)
+            keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
         if group.query_index is not None:
             query = query[group.query_index]
         kv_heads = keys.shape[1]

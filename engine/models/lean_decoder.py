@@ -30,7 +30,7 @@ PROBE_TOKENS = 16
 logger = logging.getLogger(__name__)
 
 
-def is_lean(model: nn.Module) -> bool:
+def is_lean(model: Any) -> bool:
     """Whether ``model`` is of a family that ``LeanDecoder`` computes, whole and on one device."""
     config = model.config
     return (
