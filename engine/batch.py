@@ -37,8 +37,25 @@ class AttentionGroup:
     keys: int
     query_index: torch.Tensor | None  # [rows * queries] into the packed tokens; None: all, in order
     output_index: torch.Tensor | None  # [real queries] into rows * queries; None: all, in order
-    key_slots: torch.Tensor  # [rows * keys]
+    key_slots: torch.Tensor | None  # [rows * keys]; None: the ``keys`` slots from ``first_slot`` on
     query_positions: torch.Tensor  # [rows, queries]
+    first_slot: int = 0
+
+    def bias(self, sliding_window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """``mask`` as what is added to the scores: [rows, 1, repeats * queries, keys]. Made once a forward,
+        as the layers share it."""
+        key = sliding_window, repeats
+        if key not in self._biases:
+            mask = self.mask(sliding_window)
+            if mask is not None:
+                bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+                mask = bias.masked_fill_(~mask, -torch.inf).repeat(1, 1, repeats, 1)
+            self._biases[key] = mask
+        return self._biases[key]
+
+    @cached_property
+    def _biases(self) -> dict[tuple[int | None, int], torch.Tensor | None]:
+        return {}
 
     def to(self, device: torch.device) -> "AttentionGroup":
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -48,7 +65,7 @@ class AttentionGroup:
             self,
             query_index=moved(self.query_index),
             output_index=moved(self.output_index),
-            key_slots=self.key_slots.to(device),
+            key_slots=moved(self.key_slots),
             query_positions=self.query_positions.to(device),
         )
 
@@ -70,7 +87,7 @@ class AttentionGroup:
 
     @cached_property
     def _key_positions(self) -> torch.Tensor:
-        return torch.arange(self.keys, device=self.key_slots.device)
+        return torch.arange(self.keys, device=self.query_positions.device)
 
 
 @dataclass
@@ -90,6 +107,8 @@ class ForwardBatch:
 
     @classmethod
     def build(cls, spans: list[Span], block_size: int, device: torch.device) -> "ForwardBatch":
+        if len(spans) == 1 and (lone := cls._of_one_run(spans[0], block_size, device)) is not None:
+            return lone
         encoded = [span.table.num_encoder_tokens for span in spans]
         starts = [span.table.num_computed_tokens - first for span, first in zip(spans, encoded, strict=True)]
         lengths = [len(span.token_ids) for span in spans]
@@ -116,6 +135,41 @@ class ForwardBatch:
             ],
             cross_groups=_cross_groups(lengths, offsets, encoder_slots, device) if any(encoded) else [],
         )
+
+    @classmethod
+    def _of_one_run(cls, span: Span, block_size: int, device: torch.device) -> "ForwardBatch | None":
+        """A lone span whose blocks lie one after the other, without indices; None if they do not."""
+        if span.table.num_encoder_tokens:
+            return None
+        start, length = span.table.num_computed_tokens, len(span.token_ids)
+        keys = start + length
+        blocks = span.table.block_ids[: -(-keys // block_size)]
+        if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+            return None
+        first_slot = blocks[0] * block_size
+        # One tensor, one copy to the device: ids, positions, slots, rows with logits.
+        numbers = torch.tensor(
+            [
+                *span.token_ids,
+                *range(start, keys),
+                *range(first_slot + start, first_slot + keys),
+                *range(length - span.num_logits, length),
+            ]
+        ).to(device)
+        token_ids, positions, slots, logits_index = numbers.split_with_sizes(
+            (length, length, length, span.num_logits)
+        )
+        group = AttentionGroup(
+            rows=1,
+            queries=length,
+            keys=keys,
+            query_index=None,
+            output_index=None,
+            key_slots=None,
+            query_positions=positions[None],
+            first_slot=first_slot,
+        )
+        return cls(token_ids[None], positions[None], slots, logits_index, [group], cross_groups=[])
 
 
 def table_slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:

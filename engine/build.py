@@ -1,5 +1,7 @@
 """The one place where configuration becomes concrete objects."""
 
+from functools import partial
+
 import torch
 
 from engine.admission import Admission, EncoderDecoderLimits
@@ -14,6 +16,7 @@ from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
+from engine.models.lean_decoder import is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
 from engine.pairing import Pairing, pair_models
@@ -110,12 +113,20 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
 
 def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    model = load_decoder(
-        path, dtype, device, device_map=config.device_map, trust_remote_code=config.trust_remote_code
+    load = partial(
+        load_decoder,
+        path,
+        dtype,
+        device,
+        device_map=config.device_map,
+        trust_remote_code=config.trust_remote_code,
     )
+    model = load()
     # Families of encoder-decoder models are known by name; what they share with generate() is tested.
     if config.self_check and not model.has_encoder:
         self_check(model)
+    if is_lean(model.model) and not run_lean(model):
+        return load(may_be_lean=False)
     return model
 
 

@@ -31,6 +31,10 @@ class KVCache:
         self.values = [
             torch.zeros(num_slots, *layer.value, dtype=dtype, device=layer.device) for layer in layers
         ]
+        self._by_head = [
+            (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""
@@ -40,3 +44,8 @@ class KVCache:
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [slots, kv heads, size] of ``slots``, contiguous."""
         return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+
+    def run(self, layer: int, first: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [1, kv heads, num_slots, size] of the slots from ``first`` on: views, no copy."""
+        keys, values = self._by_head[layer]
+        return keys.narrow(2, first, num_slots), values.narrow(2, first, num_slots)

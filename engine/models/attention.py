@@ -104,7 +104,11 @@ class PagedAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """The group's real queries' outputs [queries, heads, value size]."""
-        keys, values = self.cache.gather(layer, group.key_slots)
+        if group.key_slots is None:
+            keys, values = self.cache.run(layer, group.first_slot, group.keys)
+        else:
+            gathered = self.cache.gather(layer, group.key_slots)
+            keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
         if group.query_index is not None:
             query = query[group.query_index]
         kv_heads = keys.shape[1]
@@ -112,17 +116,13 @@ class PagedAttention:
         shared = query.shape[1] // kv_heads
         query = query.view(group.rows, group.queries, kv_heads, shared, -1)
         query = query.permute(0, 2, 3, 1, 4).reshape(group.rows, kv_heads, shared * group.queries, -1)
-        mask = group.mask(sliding_window)
-        if mask is not None and shared > 1:
-            mask = mask.repeat(1, 1, shared, 1)
-        keys = keys.view(group.rows, group.keys, kv_heads, -1).transpose(1, 2)
-        values = values.view(group.rows, group.keys, kv_heads, -1).transpose(1, 2)
+        bias = group.bias(sliding_window, shared, query.dtype)
         if softcap is None and sinks is None:
-            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
         else:
             if sinks is not None:
                 sinks = sinks.view(1, kv_heads, shared, 1).repeat_interleave(group.queries, dim=2)
-            attended = attention_by_definition(query, keys, values, mask, scaling, softcap, sinks)
+            attended = attention_by_definition(query, keys, values, bias, scaling, softcap, sinks)
         attended = attended.view(group.rows, kv_heads, shared, group.queries, -1).permute(0, 3, 1, 2, 4)
         output = attended.reshape(group.rows * group.queries, kv_heads * shared, -1).contiguous()
         return output if group.output_index is None else output[group.output_index]
@@ -132,21 +132,21 @@ def attention_by_definition(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
     scaling: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """What the fused kernel cannot do: softcaps (Gemma 2, arXiv 2408.00118) and sinks (gpt-oss).
 
-    ``query`` [rows, heads, queries, size], ``keys`` and ``values`` [rows, heads, keys, size], ``mask``
-    boolean, ``sinks`` [1, heads, queries, 1]. Keeps all scores in memory, unlike the fused kernel.
+    ``query`` [rows, heads, queries, size], ``keys`` and ``values`` [rows, heads, keys, size], ``bias``
+    added to the scores, ``sinks`` [1, heads, queries, 1]. Keeps all scores, unlike the fused kernel.
     """
     scores = query @ keys.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+    if bias is not None:
+        scores = scores + bias
     if sinks is not None:
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1).to(scores.dtype)], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : keys.shape[-2]].to(values.dtype)

@@ -119,6 +119,7 @@ class DecoderAttention:
         scaling: float | None,
     ) -> torch.Tensor:
         """The group's real queries' outputs [queries, heads, value size]."""
+        assert group.key_slots is not None  # only a decoder's lone sequence is attended to in place
         keys, values = self.cache.gather(layer, group.key_slots)
         if group.query_index is not None:
             query = query[group.query_index]
@@ -139,7 +140,7 @@ def _own_mask(module: Any, group: AttentionGroup, dtype: torch.dtype) -> torch.T
     mask = group.mask(None)
     if not getattr(module, "has_relative_attention_bias", False):
         return mask
-    keys = torch.arange(group.keys, device=group.key_slots.device)
+    keys = torch.arange(group.keys, device=group.query_positions.device)
     buckets = module._relative_position_bucket(
         keys - group.query_positions[:, :, None],
         bidirectional=False,

@@ -1,15 +1,18 @@
 """A decoder-only transformers model with its paged cache: spans of token ids in, logits out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from engine.batch import ForwardBatch, Span
 from engine.kv_cache import KVCache, LayerShape
-from engine.models.attention import PagedAttention
+from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.layer_probe import LayerProbe, probe_layers
 from engine.sampling.rules import NO_RULES
+
+# Logits [len(logits_index), vocab] of packed token ids and positions [1, tokens].
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
 
 
 class DecoderModel:
@@ -32,6 +35,7 @@ class DecoderModel:
         self.eos_token_ids = eos_token_ids(model)
         self.generation_config = model.generation_config
         self.num_parameters = num_parameters
+        self.short_forward: Forward | None = None  # in place of the module's own
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = self._probe_layers()
         self.cache: KVCache | None = None
@@ -57,7 +61,7 @@ class DecoderModel:
         """
         assert self.cache is not None
         batch = ForwardBatch.build(spans, self.block_size, self.device)
-        logits = self._call(
+        logits = (self.short_forward or self._call)(
             batch.token_ids, batch.positions, batch.logits_index, PagedAttention(batch, self.cache)
         )
         for span in spans:
@@ -65,7 +69,11 @@ class DecoderModel:
         return logits.float()
 
     def _call(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, context: Any
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_index: torch.Tensor,
+        context: AttentionContext,
     ) -> torch.Tensor:
         output = self.model(
             input_ids=token_ids,

@@ -41,18 +41,18 @@ class DraftModelProposer:
         if sampler.uses_draft_probs:
             probs = torch.zeros(len(lengths), num_positions, sampler.vocab_size, device=sampler.device)
         active = [row for row, length in enumerate(lengths) if length > 0]
+        last: dict[int, int] = {}  # each row's latest draft
         for position in range(num_positions):
             if position > 0:
                 logits = self._forward(
-                    [
-                        Span(completing[row].sequence.draft_blocks, [int(token_ids[row, position - 1])], 1)
-                        for row in active
-                    ]
+                    [Span(completing[row].sequence.draft_blocks, [last[row]], 1) for row in active]
                 )
-            draw = sampler.select(active).draw_drafts(logits, token_ids[active, :position])
-            token_ids[active, position] = draw.ids
+            members = active if len(active) < len(lengths) else slice(None)
+            draw = sampler.select(active).draw_drafts(logits, token_ids[members, :position])
+            token_ids[members, position] = draw.ids
+            last = dict(zip(active, draw.ids.tolist(), strict=True))
             if probs is not None and draw.probs is not None:
-                probs[active, position] = draw.probs
+                probs[members, position] = draw.probs
             active = rows_going_on([part.patience for part in completing], lengths, active, position, draw)
             if not active:
                 break

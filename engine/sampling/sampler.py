@@ -104,6 +104,7 @@ class Sampler:
         self.positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
         members = {rule: [i for i, row in enumerate(rows) if row.rule is rule] for rule in Rule}
         self.groups = {rule: indices for rule, indices in members.items() if indices}
+        self.all_greedy = set(self.groups) == {Rule.EXACT_MATCH}
         self.traced = any(row.params.trace for row in rows)
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
 
@@ -117,6 +118,10 @@ class Sampler:
         offset = drafted.shape[1]
         # A draft model that has lost its mind may still be asked: any guess is a guess.
         logits, _ = _replace_broken(self._adjust(logits[:, None], drafted, offset))
+        if self.all_greedy:
+            ids, confidence = _greedy(logits[:, 0])
+            one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
+            return DraftDraw(ids, one_hot, confidence)
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
         confidence = logits.new_empty(len(self.rows))
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
@@ -124,9 +129,7 @@ class Sampler:
             members = self._index(indices)
             rule_probs = None
             if rule is Rule.EXACT_MATCH:
-                ids[members] = logits[members, 0].argmax(-1)
-                first, second = logits[members, 0].topk(2).values.unbind(-1)
-                confidence[members] = torch.sigmoid(first - second)
+                ids[members], confidence[members] = _greedy(logits[members, 0])
             else:
                 rule_probs = self._probs(logits[members], indices)[:, 0]
                 confidence[members] = rule_probs.amax(-1)
@@ -225,9 +228,17 @@ class Sampler:
         return torch.tensor(indices, device=self.device)
 
 
+def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Most likely ids of ``logits`` [B, V], and how sure they are against the next: [B] each."""
+    first, second = logits.topk(2).values.unbind(-1)
+    return logits.argmax(-1), torch.sigmoid(first - second)
+
+
 def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows with NaN, infinity or nothing allowed become flat, and are named: [B, positions]."""
     broken = ~logits.amax(-1).isfinite()
+    if logits.device.type == "cpu" and not broken.any():  # elsewhere the question would cost a wait
+        return logits, broken
     return torch.where(broken[..., None], 0.0, logits), broken
 
 

@@ -282,8 +282,9 @@ def positions_from_zero(patch: Patch) -> None:
 
 
 def layers_share_a_cache(patch: Patch) -> None:
-    honest = KVCache.gather
-    patch.setattr(KVCache, "gather", lambda self, layer, slots: honest(self, 0, slots))
+    gather, run = KVCache.gather, KVCache.run
+    patch.setattr(KVCache, "gather", lambda self, layer, slots: gather(self, 0, slots))
+    patch.setattr(KVCache, "run", lambda self, layer, *slots: run(self, 0, *slots))
 
 
 PLANTED: list[tuple[str, Callable[[Patch], None]]] = [

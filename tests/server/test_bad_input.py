@@ -146,7 +146,7 @@ def test_prompts_around_the_context(server: RunningServer, as_ids: bool) -> None
     for length in (CONTEXT, CONTEXT + 1, 100 * CONTEXT):
         error = refused(server, COMPLETIONS, prompt(length) | {"max_tokens": 1})
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
-        assert f"{CONTEXT} tokens long" in error["message"]
+        assert f"{CONTEXT} tokens" in error["message"]
         assert f"the prompt has {length} tokens" in error["message"]
     error = refused(server, COMPLETIONS, prompt(CONTEXT - 1) | {"max_tokens": 2})
     assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")

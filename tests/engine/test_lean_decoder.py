@@ -1,0 +1,162 @@
+"""The short forward and its products: the same logits as transformers' own, and a way back if they differ."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from engine.batch import Span
+from engine.block_manager import BlockTable
+from engine.models import lean_decoder, packed_linear
+from engine.models.decoder_only import DecoderModel
+from engine.models.lean_decoder import LeanDecoder
+from engine.models.packed_linear import HalfProduct, PackedProduct, half_scale, make_product
+from tests.models import make_engine
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+ROPE = {"rope_theta": 10000.0}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama with biases and tied embeddings": LlamaConfig(
+        **SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "llama, rotary of llama 3": LlamaConfig(
+        **SHAPE,
+        rope_parameters=ROPE
+        | {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "llama, rotary that follows the length": LlamaConfig(
+        **SHAPE, rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}
+    ),
+    "mistral with a window": MistralConfig(**SHAPE, sliding_window=6, head_dim=32),
+    "qwen2 with windows above": Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+}
+PARTS = (19, 1, 5, 1, 3)
+
+
+def save(config: PreTrainedConfig, folder: Path) -> str:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # ones and zeros would hide a mistake
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def logits_in_parts(model: DecoderModel, ids: list[int], blocks: list[int]) -> torch.Tensor:
+    """All of a text's logits through the cache, a few tokens at a time."""
+    model.allocate_cache(num_blocks=16, block_size=4)
+    table = BlockTable()
+    table.block_ids = blocks
+    parts, start = [], 0
+    for size in PARTS:
+        parts.append(model.forward([Span(table, ids[start : start + size], size)]))
+        start += size
+    return torch.cat(parts)
+
+
+@pytest.fixture(params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return save(CONFIGS[request.param], tmp_path)
+
+
+@pytest.mark.parametrize("blocks", [list(range(2, 10)), [9, 3, 4, 1, 12, 7, 0, 5]], ids=["run", "scattered"])
+def test_same_logits_as_transformers(folder: str, blocks: list[int]) -> None:
+    ids = torch.randint(0, 96, (sum(PARTS),), generator=torch.Generator().manual_seed(1)).tolist()
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = module(input_ids=torch.tensor([ids])).logits[0]
+    model = make_engine(folder, None).target
+    assert isinstance(model.short_forward, LeanDecoder)
+    torch.testing.assert_close(logits_in_parts(model, ids, blocks), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_wrong_forward_is_noticed_and_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(CONFIGS["qwen3"], tmp_path)
+    ids = list(range(sum(PARTS)))
+    right = logits_in_parts(make_engine(path, None).target, ids, list(range(8)))
+    monkeypatch.setattr(lean_decoder, "_rotate", lambda x, cos, sin: x * cos)
+    model = make_engine(path, None).target
+    assert not isinstance(model.short_forward, LeanDecoder)
+    torch.testing.assert_close(logits_in_parts(model, ids, list(range(8))), right, rtol=1e-3, atol=1e-3)
+
+
+def linear(dtype: torch.dtype, rows: int, columns: int, bias: bool) -> nn.Linear:
+    """Weights that ``dtype`` holds, in float32."""
+    torch.manual_seed(5)
+    made = nn.Linear(columns, rows, bias=bias)
+    made.weight.data = (torch.randn(rows, columns) * 0.02).to(dtype).float()
+    return made
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 9, 40])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.float32, PackedProduct), (torch.float16, HalfProduct), (torch.bfloat16, HalfProduct)],
+)
+def test_products_are_float32_products(
+    dtype: torch.dtype, expected: type, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "MIN_PADDED_WEIGHTS", 0)
+    layer = linear(dtype, 200, 300, bias=True)
+    product = make_product([layer])
+    assert type(product) is expected or not packed_linear._can_half()
+    x, residual = torch.randn(rows, 300), torch.randn(rows, 200)
+    exact = x.double() @ layer.weight.T.double() + layer.bias.double()
+    kept = residual.clone()
+    torch.testing.assert_close(product(x).double(), exact, rtol=0, atol=3e-6)
+    torch.testing.assert_close(product.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-6)
+    assert torch.equal(residual, kept)
+
+
+def test_joined_products_lie_one_after_the_other() -> None:
+    layers = [linear(torch.float32, rows, 256, bias=False) for rows in (96, 160)]
+    x = torch.randn(3, 256)
+    separate = torch.cat([layer(x) for layer in layers], dim=-1)
+    torch.testing.assert_close(make_product(layers)(x), separate)
+
+
+def test_half_holds_bfloat16_and_half_but_not_float32() -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.02
+    assert half_scale(weight) is None
+    assert half_scale(weight.half().float()) == 1
+    scale = half_scale(weight.bfloat16().float())
+    assert scale is not None
+    assert scale > 1
+    assert half_scale(torch.full((2, 2), torch.inf)) is None
+
+
+def test_one_weight_that_half_cannot_hold_is_enough_to_keep_them_all() -> None:
+    weight = (torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.02).bfloat16().float()
+    weight[3, 5] = 0.0123456789
+    assert half_scale(weight) is None
