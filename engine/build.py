@@ -3,9 +3,11 @@
 from functools import partial
 
 import torch
+from pydantic import ByteSize
 
 from engine.admission import Admission, EncoderDecoderLimits
 from engine.block_manager import BlockPool
+from engine.cache_memory import cache_budget
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.draft_length.calibrate import calibrate
@@ -180,13 +182,14 @@ def _encoder_decoder_limits(
 
 
 def _num_blocks(config: EngineConfig, models: list[DecoderModel], max_model_len: int) -> int:
-    """Blocks of each pool: what ``cache_memory`` holds, but not more than could ever be used."""
+    """Blocks of each pool: what the memory for caches holds, but not more than could ever be used."""
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
-    affordable = config.cache_memory // bytes_per_block
+    budget = cache_budget(config, {layer.device for model in models for layer in model.layers})
+    affordable = budget // bytes_per_block
     longest = -(-max_model_len // config.block_size)
     if affordable < 1:
         raise ModelLoadError(
-            f"cache_memory of {config.cache_memory.human_readable()} does not hold one block of "
+            f"{ByteSize(budget).human_readable()} for the caches (cache_memory) do not hold one block of "
             f"{config.block_size} tokens ({bytes_per_block} bytes)"
         )
     return min(affordable, longest * config.max_num_sequences)

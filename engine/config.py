@@ -101,8 +101,15 @@ class BatchingSettings(BaseModel):
     prefix_caching: bool = Field(
         True, description="Let requests take over what earlier ones with the same beginning have computed."
     )
-    cache_memory: ByteSize = Field(
-        ByteSize(1 << 30), description="Memory for both KV caches together, such as '2GiB'."
+    cache_memory: ByteSize | None = Field(
+        None, description="Memory for both KV caches together, such as '2GiB'. Default: cache_memory_share."
+    )
+    cache_memory_share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Share for both KV caches of the memory that is free once the models are loaded. Never "
+        "more than max_num_sequences of full length can use. Default: 0.9 on a GPU, 0.25 on a CPU.",
     )
 
 
