@@ -88,7 +88,7 @@ def test_a_request_runs_to_its_end_and_is_counted(worker: Connection) -> None:
             finish_reason = output.finish_reason
     assert (len(tokens), finish_reason) == (40, "length")
     assert message.stats.num_running == 0
-    assert message.stats.drafts["draft_model"].num_draft_tokens == sum(
+    assert sum(counts.num_draft_tokens for counts in message.stats.drafts.values()) == sum(
         message.stats.draft_tokens_per_position
     )
     assert message.stats.cache_usage == {"target": 0, "draft": 0}
