@@ -52,3 +52,38 @@ def stacked(figure: Any, rows: Sequence[Mapping[str, Any]], parts: Sequence[str]
     axes.set_xlabel("milliseconds of a round")
     axes.set_title(title)
     axes.legend()
+
+
+def panels(
+    figure: Any,
+    by_panel: Mapping[str, Mapping[str, Mapping[float, float]]],
+    x_label: str,
+    y_label: str,
+    highlight: str,
+) -> None:
+    """A small plot for each panel, its series as lines over a logarithmic axis; ``highlight`` stands out."""
+    figure.set_size_inches(13, 6.5)
+    columns = min(4, len(by_panel))
+    rows = -(-len(by_panel) // columns)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True).ravel()
+    for axes, (title, series) in zip(grid, by_panel.items(), strict=False):
+        for name, points in series.items():
+            stands_out = name == highlight
+            axes.plot(
+                list(points),
+                list(points.values()),
+                marker="o",
+                markersize=6 if stands_out else 3,
+                linewidth=2.5 if stands_out else 1,
+                color="black" if stands_out else None,
+                label=name,
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_title(title)
+        axes.set_ylim(bottom=0)
+        axes.axhline(1, color="tab:grey", linewidth=0.5)
+    for axes in grid[len(by_panel) :]:
+        axes.set_visible(False)
+    grid[0].set_ylabel(y_label)
+    grid[0].legend(fontsize="small")
+    figure.supxlabel(x_label)

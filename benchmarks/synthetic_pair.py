@@ -43,6 +43,8 @@ class PairShape:
 SHAPES = {
     "290m": Shape(hidden=1024, layers=24, heads=16, kv_heads=8, mlp=2688),
     "5.6m": Shape(hidden=256, layers=2, heads=4, kv_heads=4, mlp=688),
+    "30m": Shape(hidden=512, layers=8, heads=8, kv_heads=8, mlp=1376),
+    "0.6m": Shape(hidden=128, layers=2, heads=4, kv_heads=4, mlp=344),
     "8b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
     "1b": Shape(hidden=2048, layers=16, heads=32, kv_heads=8, mlp=8192),
     "tiny-target": Shape(hidden=64, layers=4, heads=4, kv_heads=2, mlp=128),
@@ -50,6 +52,7 @@ SHAPES = {
 }
 PAIRS = {
     "290m": PairShape(SHAPES["290m"], SHAPES["5.6m"], vocab_size=8192),
+    "30m": PairShape(SHAPES["30m"], SHAPES["0.6m"], vocab_size=4096),
     "8b": PairShape(SHAPES["8b"], SHAPES["1b"], vocab_size=128256),
     "tiny": PairShape(SHAPES["tiny-target"], SHAPES["tiny-draft"], vocab_size=512),
 }

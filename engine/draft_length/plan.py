@@ -14,8 +14,9 @@ from engine.draft_length.costs import CostModel
 
 # Slots that survive less often than this are not worth the look.
 SURVIVAL_FLOOR = 0.02
-# Rows of different lengths are padded to the longest for attention; what a token of padding costs, in tokens.
-PADDING = 0.15
+# Rows of different lengths are padded to the longest for attention, and gathered and scattered around it; what
+# a token of padding costs, in tokens.
+PADDING = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range, unsure: bo
     return [tuple(texts[seed][len(PROMPT) :]) for seed in seeds]
 
 
-def _propose(sampler: Sampler, lengths: list[int], unsure: bool) -> Drafts:
+def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Drafts:
     """As the draft-model proposer does, with look-ups for forward passes."""
     width = max(lengths)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)

@@ -13,7 +13,9 @@ from functools import partial
 
 import pytest
 
+from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
+from engine.draft_length.plan import PADDING
 from engine.draft_length.policy import (
     Candidate,
     DraftLengthPolicy,
@@ -109,9 +111,14 @@ class Simulation:
                 self._drop(key, lengths, lags)
             rows = [Candidate(key, self.method, 1.0, MAX_DRAFT, lags[key]) for key in lengths]
             chosen = self.policy.choose(rows)
+            passes = list(chosen)
+            for i, key in enumerate(lengths):
+                patience = self.policy.patience(key)
+                if patience is not None:
+                    chosen[i], passes[i] = _spend(patience, chosen[i])
             rates = [self._rates(step, row, length) for row, length in enumerate(chosen)]
             accepted = [_draw(row_rates, rng) for row_rates in rates]
-            seconds = self._seconds(rows, chosen)
+            seconds = self._seconds(rows, chosen, passes)
             expected = sum(1 + sum(_survival(row_rates)) for row_rates in rates)
             self.history.append((expected, sum(seconds), sum(chosen) / len(chosen)))
             for key, length, num_accepted in zip(list(lengths), chosen, accepted, strict=True):
@@ -147,13 +154,27 @@ class Simulation:
         decay = 1.0 if alpha == 1.0 else self.position_decay
         return [alpha * decay**j for j in range(length)]
 
-    def _seconds(self, rows: list[Candidate], chosen: list[int]) -> tuple[float, float, float]:
+    def _seconds(
+        self, rows: list[Candidate], chosen: list[int], passes: list[int]
+    ) -> tuple[float, float, float]:
         machine, drafting = self.machine, 0.0
-        for position in range(max(chosen)):
-            active = [row for row, length in zip(rows, chosen, strict=True) if length > position]
+        for position in range(max(passes)):
+            active = [row for row, length in zip(rows, passes, strict=True) if length > position]
             lag = sum(row.lag for row in active) if position == 0 else 0
             drafting += machine.draft_seconds(len(active) + lag) if self.method == "draft_model" else 0.0
-        return drafting, machine.score_seconds(len(rows) + sum(chosen)), machine.host_seconds(len(rows))
+        padding = PADDING * (max(chosen) * len(rows) - sum(chosen))
+        score = machine.score_seconds(len(rows) + sum(chosen) + padding)
+        return drafting, score, machine.host_seconds(len(rows))
+
+
+def _spend(patience: Patience, limit: int) -> tuple[int, int]:
+    """Tokens kept and passes made by a draft that is always equally sure: its confidence tells nothing."""
+    for position in range(limit):
+        if not patience.keeps(0.9):
+            return position, position + 1
+        if not patience.goes_on():
+            return position + 1, position + 1
+    return limit, limit
 
 
 def _always(value: int, _: int) -> int:
@@ -220,6 +241,8 @@ def test_auto_is_as_good_as_the_best_fixed_length(machine: Machine, alpha: float
         assert result.to_plain >= 0.97, (num_rows, result)
         # Where the best length gains a few percent only, it takes long to be sure that it gains at all.
         floor = 0.97 if result.best_to_plain > 1.1 or result.best_length == 0 else 0.96
+        # A lone row ends where its draft is unsure; the confidence simulated here tells nothing.
+        floor -= 0.005 * (num_rows == 1)
         assert result.to_best >= floor, (num_rows, result)
 
 
@@ -280,8 +303,9 @@ def test_rows_of_one_step_get_their_own_lengths() -> None:
             outcomes,
             RoundSeconds(drafting, machine.score_seconds(2 + easy + hard), machine.host_seconds(2)),
         )
-    assert sums[0] / 300 > 3
-    assert sums[1] / 300 < 1  # it leans towards its group, which the other row makes look easy
+    # The other one leans towards its group, which this one makes look easy, and its padding costs too.
+    assert sums[0] / 300 > 5
+    assert sums[1] / 300 < 2.5
 
 
 def test_lookups_draft_long_where_verification_is_cheap() -> None:

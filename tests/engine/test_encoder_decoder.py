@@ -112,7 +112,7 @@ def test_sampled_is_the_targets(tiny_pairs: dict[str, Pair], family: str, verifi
 
 @pytest.mark.parametrize("family", ["t5", "bart", "marian"])
 def test_sampled_one_at_a_time(tiny_pairs: dict[str, Pair], family: str) -> None:
-    gates.sampled_is_the_targets(tiny_pairs[family], "rejection", in_flight=1, num_samples=800)
+    gates.sampled_is_the_targets(tiny_pairs[family], "rejection", in_flight=1, num_samples=1600)
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,12 @@ def prompt_of(server: RunningServer, tokenizer: Any, fields: dict[str, Any]) -> 
 
 def test_response(sdk: openai.OpenAI) -> None:
     answer = sdk.responses.create(
-        model=MODEL, input="Hi", max_output_tokens=13, temperature=0.5, top_p=0.9, metadata={"a": "b"}
+        model=MODEL,
+        input="Said nowhere else",
+        max_output_tokens=13,
+        temperature=0.5,
+        top_p=0.9,
+        metadata={"a": "b"},
     )
     assert Response.model_validate(answer.to_dict(), strict=False)
     assert (answer.object, answer.model, answer.status) == ("response", MODEL, "incomplete")
