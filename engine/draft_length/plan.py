@@ -14,9 +14,12 @@ from engine.draft_length.costs import CostModel
 
 # Slots that survive less often than this are not worth the look.
 SURVIVAL_FLOOR = 0.02
-# Rows of different lengths are padded to the longest for attention, and gathered and scattered around it; what
-# a token of padding costs, in tokens.
+# Rows of different lengths are padded to the longest for attention, and gathered and scattered around it:
+# what a token of padding costs, in tokens.
 PADDING = 0.5
+# Rows of their own lengths must promise this many times what even ones do: estimates of single rows are
+# noisy, and the best of many noisy plans looks better than it is.
+UNEVEN_GAIN = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,32 @@ def search(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int)
     for _, _, i in slots[:best_count]:
         lengths[i] += 1
     drafting = Plan(lengths, best_tokens, best_seconds)
+    even = _best_even(rows, costs, num_prompt_tokens)
+    if drafting.rate < UNEVEN_GAIN * even.rate:
+        drafting = even
     return Search(plain, drafting if drafting.rate > plain.rate else plain, drafting)
+
+
+def _best_even(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int) -> Plan:
+    """The best of the plans in which every row drafts the same number of tokens, as far as it may."""
+    longest = max(len(row.survival) for row in rows)
+    seconds_before = costs.host(len(rows)) + costs.lookup_seconds * sum(not row.uses_model for row in rows)
+    tokens = score_tokens = float(len(rows))
+    drafting_by_model = [row for row in rows if row.uses_model and row.survival]
+    first_pass, other_passes = len(drafting_by_model), 0.0
+    best_rate, best_length, best_tokens, best_seconds = 0.0, 1, tokens, 1.0
+    for length in range(1, longest + 1):
+        reaching = [row for row in rows if len(row.survival) >= length]
+        tokens += sum(row.fill * row.survival[length - 1] for row in reaching)
+        score_tokens += sum(row.fill for row in reaching) + PADDING * (len(rows) - len(reaching))
+        if length > 1:
+            other_passes += costs.draft(sum(row.uses_model for row in reaching))
+        lag = sum(row.survival[min(length, len(row.survival)) - 1] for row in drafting_by_model)
+        seconds = seconds_before + costs.score(score_tokens + num_prompt_tokens)
+        seconds += costs.draft(first_pass + lag) + other_passes
+        if tokens > best_rate * seconds:
+            best_rate, best_length, best_tokens, best_seconds = tokens / seconds, length, tokens, seconds
+    return Plan([min(best_length, len(row.survival)) for row in rows], best_tokens, best_seconds)
 
 
 def evaluate(

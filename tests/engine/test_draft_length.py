@@ -80,9 +80,15 @@ def test_the_search_looks_past_a_slot_that_does_not_pay() -> None:
 
 
 def test_the_search_gives_slots_to_the_rows_that_deserve_them() -> None:
-    found = search([RowOutlook([0.05], 1.0, True), RowOutlook([0.9, 0.8, 0.7], 1.0, True)], costs(), 0)
-    assert found.best.lengths[0] == 0
-    assert found.best.lengths[1] > 0
+    hopeless, easy = RowOutlook([0.05], 1.0, True), RowOutlook([0.9, 0.8, 0.7], 1.0, True)
+    *lengths, longest = search([hopeless, hopeless, hopeless, easy], costs(), 0).best.lengths
+    assert lengths == [0, 0, 0]
+    assert longest > 0
+
+
+def test_rows_that_are_nearly_alike_draft_alike() -> None:
+    rows = [RowOutlook([chance, chance**2, chance**3], 1.0, True) for chance in (0.78, 0.8, 0.82)]
+    assert len(set(search(rows, costs(), 0).best.lengths)) == 1
 
 
 def test_search_and_evaluation_agree() -> None:

@@ -305,7 +305,7 @@ def test_rows_of_one_step_get_their_own_lengths() -> None:
         )
     # The other one leans towards its group, which this one makes look easy, and its padding costs too.
     assert sums[0] / 300 > 5
-    assert sums[1] / 300 < 2.5
+    assert sums[0] > 2 * sums[1]
 
 
 def test_lookups_draft_long_where_verification_is_cheap() -> None:
