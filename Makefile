@@ -18,7 +18,7 @@ serve: install ## Install if needed, then serve on 127.0.0.1:8000 (settings: FOR
 	@exec $(VENV)/bin/foretoken serve
 
 test: install-dev ## Install if needed, then run all tests (PYTEST_ARGS="-k name" narrows them)
-	@exec $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	@exec $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_ARGS)
 
 test-clients: $(CLIENTS_VENV)/.installed ## Install foreign clients into an environment of their own, then test with them
 	@exec $(CLIENTS_VENV)/bin/python -m pytest tests/clients --ignore tests/clients/test_fuzz.py $(PYTEST_ARGS)

@@ -77,7 +77,7 @@ class SpeculationSettings(BaseModel):
         "most often.",
     )
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | Literal["auto"] = Field(
-        4,
+        "auto",
         description="Tokens drafted per round; 0 switches speculation off. "
         "auto: as many as raise tokens per second, by costs measured at start and followed since.",
     )

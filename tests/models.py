@@ -63,6 +63,7 @@ def make_engine(target: str, draft: str | None, **config: Any) -> EngineCore:
         "dtype": "float32",
         "block_size": 4,
         "cache_memory": "16MiB",
+        "num_speculative_tokens": 4,
         "method": "draft_model" if draft and config.get("num_speculative_tokens") != 0 else "none",
     }
     return build_engine(EngineConfig(target=target, draft=draft or "none", **{**defaults, **config}))

@@ -162,12 +162,13 @@ def test_tokenize(server: Server) -> None:
 
 def test_speculation_says_everything(server: Server, said: str) -> None:
     state = httpx.get(f"{server.url}/speculation").json()
-    assert (state["proposer"], state["on"], state["draft_length"]) == ("draft_model", True, 4)
-    assert state["why"].startswith("on: ")
+    assert state["proposer"] == "auto"
+    assert state["on"] == state["why"].startswith("on: ")
+    assert 0 <= state["draft_length"] <= 32
     positions = state["acceptance_by_position"]
     assert [entry["position"] for entry in positions][:4] == [1, 2, 3, 4]
     assert all(0 <= entry["accepted"] <= entry["drafted"] for entry in positions)
     assert 0 < state["acceptance_rate"] < 1
     assert set(state["phase_seconds"]) == {"draft", "score", "verify", "host"}
-    assert state["policy"]["policy"] == "fixed"
+    assert state["policy"]["policy"] == "auto"
     assert server.metric("foretoken_queue_time_seconds_count") > 0

@@ -36,7 +36,7 @@ def worker(**fields: Any) -> Ready:
 def test_capacity() -> None:
     assert capacity(Settings(), WORKER) == [
         "Ready on cuda:0 in bfloat16.",
-        "  drafting  4 tokens a round, by the draft model",
+        "  drafting  as many tokens a round as pays, by the draft model",
         "  cache     2,000 blocks of 16 tokens: 32,000 tokens for each model",
         "  requests  up to 4,000 tokens, prompt and output together; 8 of that length at once",
     ]
