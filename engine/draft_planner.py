@@ -73,7 +73,12 @@ class DraftPlanner:
         """Who drafts if anybody does, and the most that may be drafted."""
         options = [self._candidates(sequence) for sequence in decoding]
         chosen = [candidates[0] if candidates else None for candidates in options]
-        combining = [i for i, sequence in enumerate(decoding) if sequence.combines]
+        # A draft model alone has nobody to be compared with; whether it pays is the length policy's question.
+        combining = [
+            i
+            for i, sequence in enumerate(decoding)
+            if sequence.combines and [option.method for option in options[i]] != [DRAFT_MODEL]
+        ]
         if self.chooser is not None and combining:
             choices = self.chooser.choose(
                 [options[i] for i in combining],

@@ -16,7 +16,7 @@ PAUSE, PAUSED_DECAY = 16, 0.7
 FIRST_RATE = 0.6
 # How many drafts the assumptions are worth: of a group that the next position is like the last, of a
 # sequence that it is like its group.
-GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 24.0
+GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 10.0
 # The text has changed when the first drafted tokens of late do so much better or worse than expected; what
 # was known then loses most of its weight.
 DRIFT_RATE, MAX_DRIFT, CHANGED_DECAY = 0.2, 0.5, 0.3

@@ -101,7 +101,7 @@ def sampled_is_the_targets(pair: Pair, verification: str, in_flight: int, num_sa
     counts = np.zeros_like(joint)
     for tokens, count in Counter(map(tuple, run_engine(core, [prompt] * num_samples, params))).items():
         counts[tokens] = count
-    assert (joint * num_samples >= 5).sum() > 20  # cells that can tell
+    assert (joint * num_samples >= 5).sum() > 10  # cells that can tell
     assert chi_square(counts.ravel(), joint.ravel()) > SIGNIFICANCE
 
 

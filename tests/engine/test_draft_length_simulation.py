@@ -288,24 +288,25 @@ def test_acceptance_jumps_are_followed_within_200_rounds(machine: Machine, num_r
 def test_rows_of_one_step_get_their_own_lengths() -> None:
     machine, rng = MACHINES[0], random.Random(3)
     policy = DraftLengthPolicy(machine.calibrated(rng))
-    rows = [Candidate(key, "draft_model", 1.0, MAX_DRAFT) for key in (0, 1)]
-    sums = [0, 0]
+    rates = [0.97, 0.97, 0.97, 0.02, 0.02, 0.02]
+    rows = [Candidate(key, "draft_model", 1.0, MAX_DRAFT) for key in range(len(rates))]
+    easy = hard = 0
     for step in range(600):
-        easy, hard = policy.choose(rows)
+        lengths = policy.choose(rows)
         if step >= 300:
-            sums = [sums[0] + easy, sums[1] + hard]
-        outcomes = [Outcome(0, easy, _draw([0.97] * easy, rng)), Outcome(1, hard, _draw([0.05] * hard, rng))]
+            easy, hard = easy + min(lengths[:3]), hard + max(lengths[3:])
+        outcomes = [
+            Outcome(key, length, _draw([rate] * length, rng))
+            for key, (length, rate) in enumerate(zip(lengths, rates, strict=True))
+        ]
         drafting = sum(
-            machine.draft_seconds((easy > position) + (hard > position))
-            for position in range(max(easy, hard))
+            machine.draft_seconds(sum(length > position for length in lengths))
+            for position in range(max(lengths))
         )
-        policy.observe(
-            outcomes,
-            RoundSeconds(drafting, machine.score_seconds(2 + easy + hard), machine.host_seconds(2)),
-        )
-    # The other one leans towards its group, which this one makes look easy, and its padding costs too.
-    assert sums[0] / 300 > 5
-    assert sums[0] > 2 * sums[1]
+        score = machine.score_seconds(len(rows) + sum(lengths))
+        policy.observe(outcomes, RoundSeconds(drafting, score, machine.host_seconds(len(rows))))
+    assert easy / 300 > 2
+    assert hard / 300 < 1
 
 
 def test_lookups_draft_long_where_verification_is_cheap() -> None:
