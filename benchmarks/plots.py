@@ -79,6 +79,8 @@ def panels(
                 label=name,
             )
         axes.set_xscale("log", base=2)
+        ticks = sorted({x for points in series.values() for x in points})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
         axes.set_title(title)
         axes.set_ylim(bottom=0)
         axes.axhline(1, color="tab:grey", linewidth=0.5)

@@ -11,11 +11,11 @@ from engine.draft_length.plan import RowOutlook, evaluate, search
 from engine.draft_length.policy import (
     Candidate,
     DraftLengthPolicy,
-    FixedDraftLength,
     Outcome,
     RoundSeconds,
 )
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
+from tests.engine.fixed_length import FixedDraftLength
 
 
 def costs() -> CostModel:

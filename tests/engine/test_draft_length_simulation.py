@@ -19,11 +19,11 @@ from engine.draft_length.plan import PADDING
 from engine.draft_length.policy import (
     Candidate,
     DraftLengthPolicy,
-    FixedDraftLength,
     LengthPolicy,
     Outcome,
     RoundSeconds,
 )
+from tests.engine.fixed_length import FixedDraftLength
 
 MAX_DRAFT = 8
 SEQUENCE_TOKENS = 300
