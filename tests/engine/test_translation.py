@@ -1,5 +1,6 @@
 """Text between two tokenizers: never half a character, the same text on both sides after every addition."""
 
+import re
 from functools import cache
 from itertools import pairwise
 
@@ -36,6 +37,11 @@ def cut_up(ids: list[int], sizes: list[int]) -> list[list[int]]:
     return [ids[start:end] for start, end in pairwise([*ends, len(ids)])]
 
 
+def one_mark(text: str) -> str:
+    """Broken bytes are grouped differently when they come one by one: a run of marks counts as one."""
+    return re.sub("\ufffd+", "\ufffd", text)
+
+
 SIZES = st.lists(st.integers(1, 9), max_size=30)
 
 
@@ -48,8 +54,8 @@ def test_any_tokens_give_the_text_of_all_of_them(name: str, data: st.DataObject,
     for part in cut_up(ids, sizes):
         text += stream.extend(part)
         seen += len(part)
-        assert text + target.decode(stream.pending) == target.decode(ids[:seen])
-        assert target.decode(ids[: seen - len(stream.pending)]).endswith(stream.tail)
+        assert one_mark(text + target.decode(stream.pending)) == one_mark(target.decode(ids[:seen]))
+        assert one_mark(target.decode(ids[: seen - len(stream.pending)])).endswith(one_mark(stream.tail))
         assert len(stream.pending) <= 3
 
 
