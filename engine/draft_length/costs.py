@@ -117,7 +117,7 @@ class CostModel:
         draft_sizes: Sequence[float],
         num_lookups: int,
         num_rows: int,
-        num_score_tokens: int,
+        num_score_tokens: float,
         draft_seconds: float,
         score_seconds: float,
         host_seconds: float,

@@ -145,6 +145,11 @@ def evaluate(
     return Plan(lengths, tokens, seconds)
 
 
+def padded_length(lengths: list[int]) -> float:
+    """Drafted tokens, and what the padding of shorter rows costs beside them, in tokens."""
+    return sum(lengths) + PADDING * (max(lengths, default=0) * len(lengths) - sum(lengths))
+
+
 def draft_sizes(lengths: list[int], lag: float) -> list[float]:
     """Tokens of each draft pass; the first one also catches up."""
     sizes: list[float] = [

@@ -22,6 +22,7 @@ from engine.draft_length.plan import (
     Search,
     draft_sizes,
     evaluate,
+    padded_length,
     search,
 )
 from engine.draft_length.probes import Probes
@@ -264,7 +265,7 @@ class DraftLengthPolicy:
             draft_sizes=draft_sizes(by_model, lag),
             num_lookups=num_lookups,
             num_rows=len(outcomes),
-            num_score_tokens=sum(outcome.num_draft_tokens + 1 for outcome in outcomes),
+            num_score_tokens=len(outcomes) + padded_length([o.num_draft_tokens for o in outcomes]),
             draft_seconds=seconds.draft,
             score_seconds=seconds.score,
             host_seconds=seconds.host,
