@@ -82,8 +82,8 @@ def search(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int)
         score_tokens += row.fill
         tokens -= chance * row.fill
         longest = max(longest, position + 1)
-        padding = PADDING * (longest * len(rows) - count)
-        seconds = overhead + drafting_seconds + draft(num_active[0] + lag) + score(score_tokens + padding)
+        padded = score_tokens + padding(longest, len(rows), count)
+        seconds = overhead + drafting_seconds + draft(num_active[0] + lag) + score(padded)
         if tokens > best_rate * seconds:
             best_rate, best_count, best_tokens, best_seconds = tokens / seconds, count, tokens, seconds
     if not slots:
@@ -139,15 +139,15 @@ def evaluate(
     for row, length in zip(rows, lengths, strict=True):
         tokens += row.fill * sum(row.survival[:length])
         score_tokens += row.fill * length
-    padding = PADDING * (max(lengths, default=0) * len(rows) - sum(lengths))
-    seconds = costs.host(len(rows)) + costs.score(score_tokens + padding + num_prompt_tokens)
+    score_tokens += padding(max(lengths, default=0), len(rows), sum(lengths))
+    seconds = costs.host(len(rows)) + costs.score(score_tokens + num_prompt_tokens)
     seconds += sum(map(costs.draft, draft_sizes(model_lengths, usual_lag if lag is None else lag)))
     return Plan(lengths, tokens, seconds)
 
 
-def padded_length(lengths: list[int]) -> float:
-    """Drafted tokens, and what the padding of shorter rows costs beside them, in tokens."""
-    return sum(lengths) + PADDING * (max(lengths, default=0) * len(lengths) - sum(lengths))
+def padding(longest: int, num_rows: int, num_drafted: int) -> float:
+    """What it costs to pad ``num_drafted`` tokens to ``longest`` in every row, in tokens."""
+    return PADDING * (longest * num_rows - num_drafted)
 
 
 def draft_sizes(lengths: list[int], lag: float) -> list[float]:

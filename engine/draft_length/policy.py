@@ -22,7 +22,7 @@ from engine.draft_length.plan import (
     Search,
     draft_sizes,
     evaluate,
-    padded_length,
+    padding,
     search,
 )
 from engine.draft_length.probes import Probes
@@ -261,11 +261,13 @@ class DraftLengthPolicy:
             elif num_passes:
                 by_model.append(num_passes)
                 lag += row.lag
+        lengths = [outcome.num_draft_tokens for outcome in outcomes]
+        num_drafted = sum(lengths)
         self.costs.observe_round(
             draft_sizes=draft_sizes(by_model, lag),
             num_lookups=num_lookups,
             num_rows=len(outcomes),
-            num_score_tokens=len(outcomes) + padded_length([o.num_draft_tokens for o in outcomes]),
+            num_score_tokens=len(outcomes) + num_drafted + padding(max(lengths), len(outcomes), num_drafted),
             draft_seconds=seconds.draft,
             score_seconds=seconds.score,
             host_seconds=seconds.host,

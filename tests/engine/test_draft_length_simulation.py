@@ -15,7 +15,7 @@ import pytest
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
-from engine.draft_length.plan import PADDING
+from engine.draft_length.plan import padding
 from engine.draft_length.policy import (
     Candidate,
     DraftLengthPolicy,
@@ -162,8 +162,8 @@ class Simulation:
             active = [row for row, length in zip(rows, passes, strict=True) if length > position]
             lag = sum(row.lag for row in active) if position == 0 else 0
             drafting += machine.draft_seconds(len(active) + lag) if self.method == "draft_model" else 0.0
-        padding = PADDING * (max(chosen) * len(rows) - sum(chosen))
-        score = machine.score_seconds(len(rows) + sum(chosen) + padding)
+        padded = len(rows) + sum(chosen) + padding(max(chosen), len(rows), sum(chosen))
+        score = machine.score_seconds(padded)
         return drafting, score, machine.host_seconds(len(rows))
 
 
