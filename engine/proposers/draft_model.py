@@ -40,6 +40,8 @@ class DraftModelProposer:
         probs = None
         if sampler.uses_draft_probs:
             probs = torch.zeros(len(lengths), num_positions, sampler.vocab_size, device=sampler.device)
+        patience = [part.patience for part in completing]
+        with_confidence = any(patience)
         active = [row for row, length in enumerate(lengths) if length > 0]
         last: dict[int, int] = {}  # each row's latest draft
         for position in range(num_positions):
@@ -48,12 +50,13 @@ class DraftModelProposer:
                     [Span(completing[row].sequence.draft_blocks, [last[row]], 1) for row in active]
                 )
             members = active if len(active) < len(lengths) else slice(None)
-            draw = sampler.select(active).draw_drafts(logits, token_ids[members, :position])
+            drafted = token_ids[members, :position]
+            draw = sampler.select(active).draw_drafts(logits, drafted, with_confidence)
             token_ids[members, position] = draw.ids
             last = dict(zip(active, draw.ids.tolist(), strict=True))
             if probs is not None and draw.probs is not None:
                 probs[members, position] = draw.probs
-            active = rows_going_on([part.patience for part in completing], lengths, active, position, draw)
+            active = rows_going_on(patience, lengths, active, position, draw)
             if not active:
                 break
         longest = max(lengths)
@@ -101,6 +104,7 @@ def rows_going_on(
         row_patience = patience[row]
         if row_patience is None:
             continue
+        assert draw.confidence is not None
         if not row_patience.keeps(float(draw.confidence[i])):
             lengths[row] = position
         elif not row_patience.goes_on():

@@ -90,7 +90,7 @@ class DraftDraw(NamedTuple):
 
     ids: torch.Tensor  # [B]
     probs: torch.Tensor | None  # [B, V], the distributions drawn from, if a row asks for them
-    confidence: torch.Tensor  # [B]
+    confidence: torch.Tensor | None  # [B], if it was asked for
 
 
 class Sampler:
@@ -113,31 +113,35 @@ class Sampler:
             return self
         return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device)
 
-    def draw_drafts(self, logits: torch.Tensor, drafted: torch.Tensor) -> DraftDraw:
+    def draw_drafts(
+        self, logits: torch.Tensor, drafted: torch.Tensor, with_confidence: bool = False
+    ) -> DraftDraw:
         """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
         offset = drafted.shape[1]
         # A draft model that has lost its mind may still be asked: any guess is a guess.
         logits, _ = _replace_broken(self._adjust(logits[:, None], drafted, offset))
         if self.all_greedy:
-            ids, confidence = _greedy(logits[:, 0])
+            ids = logits[:, 0].argmax(-1)
+            confidence = _lead(logits[:, 0]) if with_confidence else None
             one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
             return DraftDraw(ids, one_hot, confidence)
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
-        confidence = logits.new_empty(len(self.rows))
+        confidence = logits.new_empty(len(self.rows)) if with_confidence else None
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
         for rule, indices in self.groups.items():
             members = self._index(indices)
             rule_probs = None
             if rule is Rule.EXACT_MATCH:
-                ids[members], confidence[members] = _greedy(logits[members, 0])
+                ids[members] = logits[members, 0].argmax(-1)
             else:
                 rule_probs = self._probs(logits[members], indices)[:, 0]
-                confidence[members] = rule_probs.amax(-1)
                 seeds, positions = self._seeds(rule, members), self.positions[members] + offset
                 if rule is Rule.COUPLED:
                     ids[members] = race(rule_probs, exponential_noise(seeds, positions, self.vocab_size))
                 else:
                     ids[members] = inverse_cdf(rule_probs, uniform(seeds, positions, Stream.DRAFT))
+            if confidence is not None:
+                confidence[members] = _lead(logits[members, 0]) if rule_probs is None else rule_probs.amax(-1)
             if probs is not None:
                 one_hot = F.one_hot(ids[members], self.vocab_size)
                 probs[members] = one_hot.float() if rule_probs is None else rule_probs
@@ -228,10 +232,10 @@ class Sampler:
         return torch.tensor(indices, device=self.device)
 
 
-def _greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Most likely ids of ``logits`` [B, V], and how sure they are against the next: [B] each."""
+def _lead(logits: torch.Tensor) -> torch.Tensor:
+    """How sure the likeliest ids of ``logits`` [B, V] are against the next: [B]."""
     first, second = logits.topk(2).values.unbind(-1)
-    return logits.argmax(-1), torch.sigmoid(first - second)
+    return torch.sigmoid(first - second)
 
 
 def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

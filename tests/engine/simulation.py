@@ -95,7 +95,8 @@ def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Draf
         texts = [
             sampler.rows[i].history.token_ids + ids for i, ids in zip(active, drafted.tolist(), strict=True)
         ]
-        draw = sampler.select(active).draw_drafts(torch.stack([DRAFT(t) for t in texts]), drafted)
+        logits = torch.stack([DRAFT(t) for t in texts])
+        draw = sampler.select(active).draw_drafts(logits, drafted, with_confidence=unsure)
         token_ids[active, position] = draw.ids
         if probs is not None and draw.probs is not None:
             probs[active, position] = draw.probs

@@ -44,8 +44,8 @@ def raw_draft_probs(patch: Patch) -> None:
     """The draft reports the unprocessed distribution, but drew from the processed one."""
     honest = Sampler.draw_drafts
 
-    def draw(self: Sampler, logits: torch.Tensor, drafted: torch.Tensor) -> Any:
-        draw = honest(self, logits, drafted)
+    def draw(self: Sampler, logits: torch.Tensor, drafted: torch.Tensor, *options: Any, **named: Any) -> Any:
+        draw = honest(self, logits, drafted, *options, **named)
         return draw if draw.probs is None else draw._replace(probs=logits.softmax(-1))
 
     patch.setattr(Sampler, "draw_drafts", draw)
@@ -318,8 +318,8 @@ def confidence_of_the_token_drawn(patch: Patch) -> None:
     """A draft ends by how likely its drawn token was: unlikely ones are dropped after they were drawn."""
     honest = Sampler.draw_drafts
 
-    def draw(self: Sampler, logits: torch.Tensor, drafted: torch.Tensor) -> Any:
-        draw = honest(self, logits, drafted)
+    def draw(self: Sampler, logits: torch.Tensor, drafted: torch.Tensor, *options: Any, **named: Any) -> Any:
+        draw = honest(self, logits, drafted, *options, **named)
         assert draw.probs is not None
         return draw._replace(confidence=draw.probs.gather(1, draw.ids[:, None])[:, 0])
 
