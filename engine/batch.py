@@ -98,78 +98,89 @@ class ForwardBatch:
     what it has stored, ``cross_groups`` to what is stored of the encoder's.
     """
 
+    spans: list[Span]
+    block_size: int
     token_ids: torch.Tensor  # [1, tokens]
     positions: torch.Tensor  # [1, tokens]
     slots: torch.Tensor  # [tokens], where the new keys and values go
     logits_index: torch.Tensor  # [rows with logits] into the packed tokens
-    groups: list[AttentionGroup]
-    cross_groups: list[AttentionGroup]
 
     @classmethod
     def build(cls, spans: list[Span], block_size: int, device: torch.device) -> "ForwardBatch":
-        if len(spans) == 1 and (lone := cls._of_one_run(spans[0], block_size, device)) is not None:
-            return lone
-        encoded = [span.table.num_encoder_tokens for span in spans]
-        starts = [span.table.num_computed_tokens - first for span, first in zip(spans, encoded, strict=True)]
-        lengths = [len(span.token_ids) for span in spans]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logits_index: list[int] = []
+        for span in spans:
+            blocks, start = span.table.block_ids, span.table.num_computed_tokens
+            stored = range(start, start + len(span.token_ids))
+            token_ids += span.token_ids
+            positions += [i - span.table.num_encoder_tokens for i in stored]
+            slots += [blocks[i // block_size] * block_size + i % block_size for i in stored]
+            logits_index += range(len(token_ids) - span.num_logits, len(token_ids))
+        # One tensor, one copy to the device.
+        numbers = torch.tensor([*token_ids, *positions, *slots, *logits_index], dtype=torch.int64).to(device)
+        sizes = len(token_ids), len(token_ids), len(token_ids), len(logits_index)
+        packed_ids, packed_positions, packed_slots, index = numbers.split_with_sizes(sizes)
+        return cls(spans, block_size, packed_ids[None], packed_positions[None], packed_slots, index)
+
+    @cached_property
+    def groups(self) -> list[AttentionGroup]:
+        """Only what attends by groups asks for them."""
+        if len(self.spans) == 1 and not self.spans[0].table.num_encoder_tokens:
+            return [self.lone_group(0)]
+        encoded = [span.table.num_encoder_tokens for span in self.spans]
+        ends = [span.table.num_computed_tokens + len(span.token_ids) for span in self.spans]
         slots = [
-            table_slots(span.table, first + start + length, block_size)
-            for span, first, start, length in zip(spans, encoded, starts, lengths, strict=True)
+            table_slots(span.table, end, self.block_size)[first:]
+            for span, first, end in zip(self.spans, encoded, ends, strict=True)
         ]
-        encoder_slots = [s[:first] for s, first in zip(slots, encoded, strict=True)]
-        slots = [s[first:] for s, first in zip(slots, encoded, strict=True)]
-        logits = [np.arange(end - span.num_logits, end) for span, end in zip(spans, offsets[1:], strict=True)]
+        positions = [
+            np.arange(end - len(span.token_ids), end) - first
+            for span, first, end in zip(self.spans, encoded, ends, strict=True)
+        ]
+        lengths, device = self._lengths(), self.slots.device
+        return [
+            _group(members, self._offsets(), positions, slots, device) for members in _group_members(lengths)
+        ]
 
-        def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(device)
+    @cached_property
+    def cross_groups(self) -> list[AttentionGroup]:
+        encoded = [span.table.num_encoder_tokens for span in self.spans]
+        if not any(encoded):
+            return []
+        slots = [
+            table_slots(span.table, first, self.block_size)
+            for span, first in zip(self.spans, encoded, strict=True)
+        ]
+        return _cross_groups(self._lengths(), self._offsets(), slots, self.slots.device)
 
-        return cls(
-            token_ids=torch.tensor([[i for span in spans for i in span.token_ids]], device=device),
-            positions=tensor(positions)[None],
-            slots=tensor([s[start:] for s, start in zip(slots, starts, strict=True)]),
-            logits_index=tensor(logits),
-            groups=[
-                _group(members, offsets, positions, slots, device) for members in _group_members(lengths)
-            ],
-            cross_groups=_cross_groups(lengths, offsets, encoder_slots, device) if any(encoded) else [],
-        )
-
-    @classmethod
-    def _of_one_run(cls, span: Span, block_size: int, device: torch.device) -> "ForwardBatch | None":
-        """A lone span whose blocks lie one after the other, without indices; None if they do not."""
-        if span.table.num_encoder_tokens:
-            return None
-        start, length = span.table.num_computed_tokens, len(span.token_ids)
-        keys = start + length
-        blocks = span.table.block_ids[: -(-keys // block_size)]
-        if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
-            return None
-        first_slot = blocks[0] * block_size
-        # One tensor, one copy to the device: ids, positions, slots, rows with logits.
-        numbers = torch.tensor(
-            [
-                *span.token_ids,
-                *range(start, keys),
-                *range(first_slot + start, first_slot + keys),
-                *range(length - span.num_logits, length),
-            ]
-        ).to(device)
-        token_ids, positions, slots, logits_index = numbers.split_with_sizes(
-            (length, length, length, span.num_logits)
-        )
-        group = AttentionGroup(
+    def lone_group(self, member: int) -> AttentionGroup:
+        """One span of a decoder-only model, as if nothing else was in the batch."""
+        span = self.spans[member]
+        first, length = sum(self._lengths()[:member]), len(span.token_ids)
+        keys = span.table.num_computed_tokens + length
+        blocks = span.table.block_ids[: -(-keys // self.block_size)]
+        # Blocks that lie one after the other need no index.
+        is_run = blocks == list(range(blocks[0], blocks[0] + len(blocks)))
+        slots = None if is_run else torch.from_numpy(table_slots(span.table, keys, self.block_size))
+        return AttentionGroup(
             rows=1,
             queries=length,
             keys=keys,
             query_index=None,
             output_index=None,
-            key_slots=None,
-            query_positions=positions[None],
-            first_slot=first_slot,
+            key_slots=None if slots is None else slots.to(self.slots.device),
+            query_positions=self.positions[:, first : first + length],
+            first_slot=blocks[0] * self.block_size,
         )
-        return cls(token_ids[None], positions[None], slots, logits_index, [group], cross_groups=[])
+
+    def _lengths(self) -> list[int]:
+        return [len(span.token_ids) for span in self.spans]
+
+    def _offsets(self) -> np.ndarray:
+        """Where each span's tokens begin in the packed ones, and where the last ones end."""
+        return np.cumsum([0, *self._lengths()])
 
 
 def table_slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:

@@ -47,6 +47,11 @@ class ModelSettings(BaseModel):
         "and refuse a model that deviates.",
     )
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
+    native_kernels: bool = Field(
+        True,
+        description="On a CPU, run what lies between a layer's products in C, compiled once where a C "
+        "compiler is installed.",
+    )
     max_model_len: int | None = Field(
         None,
         ge=2,

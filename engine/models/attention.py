@@ -78,14 +78,16 @@ class PagedAttention:
         slots, groups = self._on.get(query.device) or self._copied_to(query.device)
         self.cache.write(layer, slots, key, value)
         if len(groups) == 1:
-            return self._attend_group(groups[0], layer, query, scaling, sliding_window, softcap, sinks)
+            return attend_group(groups[0], self.cache, layer, query, scaling, sliding_window, softcap, sinks)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in groups:
             rows = group.query_index
             assert rows is not None  # only a lone group can be the whole batch
             if group.output_index is not None:
                 rows = rows[group.output_index]
-            output[rows] = self._attend_group(group, layer, query, scaling, sliding_window, softcap, sinks)
+            output[rows] = attend_group(
+                group, self.cache, layer, query, scaling, sliding_window, softcap, sinks
+            )
         return output
 
     def _copied_to(self, device: torch.device) -> tuple[torch.Tensor, list[AttentionGroup]]:
@@ -93,39 +95,40 @@ class PagedAttention:
         self._on[device] = self.batch.slots.to(device), groups
         return self._on[device]
 
-    def _attend_group(
-        self,
-        group: AttentionGroup,
-        layer: int,
-        query: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The group's real queries' outputs [queries, heads, value size]."""
-        if group.key_slots is None:
-            keys, values = self.cache.run(layer, group.first_slot, group.keys)
-        else:
-            gathered = self.cache.gather(layer, group.key_slots)
-            keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
-        if group.query_index is not None:
-            query = query[group.query_index]
-        kv_heads = keys.shape[1]
-        # Query heads that share a kv head become extra queries of it: [rows, kv heads, shared * queries].
-        shared = query.shape[1] // kv_heads
-        query = query.view(group.rows, group.queries, kv_heads, shared, -1)
-        query = query.permute(0, 2, 3, 1, 4).reshape(group.rows, kv_heads, shared * group.queries, -1)
-        bias = group.bias(sliding_window, shared, query.dtype)
-        if softcap is None and sinks is None:
-            attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
-        else:
-            if sinks is not None:
-                sinks = sinks.view(1, kv_heads, shared, 1).repeat_interleave(group.queries, dim=2)
-            attended = attention_by_definition(query, keys, values, bias, scaling, softcap, sinks)
-        attended = attended.view(group.rows, kv_heads, shared, group.queries, -1).permute(0, 3, 1, 2, 4)
-        output = attended.reshape(group.rows * group.queries, kv_heads * shared, -1).contiguous()
-        return output if group.output_index is None else output[group.output_index]
+
+def attend_group(
+    group: AttentionGroup,
+    cache: KVCache,
+    layer: int,
+    query: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The group's real queries' outputs [queries, heads, value size]."""
+    if group.key_slots is None:
+        keys, values = cache.run(layer, group.first_slot, group.keys)
+    else:
+        gathered = cache.gather(layer, group.key_slots)
+        keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
+    if group.query_index is not None:
+        query = query[group.query_index]
+    kv_heads = keys.shape[1]
+    # Query heads that share a kv head become extra queries of it: [rows, kv heads, shared * queries].
+    shared = query.shape[1] // kv_heads
+    query = query.view(group.rows, group.queries, kv_heads, shared, -1)
+    query = query.permute(0, 2, 3, 1, 4).reshape(group.rows, kv_heads, shared * group.queries, -1)
+    bias = group.bias(sliding_window, shared, query.dtype)
+    if softcap is None and sinks is None:
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
+    else:
+        if sinks is not None:
+            sinks = sinks.view(1, kv_heads, shared, 1).repeat_interleave(group.queries, dim=2)
+        attended = attention_by_definition(query, keys, values, bias, scaling, softcap, sinks)
+    attended = attended.view(group.rows, kv_heads, shared, group.queries, -1).permute(0, 3, 1, 2, 4)
+    output = attended.reshape(group.rows * group.queries, kv_heads * shared, -1).contiguous()
+    return output if group.output_index is None else output[group.output_index]
 
 
 def attention_by_definition(

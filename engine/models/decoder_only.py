@@ -11,8 +11,8 @@ from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.layer_probe import LayerProbe, probe_layers
 from engine.sampling.rules import NO_RULES
 
-# Logits [len(logits_index), vocab] of packed token ids and positions [1, tokens].
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
+# Logits [len(logits_index), vocab] of a batch; its keys and values go into the cache.
+Forward = Callable[[ForwardBatch, KVCache], torch.Tensor]
 
 
 class DecoderModel:
@@ -61,12 +61,14 @@ class DecoderModel:
         """
         assert self.cache is not None
         batch = ForwardBatch.build(spans, self.block_size, self.device)
-        logits = (self.short_forward or self._call)(
-            batch.token_ids, batch.positions, batch.logits_index, PagedAttention(batch, self.cache)
-        )
+        logits = (self.short_forward or self._module_forward)(batch, self.cache)
         for span in spans:
             span.table.num_computed_tokens += len(span.token_ids)
         return logits.float()
+
+    def _module_forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+        context = PagedAttention(batch, cache)
+        return self._call(batch.token_ids, batch.positions, batch.logits_index, context)
 
     def _call(
         self,

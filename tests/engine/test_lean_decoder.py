@@ -17,7 +17,7 @@ from transformers import (
 
 from engine.batch import Span
 from engine.block_manager import BlockTable
-from engine.models import lean_decoder, packed_linear
+from engine.models import layer_parts, packed_linear
 from engine.models.decoder_only import DecoderModel
 from engine.models.lean_decoder import LeanDecoder
 from engine.models.packed_linear import HalfProduct, PackedProduct, half_scale, make_product
@@ -91,12 +91,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("blocks", [list(range(2, 10)), [9, 3, 4, 1, 12, 7, 0, 5]], ids=["run", "scattered"])
-def test_same_logits_as_transformers(folder: str, blocks: list[int]) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["C", "torch"])
+def test_same_logits_as_transformers(folder: str, blocks: list[int], native: bool) -> None:
     ids = torch.randint(0, 96, (sum(PARTS),), generator=torch.Generator().manual_seed(1)).tolist()
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = module(input_ids=torch.tensor([ids])).logits[0]
-    model = make_engine(folder, None).target
+    model = make_engine(folder, None, native_kernels=native).target
     assert isinstance(model.short_forward, LeanDecoder)
     torch.testing.assert_close(logits_in_parts(model, ids, blocks), expected, rtol=1e-3, atol=1e-3)
 
@@ -105,8 +106,8 @@ def test_a_wrong_forward_is_noticed_and_not_used(tmp_path: Path, monkeypatch: py
     path = save(CONFIGS["qwen3"], tmp_path)
     ids = list(range(sum(PARTS)))
     right = logits_in_parts(make_engine(path, None).target, ids, list(range(8)))
-    monkeypatch.setattr(lean_decoder, "_rotate", lambda x, cos, sin: x * cos)
-    model = make_engine(path, None).target
+    monkeypatch.setattr(layer_parts, "_rotate", lambda x, cos, sin: x * cos)
+    model = make_engine(path, None, native_kernels=False).target
     assert not isinstance(model.short_forward, LeanDecoder)
     torch.testing.assert_close(logits_in_parts(model, ids, list(range(8))), right, rtol=1e-3, atol=1e-3)
 

@@ -1,0 +1,132 @@
+"""What a Llama-shaped layer does between its matrix products, with torch's operations, on any device.
+
+``engine.native.layer_parts`` does the same in C, for few rows on a CPU.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.batch import ForwardBatch
+from engine.kv_cache import KVCache
+from engine.models.attention import PagedAttention
+
+# Rotary types whose angles are a function of the position alone, so that a table can hold them.
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
+MAX_TABLE_POSITIONS = 1 << 15
+
+
+class Norm:
+    """RMSNorm over the last dimension, in float32 as transformers computes it."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.size = weight.shape[-1]
+        self.weight = weight
+        self.eps = eps
+        # On a CPU torch's rms_norm is six operations. sum(x^2) + n * eps is a hypotenuse: four, two of them
+        # on one number a row.
+        self.short = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self.scaled_weight = weight * self.size**0.5
+        self.leg = torch.tensor((self.size * eps) ** 0.5, dtype=torch.float32, device=weight.device)
+
+    @classmethod
+    def of(cls, module: Any) -> "Norm":
+        return cls(module.weight.detach(), module.variance_epsilon)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.short:
+            length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.leg)
+            return (x / length).mul_(self.scaled_weight)
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        return F.rms_norm(x, (self.size,), None, self.eps) * self.weight
+
+
+class Rotary:
+    """cos and sin of every position, from the model's own rotary module."""
+
+    def __init__(self, module: Any, config: Any, like: torch.Tensor) -> None:
+        self.module = module
+        self.like = like
+        self.table: tuple[torch.Tensor, torch.Tensor] | None = None
+        num_positions = int(config.max_position_embeddings)
+        if module.rope_type in STATIC_ROTARY and num_positions <= MAX_TABLE_POSITIONS:
+            self.table = self.compute(torch.arange(num_positions, device=like.device))
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For ``positions`` [tokens]: cos and signed sin, [tokens, head size]."""
+        if self.table is None:
+            return self.compute(positions)
+        cos, sin = self.table
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.module(self.like, positions[None])
+        half = sin.shape[-1] // 2
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        return cos[0].contiguous(), signed[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """One layer's attention. ``norm`` is of queries and keys together: weight [heads + kv heads, size]."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scaling: float
+    sliding_window: int | None
+    norm: Norm | None
+
+
+class LayerParts(Protocol):
+    """Of one forward; every tensor is [tokens, ...]."""
+
+    def norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor: ...
+
+    def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
+        """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], which may be
+        overwritten, to [tokens, heads * size]."""
+        ...
+
+    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[tokens, 2 * size] to [tokens, size]; ``gate_up`` may be overwritten."""
+        ...
+
+
+class TorchParts:
+    def __init__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
+        self.context = PagedAttention(batch, cache)
+        cos, sin = rotary.angles(batch.positions[0])
+        self.cos, self.sin = cos[:, None], sin[:, None]
+
+    def norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        return norm(x)
+
+    def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
+        tokens, heads, kv_heads = qkv.shape[0], shape.num_heads, shape.num_kv_heads
+        query_key, value = qkv.view(tokens, -1, shape.head_size).split_with_sizes(
+            (heads + kv_heads, kv_heads), 1
+        )
+        if shape.norm is not None:
+            query_key = shape.norm(query_key)
+        query_key = _rotate(query_key, self.cos, self.sin)
+        query, key = query_key.split_with_sizes((heads, kv_heads), 1)
+        attended = self.context.attend(
+            shape.layer, query, key, value, shape.scaling, shape.sliding_window, None, None
+        )
+        return attended.reshape(tokens, -1)
+
+    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return F.silu(gate).mul_(up)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of ``x`` [tokens, heads, size]: (a, b) to (a cos - b sin, b cos + a sin)."""
+    tokens, heads, size = x.shape
+    swapped = x.view(tokens, heads, 2, size // 2).flip(2).view(tokens, heads, size)
+    return torch.addcmul(x * cos, swapped, sin)

@@ -1,0 +1,271 @@
+/* What a Llama-shaped layer does between its matrix products, for a few float32 rows on a CPU.
+ *
+ * torch spends a microsecond or more on starting each small operation, and a layer has some forty of them.
+ * Here they are three calls: a norm, everything from rotary embedding to attention, a gated activation.
+ * Rows of different lengths are attended as they are, straight from the cache: no padding, no copies.
+ *
+ * All arrays are float32 and row-major. "native.py" compiles this file and says what it is called with.
+ */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Cached tokens that are looked at together. */
+#define CHUNK 32
+/* Numbers in a vector register; head sizes are multiples of 16. */
+#ifdef __AVX512F__
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* Below so many numbers to go through, waking other threads takes longer than the work. */
+#define MIN_PARALLEL 32768
+
+/* The new tokens of some sequences, one after the other, and where their caches lie. */
+typedef struct {
+    int64_t num_spans, num_tokens, block_size;
+    int64_t max_queries;          /* longer spans are stored, but attended by somebody else */
+    const int64_t *slots;         /* [num_tokens], where the new keys and values go */
+    const int64_t *first_token;   /* [num_spans + 1] into the packed tokens */
+    const int64_t *num_stored;    /* [num_spans] tokens that the cache had before */
+    const int64_t *first_block;   /* [num_spans] into blocks */
+    const int64_t *blocks;        /* block ids of all spans */
+    const int64_t *angle;         /* [num_tokens] row of cos and sin */
+    const float *cos, *sin;       /* [rows, head_size]; sin is negative in the first half */
+} Spans;
+
+typedef struct {
+    int64_t num_heads, num_kv_heads, head_size;
+    int64_t window;               /* keys that a query sees, itself included; 0: all */
+    float scaling, norm_eps;
+    const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
+    float *keys, *values;         /* [slots, num_kv_heads, head_size] */
+} Layer;
+
+/* A head of 256. */
+#define MAX_WIDTH (256 / LANES)
+#define UNROLL _Pragma("GCC unroll 8")
+#define ALWAYS __attribute__((always_inline))
+
+/* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
+static inline ALWAYS float fast_exp(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));
+    float p = 1.38888889e-3f;
+    p = fmaf(p, r, 8.33333333e-3f);
+    p = fmaf(p, r, 4.16666667e-2f);
+    p = fmaf(p, r, 1.66666667e-1f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    union { int32_t i; float f; } power = { ((int32_t)n + 127) << 23 };
+    return p * power.f;
+}
+
+static inline void norm_row(float *out, const float *x, const float *weight, int64_t size, float eps) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+    const float scale = 1.0f / sqrtf(sum / (float)size + eps);
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+/* RMSNorm (arXiv 1910.07467) of rows [rows, size]. */
+void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size, float eps) {
+    #pragma omp parallel for if (rows * size > MIN_PARALLEL)
+    for (int64_t row = 0; row < rows; row++) norm_row(out + row * size, x + row * size, weight, size, eps);
+}
+
+/* out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]. */
+void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size) {
+    #pragma omp parallel for if (rows * size > MIN_PARALLEL / 4)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gate = gate_up + row * 2 * size, *up = gate + size;
+        float *to = out + row * size;
+        for (int64_t i = 0; i < size; i++) to[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
+    }
+}
+
+/* Slots of ``length`` positions of a span, from ``begin`` on. */
+static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, int64_t begin, int64_t length) {
+    const int64_t *block = spans->blocks + spans->first_block[span] + begin / spans->block_size;
+    int64_t offset = begin % spans->block_size;
+    for (int64_t j = 0; j < length; j++) {
+        slots[j] = *block * spans->block_size + offset;
+        if (++offset == spans->block_size) {
+            offset = 0;
+            block++;
+        }
+    }
+}
+
+/* (a, b) to (a cos - b sin, b cos + a sin), halves of one head; in place. */
+static inline void rotate(float *x, const float *cos, const float *sin, int64_t size) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] + b * sin[i];
+        x[half + i] = b * cos[half + i] + a * sin[half + i];
+    }
+}
+
+/* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
+static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t token) {
+    const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
+    const int64_t angle = spans->angle[token], to = spans->slots[token];
+    for (int64_t head = 0; head < rotated; head++) {
+        float *x = qkv + head * size;
+        if (layer->norm_weight) norm_row(x, x, layer->norm_weight + head * size, size, layer->norm_eps);
+        rotate(x, spans->cos + angle * size, spans->sin + angle * size, size);
+    }
+    const int64_t width = layer->num_kv_heads * size;
+    memcpy(layer->keys + to * width, qkv + layer->num_heads * size, width * sizeof(float));
+    memcpy(layer->values + to * width, qkv + rotated * size, width * sizeof(float));
+}
+
+static inline ALWAYS float sum_of(vec x) {
+    float sum = 0.0f;
+#if LANES == 16 && __has_builtin(__builtin_shufflevector)
+    typedef float half __attribute__((vector_size(32)));
+    typedef float quarter __attribute__((vector_size(16)));
+    half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
+           + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+    q += __builtin_shufflevector(q, q, 2, 3, 0, 1);
+    sum = q[0] + q[1];
+#else
+    for (int i = 0; i < LANES; i++) sum += x[i];
+#endif
+    return sum;
+}
+
+/* Scores of one query's chunk to weights, from ``from`` to ``last``, 0 elsewhere. Returns their sum;
+ * *best is the highest score so far. */
+static inline ALWAYS float soften(float *score, int64_t from, int64_t last, float *best) {
+    for (int64_t j = 0; j < from; j++) score[j] = -INFINITY;
+    for (int64_t j = last; j < CHUNK; j++) score[j] = -INFINITY;
+    float highest[LANES], sum = 0.0f;
+    for (int i = 0; i < LANES; i++) highest[i] = *best;
+    for (int64_t j = 0; j < CHUNK; j += LANES)
+        for (int i = 0; i < LANES; i++) highest[i] = score[j + i] > highest[i] ? score[j + i] : highest[i];
+    for (int i = 0; i < LANES; i++) *best = highest[i] > *best ? highest[i] : *best;
+    for (int64_t j = 0; j < CHUNK; j++) score[j] = fast_exp(score[j] - *best);
+    for (int64_t j = 0; j < from; j++) score[j] = 0.0f;
+    for (int64_t j = last; j < CHUNK; j++) score[j] = 0.0f;
+    for (int64_t j = 0; j < CHUNK; j++) sum += score[j];
+    return sum;
+}
+
+/* One span's queries against its keys and values, for the kv heads from first_head to end_head, with a
+ * running softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it.
+ * Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
+static inline ALWAYS void attend_span(
+    const Spans *spans, const Layer *layer, int64_t span, int64_t first_head, int64_t end_head,
+    const float *qkv, float *out, const int64_t width) {
+    const int64_t size = LANES * width;
+    const int64_t first = spans->first_token[span], num_queries = spans->first_token[span + 1] - first;
+    const int64_t shared = layer->num_heads / layer->num_kv_heads;
+    const int64_t heads = (end_head - first_head) * shared, rows = num_queries * heads;
+    const int64_t qkv_size = (layer->num_heads + 2 * layer->num_kv_heads) * size;
+    const int64_t out_size = layer->num_heads * size, kv_size = layer->num_kv_heads * size;
+    const int64_t stored = spans->num_stored[span], num_keys = stored + num_queries;
+    qkv += first * qkv_size + first_head * shared * size;
+    out += first * out_size + first_head * shared * size;
+    const float *keys = layer->keys + first_head * size, *values = layer->values + first_head * size;
+    float best[rows], total[rows], scores[rows][CHUNK];
+    for (int64_t row = 0; row < rows; row++) {
+        best[row] = -INFINITY;
+        total[row] = 0.0f;
+    }
+    for (int64_t query = 0; query < num_queries; query++)
+        memset(out + query * out_size, 0, heads * size * sizeof(float));
+    int64_t begin = 0;
+    if (layer->window && stored + 1 > layer->window) begin = stored + 1 - layer->window;
+    for (; begin < num_keys; begin += CHUNK) {
+        const int64_t length = num_keys - begin < CHUNK ? num_keys - begin : CHUNK;
+        int64_t offset[CHUNK];
+        find_slots(offset, spans, span, begin, length);
+        for (int64_t j = 0; j < length; j++) offset[j] *= kv_size;
+        for (int64_t j = 0; j < length; j++) {
+            const int64_t at = offset[j];
+            for (int64_t i = 0; i < (end_head - first_head) * size; i += 16)
+                __builtin_prefetch(values + at + i);
+            for (int64_t head = 0; head < heads; head++) {
+                const vec *key = (const vec *)(keys + at + head / shared * size);
+                for (int64_t query = 0; query < num_queries; query++) {
+                    const vec *of = (const vec *)(qkv + query * qkv_size + head * size);
+                    vec score = of[0] * key[0];
+                    UNROLL
+                    for (int64_t i = 1; i < width; i++) score += of[i] * key[i];
+                    scores[head * num_queries + query][j] = sum_of(score) * layer->scaling;
+                }
+            }
+        }
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t head = row / num_queries, query = row % num_queries;
+            const int64_t past = stored + query + 1 - begin, window_start = past - layer->window;
+            const int64_t last = past < length ? past : length;
+            const int64_t from = layer->window && window_start > 0 ? window_start : 0;
+            if (from >= last) continue;
+            const float before = best[row], sum = soften(scores[row], from, last, &best[row]);
+            const float shrink = before == -INFINITY ? 0.0f : fast_exp(before - best[row]);
+            total[row] = total[row] * shrink + sum;
+            vec *to = (vec *)(out + query * out_size + head * size), value[MAX_WIDTH];
+            UNROLL
+            for (int64_t i = 0; i < width; i++) value[i] = to[i] * shrink;
+            for (int64_t j = from; j < last; j++) {
+                const vec *of = (const vec *)(values + offset[j] + head / shared * size);
+                UNROLL
+                for (int64_t i = 0; i < width; i++) value[i] += scores[row][j] * of[i];
+            }
+            UNROLL
+            for (int64_t i = 0; i < width; i++) to[i] = value[i];
+        }
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        float *to = out + row % num_queries * out_size + row / num_queries * size;
+        for (int64_t i = 0; i < size; i++) to[i] /= total[row];
+    }
+}
+
+static void attend_part(const Spans *spans, const Layer *layer, int64_t span, int64_t part,
+                        int64_t num_parts, const float *qkv, float *out) {
+    if (spans->first_token[span + 1] - spans->first_token[span] > spans->max_queries) return;
+    const int64_t first = part * layer->num_kv_heads / num_parts;
+    const int64_t end = (part + 1) * layer->num_kv_heads / num_parts;
+    switch (layer->head_size) {
+        case 64: attend_span(spans, layer, span, first, end, qkv, out, 64 / LANES); break;
+        case 128: attend_span(spans, layer, span, first, end, qkv, out, 128 / LANES); break;
+        default: attend_span(spans, layer, span, first, end, qkv, out, layer->head_size / LANES);
+    }
+}
+
+/* Stores the new tokens and attends: qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], whose
+ * queries are normed and rotated in place; out [num_tokens, num_heads, head_size]. */
+void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
+    const int64_t width = (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
+    #pragma omp parallel for if (spans->num_tokens * width > MIN_PARALLEL)
+    for (int64_t token = 0; token < spans->num_tokens; token++)
+        place(spans, layer, qkv + token * width, token);
+    int64_t num_scores = 0;
+    for (int64_t span = 0; span < spans->num_spans; span++) {
+        const int64_t num_queries = spans->first_token[span + 1] - spans->first_token[span];
+        if (num_queries <= spans->max_queries)
+            num_scores += num_queries * (spans->num_stored[span] + num_queries);
+    }
+    /* Heads are shared out only where there are fewer spans than threads. */
+    int64_t split = (omp_get_max_threads() + spans->num_spans - 1) / spans->num_spans;
+    if (split > layer->num_kv_heads) split = layer->num_kv_heads;
+    #pragma omp parallel for schedule(dynamic) \
+        if (num_scores * layer->num_heads * layer->head_size > MIN_PARALLEL)
+    for (int64_t i = 0; i < spans->num_spans * split; i++)
+        attend_part(spans, layer, i / split, i % split, split, qkv, out);
+}

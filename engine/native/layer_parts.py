@@ -1,0 +1,136 @@
+"""What a Llama-shaped layer does between its matrix products, in C (``kernels.c``): float32 on a CPU.
+
+Long prompt chunks are attended by torch, whose kernel is made for them.
+"""
+
+import ctypes
+from ctypes import byref
+
+import numpy as np
+import torch
+
+from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch
+from engine.kv_cache import KVCache
+from engine.models.attention import attend_group
+from engine.models.layer_parts import AttentionShape, Norm, Rotary
+from engine.native.library import Layer, Spans, load_library
+
+# A head fills whole vector registers, up to as many as the kernels keep.
+HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256
+
+
+def make_kernels(
+    shapes: list[AttentionShape], dtype: torch.dtype, device: torch.device
+) -> "NativeKernels | None":
+    """For a model of these layers; None where they are not served, or nothing can be compiled."""
+    sizes = {shape.head_size for shape in shapes}
+    fits = all(size % HEAD_SIZE_MULTIPLE == 0 and size <= MAX_HEAD_SIZE for size in sizes)
+    if device.type != "cpu" or dtype != torch.float32 or not fits:
+        return None
+    library = load_library()
+    return None if library is None else NativeKernels(library)
+
+
+class NativeKernels:
+    """Makes the parts of each forward. Keeps what does not change from one to the next."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self._cache: KVCache | None = None
+        self._layers: dict[int, Layer] = {}
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> "NativeParts":
+        if cache is not self._cache:
+            self._cache, self._layers = cache, {}
+        return NativeParts(self, batch, cache, rotary)
+
+    def layer(self, shape: AttentionShape, cache: KVCache) -> Layer:
+        layer = self._layers.get(shape.layer)
+        if layer is None:
+            layer = self._layers[shape.layer] = Layer(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_size=shape.head_size,
+                window=shape.sliding_window or 0,
+                scaling=shape.scaling,
+                norm_eps=0.0 if shape.norm is None else shape.norm.eps,
+                norm_weight=None if shape.norm is None else shape.norm.weight.data_ptr(),
+                keys=cache.keys[shape.layer].data_ptr(),
+                values=cache.values[shape.layer].data_ptr(),
+            )
+        return layer
+
+
+class NativeParts:
+    def __init__(self, kernels: NativeKernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
+        self.kernels = kernels
+        self.batch = batch
+        self.cache = cache
+        lengths = [len(span.token_ids) for span in batch.spans]
+        self.first_token = [0, *np.cumsum(lengths).tolist()]
+        self.long = [i for i, length in enumerate(lengths) if length > MAX_GROUPED_QUERIES]
+        num_blocks = [len(span.table.block_ids) for span in batch.spans]
+        # Kept as long as the pointers into it are used.
+        self.numbers = np.array(
+            [
+                *self.first_token,
+                *(span.table.num_computed_tokens for span in batch.spans),
+                *np.cumsum([0, *num_blocks[:-1]]).tolist(),
+                *(block for span in batch.spans for block in span.table.block_ids),
+            ],
+            dtype=np.int64,
+        )
+        num_spans = len(batch.spans)
+        start = self.numbers.ctypes.data
+        if rotary.table is None:
+            self.angles = (*rotary.compute(batch.positions[0]), torch.arange(self.first_token[-1]))
+        else:
+            self.angles = (*rotary.table, batch.positions[0].contiguous())
+        cos, sin, rows = self.angles
+        self.spans = Spans(
+            num_spans=num_spans,
+            num_tokens=self.first_token[-1],
+            block_size=batch.block_size,
+            max_queries=MAX_GROUPED_QUERIES,
+            slots=batch.slots.data_ptr(),
+            first_token=start,
+            num_stored=start + 8 * (num_spans + 1),
+            first_block=start + 8 * (2 * num_spans + 1),
+            blocks=start + 8 * (3 * num_spans + 1),
+            angle=rows.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+        )
+
+    def norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self.kernels.library.rms_norm(
+            out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), x.shape[0], norm.size, norm.eps
+        )
+        return out
+
+    def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
+        qkv = qkv.contiguous()
+        width = shape.num_heads * shape.head_size
+        out = qkv.new_empty(qkv.shape[0], width)
+        layer = self.kernels.layer(shape, self.cache)
+        self.kernels.library.attend(byref(self.spans), byref(layer), qkv.data_ptr(), out.data_ptr())
+        for member in self.long:
+            first, end = self.first_token[member : member + 2]
+            out[first:end] = attend_group(
+                self.batch.lone_group(member),
+                self.cache,
+                shape.layer,
+                qkv[first:end, :width].reshape(end - first, shape.num_heads, shape.head_size),
+                shape.scaling,
+                shape.sliding_window,
+            ).view(end - first, width)
+        return out
+
+    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        self.kernels.library.gated_silu(out.data_ptr(), gate_up.data_ptr(), rows, size)
+        return out

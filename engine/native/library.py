@@ -1,0 +1,112 @@
+"""Compiles ``kernels.c`` for this processor, once, and loads it.
+
+A C file and the compiler at hand instead of a binary for everybody: the loops are then made for the vector
+instructions that are there. It takes a second; the result is kept in the user's cache folder, under a name
+that changes with the source, the compiler and the processor. Without a compiler the engine runs as before.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "kernels.c"
+# What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
+FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
+FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
+FLAGS = ["-std=gnu11", "-O3", "-march=native", *FAST_MATH, "-fopenmp", "-shared", "-fPIC"]
+TIMEOUT_SECONDS = 120
+
+logger = logging.getLogger(__name__)
+
+Pointer = ctypes.c_void_p
+Integer = ctypes.c_int64
+
+
+class Spans(ctypes.Structure):
+    """As in ``kernels.c``, where the fields are explained."""
+
+    _fields_ = (
+        *((name, Integer) for name in ("num_spans", "num_tokens", "block_size", "max_queries")),
+        *((name, Pointer) for name in ("slots", "first_token", "num_stored", "first_block", "blocks")),
+        *((name, Pointer) for name in ("angle", "cos", "sin")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """As in ``kernels.c``."""
+
+    _fields_ = (
+        *((name, Integer) for name in ("num_heads", "num_kv_heads", "head_size", "window")),
+        ("scaling", ctypes.c_float),
+        ("norm_eps", ctypes.c_float),
+        *((name, Pointer) for name in ("norm_weight", "keys", "values")),
+    )
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels; None, with a line in the log, where that cannot be done."""
+    try:
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("No native kernels, the slower way is taken: %s", _reason(error))
+        return None
+    library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, ctypes.c_float]
+    library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
+    library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
+    for function in (library.rms_norm, library.gated_silu, library.attend):
+        function.restype = None
+    return library
+
+
+def _compiled() -> Path:
+    """The shared library, made now if it is not there. ``OSError`` or ``SubprocessError``."""
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc, gcc or clang) is installed")
+    made = cache_folder() / f"kernels-{_key(compiler)}.so"
+    if made.exists():
+        return made
+    made.parent.mkdir(parents=True, exist_ok=True)
+    # Another worker may be doing the same: whoever is last replaces what is equal.
+    with tempfile.TemporaryDirectory(dir=made.parent) as work:
+        new = Path(work) / made.name
+        command = [*compiler.split(), *FLAGS, str(SOURCE), "-o", str(new), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        new.replace(made)
+    return made
+
+
+def cache_folder() -> Path:
+    """By the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+
+
+def _key(compiler: str) -> str:
+    version = subprocess.run(
+        [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    parts = [SOURCE.read_text(), *FLAGS, version.stdout, _processor()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What -march=native looks at. A cache folder may be shared by machines that differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.platform()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError) and error.stderr:
+        return str(error.stderr.strip().splitlines()[-1])
+    return str(error)

@@ -1,0 +1,216 @@
+"""The kernels in C: the same numbers as torch's operations, and a way on where they cannot be had."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
+from engine.block_manager import BlockTable
+from engine.kv_cache import KVCache, LayerShape
+from engine.models.layer_parts import AttentionShape, LayerParts, Norm, TorchParts
+from engine.models.lean_decoder import LeanDecoder
+from engine.native import library
+from engine.native.layer_parts import NativeKernels, make_kernels
+from tests.engine.test_lean_decoder import CONFIGS, PARTS, logits_in_parts, save
+from tests.models import make_engine
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, BLOCK_SIZE = 96, 4
+# (tokens stored before, new tokens) of each sequence in the batch.
+BATCHES: dict[str, list[tuple[int, int]]] = {
+    "one token": [(0, 1)],
+    "a lone row": [(70, 1)],
+    "scoring": [(31, 5)],
+    "rows of different lengths": [(5, 1), (90, 4), (0, 7), (33, 2)],
+    "beside a prompt": [(12, 3), (20, MAX_GROUPED_QUERIES + 9), (64, 1)],
+    "a prompt alone": [(0, 2 * MAX_GROUPED_QUERIES)],
+}
+SHAPES = {
+    "a head for each": AttentionShape(0, 3, 3, 64, 0.125, None, None),
+    "shared heads": AttentionShape(0, 6, 2, 32, 0.2, None, None),
+    "128, a window": AttentionShape(0, 2, 1, 128, 0.1, 9, None),
+    "odd size, norms": AttentionShape(0, 4, 2, 80, 0.3, None, Norm(torch.rand(6, 80) + 0.5, 1e-5)),
+}
+
+
+class TableOfAngles:
+    """As much of ``Rotary`` as the parts ask for."""
+
+    def __init__(self, size: int, has_table: bool) -> None:
+        angles = torch.randn(256, size // 2)
+        cos, sin = angles.cos(), angles.sin()
+        self.all = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
+        self.table = self.all if has_table else None
+
+    def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.all[0][positions], self.all[1][positions]
+
+    angles = compute
+
+
+@pytest.fixture(scope="module")
+def kernels() -> NativeKernels:
+    loaded = library.load_library()
+    if loaded is None:
+        pytest.skip("no C compiler")
+    return NativeKernels(loaded)
+
+
+@pytest.fixture
+def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing is compiled or loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library.load_library.cache_clear()
+    yield monkeypatch
+    library.load_library.cache_clear()
+
+
+def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
+    """Blocks are dealt out in a random order, and some tables own more than they use."""
+    free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).tolist()
+    spans = []
+    for i, (stored, new) in enumerate(rows):
+        table = BlockTable()
+        table.block_ids = [free.pop() for _ in range(-(-(stored + new) // BLOCK_SIZE) + i % 2)]
+        table.num_computed_tokens = stored
+        spans.append(Span(table, [1] * new, 1))
+    return ForwardBatch.build(spans, BLOCK_SIZE, CPU)
+
+
+def make_cache(shape: AttentionShape) -> KVCache:
+    heads = shape.num_kv_heads, shape.head_size
+    cache = KVCache([LayerShape(heads, heads, CPU)], NUM_BLOCKS * BLOCK_SIZE, torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    cache.keys[0].normal_(generator=generator)
+    cache.values[0].normal_(generator=generator)
+    return cache
+
+
+@pytest.mark.parametrize("has_table", [True, False], ids=["table", "computed"])
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_is_torchs(
+    shape: AttentionShape, rows: list[tuple[int, int]], has_table: bool, kernels: NativeKernels
+) -> None:
+    rotary: Any = TableOfAngles(shape.head_size, has_table)
+    batch = make_batch(rows)
+    qkv = torch.randn(batch.slots.shape[0], (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size)
+    results = []
+    for make_parts in (TorchParts, kernels):
+        cache = make_cache(shape)
+        parts: LayerParts = make_parts(batch, cache, rotary)
+        results.append((parts.attend(shape, qkv.clone()), cache.keys[0], cache.values[0]))
+    (expected, *stored), (attended, *stored_by_us) = results
+    torch.testing.assert_close(attended, expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(stored_by_us, stored, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (40, 4096)])
+def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: NativeKernels) -> None:
+    shape = SHAPES["a head for each"]
+    rotary: Any = TableOfAngles(shape.head_size, has_table=True)
+    both = [make(make_batch([(3, 1)]), make_cache(shape), rotary) for make in (TorchParts, kernels)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        x = torch.randn(rows, 2 * size) * torch.logspace(-3, 2, rows)[:, None]
+        norm = Norm(torch.rand(2 * size) + 0.5, 1e-6)
+        normed = [parts.norm(norm, x) for parts in both]
+        gated = [parts.gated_silu(x.clone()) for parts in both]
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(normed[1], normed[0], rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(gated[1], gated[0], rtol=2e-6, atol=1e-30)
+
+
+def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
+    """The largest score takes all without overflow, and NaN is not hidden."""
+    shape = dataclasses.replace(SHAPES["a head for each"], scaling=1e4)
+    rotary: Any = TableOfAngles(shape.head_size, has_table=True)
+    parts = kernels(make_batch([(50, 2)]), make_cache(shape), rotary)
+    qkv = torch.randn(2, 9 * 64)
+    assert parts.attend(shape, qkv.clone()).isfinite().all()
+    qkv[1, 0] = math.nan
+    attended = parts.attend(shape, qkv).view(2, 3, 64)
+    assert attended[1, 0].isnan().all()
+    assert attended[0].isfinite().all()
+    gate_up = torch.tensor([[math.nan, math.inf, -math.inf, 1e30, 1.0, 1.0, 1.0, 1.0]])
+    gated = parts.gated_silu(gate_up)[0]
+    assert gated[0].isnan()
+    assert gated[1:2].tolist() == [math.inf]
+    assert gated[3] == pytest.approx(1e30)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_models_run_with_and_without(native: bool, tmp_path: Path, kernels: NativeKernels) -> None:
+    path = save(CONFIGS["qwen3"], tmp_path)
+    model = make_engine(path, None, native_kernels=native).target
+    assert isinstance(model.short_forward, LeanDecoder)
+    assert isinstance(model.short_forward.make_parts, NativeKernels) == native
+
+
+def test_other_types_and_head_sizes_are_torchs(kernels: NativeKernels) -> None:
+    shape = SHAPES["a head for each"]
+    assert make_kernels([shape], torch.float32, CPU) is not None
+    assert make_kernels([shape], torch.bfloat16, CPU) is None
+    assert make_kernels([dataclasses.replace(shape, head_size=24)], torch.float32, CPU) is None
+    assert make_kernels([dataclasses.replace(shape, head_size=512)], torch.float32, CPU) is None
+
+
+def test_without_a_compiler_the_engine_runs_all_the_same(
+    fresh_library: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(CONFIGS["llama"], tmp_path)
+    for compiler, reason in ((None, "no C compiler"), ("false", "non-zero exit status")):
+        if compiler is None:
+            fresh_library.delenv("CC", raising=False)
+            fresh_library.setattr(library.shutil, "which", lambda name: None)
+        else:
+            fresh_library.setenv("CC", compiler)
+        library.load_library.cache_clear()
+        model = make_engine(path, None).target
+        assert isinstance(model.short_forward, LeanDecoder)
+        assert model.short_forward.make_parts is TorchParts
+        assert reason in caplog.text
+
+
+# Planted bugs: (what is right, what is wrong).
+BUGS = {
+    "sees the next token": ("stored + query + 1 - begin", "stored + query + 2 - begin"),
+    "forgets to shrink": ("value[i] = to[i] * shrink", "value[i] = to[i]"),
+    "turns the wrong way": ("a * cos[i] + b * sin[i]", "a * cos[i] - b * sin[i]"),
+    "adds no eps, halves the sum": ("sum / (float)size + eps", "sum / (float)size * 0.5f"),
+    "gates with a sigmoid": ("gate[i] / (1.0f", "1.0f / (1.0f"),
+    "stores in the wrong slot": ("to = spans->slots[token]", "to = spans->slots[0]"),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong"), BUGS.values(), ids=BUGS)
+def test_wrong_kernels_are_noticed_and_not_used(
+    right: str, wrong: str, fresh_library: pytest.MonkeyPatch, tmp_path: Path, kernels: NativeKernels
+) -> None:
+    source = library.SOURCE.read_text()
+    assert source.count(right) == 1
+    planted = tmp_path / "kernels.c"
+    planted.write_text(source.replace(right, wrong))
+    fresh_library.setattr(library, "SOURCE", planted)
+    path = save(CONFIGS["llama"], tmp_path / "model")
+    model = make_engine(path, None).target
+    assert isinstance(model.short_forward, LeanDecoder)
+    assert model.short_forward.make_parts is TorchParts
+    assert logits_in_parts(model, list(range(sum(PARTS))), list(range(8))).isfinite().all()
+
+
+def test_one_thread_pool(kernels: NativeKernels) -> None:
+    """Two OpenMP libraries in a process would each keep their threads spinning."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    pools = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    assert len(pools) == 1
