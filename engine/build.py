@@ -127,9 +127,13 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
     # Families of encoder-decoder models are known by name; what they share with generate() is tested.
     if config.self_check and not model.has_encoder:
         self_check(model)
-    if is_lean(model.model) and not run_lean(model, config.native_kernels):
-        return load(may_be_lean=False)
-    return model
+    if not is_lean(model.model) or run_lean(model, config.native_kernels):
+        return model
+    if config.native_kernels:
+        model = load()
+        if run_lean(model, native_kernels=False):
+            return model
+    return load(may_be_lean=False)
 
 
 def _num_threads(target: DecoderModel) -> int:

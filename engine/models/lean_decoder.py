@@ -8,6 +8,7 @@ and up as another, residuals added inside the products, and between the products
 short text (``run_lean``); every other model runs as it is.
 """
 
+import ctypes
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,8 @@ from engine.kv_cache import KVCache
 from engine.models.decoder_only import DecoderModel
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
 from engine.models.packed_linear import make_product
-from engine.native.layer_parts import make_kernels
+from engine.native.layer_parts import NativeKernels, serves
+from engine.native.library import load_library
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -46,22 +48,15 @@ def is_lean(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def run_lean(decoder: DecoderModel, native_kernels: bool = True) -> bool:
+def run_lean(decoder: DecoderModel, native_kernels: bool) -> bool:
     """Let ``decoder`` run through a ``LeanDecoder``, which takes over its weights. False if the logits of a
     short text then differ from those of the module, which is left without weights in either case."""
     expected = _probe_logits(decoder)
-    decoder.short_forward = lean = LeanDecoder(decoder.model)
-    shapes = [layer.attention for layer in lean.layers]
-    kernels = make_kernels(shapes, decoder.dtype, decoder.device) if native_kernels else None
-    if kernels is not None:
-        lean.make_parts = kernels
-        if same_logits(_probe_logits(decoder), expected):
-            return True
-        logger.warning("The native kernels differ from transformers' layers and are not used")
-        lean.make_parts = TorchParts
+    decoder.short_forward = LeanDecoder(decoder.model, native_kernels)
     same = same_logits(_probe_logits(decoder), expected)
     if not same:
-        logger.warning("The short forward differs from transformers'; the module itself is run")
+        way = "The native kernels" if decoder.short_forward.is_native else "The short forward"
+        logger.warning("%s differ from transformers' layers and are not used", way)
     return same
 
 
@@ -88,16 +83,20 @@ def same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 class LeanDecoder:
     """Takes the weights out of a transformers model, layer by layer, so that memory never doubles."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, native_kernels: bool) -> None:
+        kernels = _kernels(model) if native_kernels else None
+        self.is_native = kernels is not None
         self.make_parts: Callable[[ForwardBatch, KVCache, Rotary], LayerParts] = TorchParts
+        if kernels is not None:
+            self.make_parts = NativeKernels(kernels)
         self.embeddings = model.model.embed_tokens.weight.detach()
         self.rotary = Rotary(model.model.rotary_emb, model.config, self.embeddings)
         self.layers = []
         for index, layer in enumerate(model.model.layers):
-            self.layers.append(_Layer(layer, index))
+            self.layers.append(_Layer(layer, index, kernels))
             model.model.layers[index] = nn.Identity()
         self.norm = Norm.of(model.model.norm)
-        self.head = make_product([model.lm_head])
+        self.head = make_product([model.lm_head], kernels)
         model.model, model.lm_head = nn.Identity(), nn.Identity()
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
@@ -112,15 +111,15 @@ class LeanDecoder:
 
 
 class _Layer:
-    def __init__(self, layer: Any, index: int) -> None:
+    def __init__(self, layer: Any, index: int, kernels: ctypes.CDLL | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.attention = _attention_shape(attention, index)
         self.input_norm = Norm.of(layer.input_layernorm)
-        self.qkv = make_product([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.output = make_product([attention.o_proj])
+        self.qkv = make_product([attention.q_proj, attention.k_proj, attention.v_proj], kernels)
+        self.output = make_product([attention.o_proj], kernels)
         self.mlp_norm = Norm.of(layer.post_attention_layernorm)
-        self.gate_up = make_product([mlp.gate_proj, mlp.up_proj])
-        self.down = make_product([mlp.down_proj])
+        self.gate_up = make_product([mlp.gate_proj, mlp.up_proj], kernels)
+        self.down = make_product([mlp.down_proj], kernels)
 
     def __call__(self, hidden: torch.Tensor, parts: LayerParts) -> torch.Tensor:
         """``hidden`` [tokens, hidden size]."""
@@ -128,6 +127,14 @@ class _Layer:
         hidden = self.output.add_to(hidden, parts.attend(self.attention, qkv))
         gate_up = self.gate_up(parts.norm(self.mlp_norm, hidden))
         return self.down.add_to(hidden, parts.gated_silu(gate_up))
+
+
+def _kernels(model: Any) -> ctypes.CDLL | None:
+    """The native kernels, if they serve this model and can be had."""
+    weight = model.model.embed_tokens.weight
+    if not serves(weight.dtype, weight.device, model.model.layers[0].self_attn.head_dim):
+        return None
+    return load_library()
 
 
 def _attention_shape(attention: Any, index: int) -> AttentionShape:

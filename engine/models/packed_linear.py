@@ -6,16 +6,19 @@ few rows cost what it takes to read the weights: a checkpoint in bfloat16 or flo
 of each, so they are kept and read as such, and multiplied and summed in float32 all the same.
 """
 
+import ctypes
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.native.product import NativeProduct
+
 # Below this many weights a packed call's fixed cost (some 10 microseconds) outweighs what it saves.
 MIN_PACKED_WEIGHTS = 1 << 15
 # oneDNN streams large weights a fifth faster for five rows than for one, so fewer rows are padded.
-MIN_PADDED_WEIGHTS = 1 << 20
+MIN_PADDED_WEIGHTS = LARGE_WEIGHT = 1 << 20
 FASTEST_ROWS = 5
 # Weights this much smaller than the largest may lose bits: a float32 sum loses more.
 NEGLIGIBLE = 2.0**-30
@@ -111,7 +114,7 @@ def half_scale(weight: torch.Tensor) -> float | None:
     return scale if bool(kept.all()) else None
 
 
-def make_product(linears: list[nn.Linear]) -> Product:
+def make_product(linears: list[nn.Linear], kernels: ctypes.CDLL | None = None) -> Product:
     """One product in place of several of the same input; their outputs lie one after the other."""
     weights = [linear.weight.detach() for linear in linears]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -120,7 +123,10 @@ def make_product(linears: list[nn.Linear]) -> Product:
     bias = torch.cat(biases) if biases else None
     if not can_pack(weight.dtype, weight.device) or weight.numel() < MIN_PACKED_WEIGHTS:
         return PlainProduct(weight, bias)
-    if _can_half() and (scale := half_scale(weight)) is not None:
+    if (_can_half() or kernels is not None) and (scale := half_scale(weight)) is not None:
+        # Of large weights FBGEMM is as fast for few rows, and faster for many.
+        if kernels is not None and (weight.numel() < LARGE_WEIGHT or not _can_half()):
+            return NativeProduct(kernels, weight, bias, scale)
         return HalfProduct(weight, bias, scale)
     return PackedProduct(weight, bias)
 

@@ -12,6 +12,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 /* Cached tokens that are looked at together. */
 #define CHUNK 32
@@ -41,6 +44,14 @@ typedef struct {
     const float *cos, *sin;       /* [rows, head_size]; sin is negative in the first half */
 } Spans;
 
+/* A linear layer with weights in float16. */
+typedef struct {
+    int64_t in_features, out_features;
+    float scale;                  /* of all sums: weights are kept near the largest float16 */
+    const uint16_t *weights;      /* [panels, in_features, PANEL], zeros past the last column */
+    const float *bias;            /* [out_features] or NULL */
+} Product;
+
 typedef struct {
     int64_t num_heads, num_kv_heads, head_size;
     int64_t window;               /* keys that a query sees, itself included; 0: all */
@@ -53,6 +64,10 @@ typedef struct {
 #define MAX_WIDTH (256 / LANES)
 #define UNROLL _Pragma("GCC unroll 8")
 #define ALWAYS __attribute__((always_inline))
+
+/* Columns and rows of a product that are summed up together. */
+#define PANEL (2 * LANES)
+#define MAX_ROWS 6
 
 /* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
 static inline ALWAYS float fast_exp(float x) {
@@ -93,6 +108,74 @@ void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size) {
         for (int64_t i = 0; i < size; i++) to[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
     }
 }
+
+/* LANES float16 numbers as float32. */
+static inline ALWAYS vec widen(const uint16_t *half) {
+    vec out;
+#if LANES == 16
+    out = (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
+#elif defined(__F16C__) && LANES == 8
+    out = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
+#else
+    for (int i = 0; i < LANES; i++) out[i] = (float)((const _Float16 *)half)[i];
+#endif
+    return out;
+}
+
+/* A panel's columns for some rows of x: their sums stay in registers. */
+static inline ALWAYS void multiply_rows(
+    float *out, const float *x, const uint16_t *panel, const Product *product, const float *residual,
+    int64_t column, const int num_rows) {
+    const int64_t in = product->in_features, width = product->out_features;
+    vec sum[MAX_ROWS][PANEL / LANES];
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < PANEL / LANES; i++) sum[row][i] = (vec){0};
+    for (int64_t k = 0; k < in; k++) {
+        vec weight[PANEL / LANES];
+        UNROLL
+        for (int i = 0; i < PANEL / LANES; i++) weight[i] = widen(panel + k * PANEL + i * LANES);
+        UNROLL
+        for (int row = 0; row < num_rows; row++) {
+            const float factor = x[row * in + k];
+            UNROLL
+            for (int i = 0; i < PANEL / LANES; i++) sum[row][i] += weight[i] * factor;
+        }
+    }
+    const int64_t end = width - column < PANEL ? width - column : PANEL;
+    for (int row = 0; row < num_rows; row++) {
+        const float *from = (const float *)sum[row];
+        float *to = out + row * width + column;
+        for (int64_t i = 0; i < end; i++) to[i] = from[i] * product->scale;
+        if (product->bias)
+            for (int64_t i = 0; i < end; i++) to[i] += product->bias[column + i];
+        if (residual)
+            for (int64_t i = 0; i < end; i++) to[i] += residual[row * width + column + i];
+    }
+}
+
+/* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
+ * which may be out itself. */
+void multiply(const Product *product, float *out, const float *x, const float *residual, int64_t rows) {
+    const int64_t in = product->in_features, width = product->out_features;
+    const int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    #pragma omp parallel for if (in * width * rows > MIN_PARALLEL * 4)
+    for (int64_t column = 0; column < width; column += PANEL) {
+        const uint16_t *panel = product->weights + column * in;
+        for (int64_t part = 0; part < num_parts; part++) {
+            const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
+            float *to = out + row * width;
+            const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
+            switch (num_rows) {
+#define CASE(n) case n: multiply_rows(to, from, panel, product, add, column, n); break;
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+            }
+        }
+    }
+}
+
+/* Columns of a Product's weights together, panel by panel: what the weights must be laid out as. */
+int64_t panel_size(void) { return PANEL; }
 
 /* Slots of ``length`` positions of a span, from ``begin`` on. */
 static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, int64_t begin, int64_t length) {

@@ -13,22 +13,16 @@ from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch
 from engine.kv_cache import KVCache
 from engine.models.attention import attend_group
 from engine.models.layer_parts import AttentionShape, Norm, Rotary
-from engine.native.library import Layer, Spans, load_library
+from engine.native.library import Layer, Spans
 
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256
 
 
-def make_kernels(
-    shapes: list[AttentionShape], dtype: torch.dtype, device: torch.device
-) -> "NativeKernels | None":
-    """For a model of these layers; None where they are not served, or nothing can be compiled."""
-    sizes = {shape.head_size for shape in shapes}
-    fits = all(size % HEAD_SIZE_MULTIPLE == 0 and size <= MAX_HEAD_SIZE for size in sizes)
-    if device.type != "cpu" or dtype != torch.float32 or not fits:
-        return None
-    library = load_library()
-    return None if library is None else NativeKernels(library)
+def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
+    """Whether the kernels can run a model like this."""
+    fits = head_size % HEAD_SIZE_MULTIPLE == 0 and head_size <= MAX_HEAD_SIZE
+    return device.type == "cpu" and dtype == torch.float32 and fits
 
 
 class NativeKernels:

@@ -39,6 +39,18 @@ class Spans(ctypes.Structure):
     )
 
 
+class Product(ctypes.Structure):
+    """As in ``kernels.c``."""
+
+    _fields_ = (
+        ("in_features", Integer),
+        ("out_features", Integer),
+        ("scale", ctypes.c_float),
+        ("weights", Pointer),
+        ("bias", Pointer),
+    )
+
+
 class Layer(ctypes.Structure):
     """As in ``kernels.c``."""
 
@@ -61,8 +73,10 @@ def load_library() -> ctypes.CDLL | None:
     library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, ctypes.c_float]
     library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
     library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
-    for function in (library.rms_norm, library.gated_silu, library.attend):
+    library.multiply.argtypes = [ctypes.POINTER(Product), Pointer, Pointer, Pointer, Integer]
+    for function in (library.rms_norm, library.gated_silu, library.attend, library.multiply):
         function.restype = None
+    library.panel_size.restype = Integer
     return library
 
 

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from engine.block_manager import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, TorchParts
 from engine.models.lean_decoder import LeanDecoder
+from engine.models.packed_linear import half_scale
 from engine.native import library
-from engine.native.layer_parts import NativeKernels, make_kernels
+from engine.native.layer_parts import NativeKernels, serves
+from engine.native.product import NativeProduct
 from tests.engine.test_lean_decoder import CONFIGS, PARTS, logits_in_parts, save
 from tests.models import make_engine
 
@@ -129,6 +132,26 @@ def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: N
     torch.testing.assert_close(gated[1], gated[0], rtol=2e-6, atol=1e-30)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 12, 40])
+@pytest.mark.parametrize(("out", "size"), [(64, 48), (100, 33), (1, 200)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_are_float32_products(
+    out: int, size: int, rows: int, bias: bool, dtype: torch.dtype, kernels: NativeKernels
+) -> None:
+    weight = (torch.randn(out, size) * 0.02).to(dtype).float()
+    added = torch.randn(out) if bias else None
+    scale = half_scale(weight)
+    assert scale is not None
+    product = NativeProduct(kernels.library, weight, added, scale)
+    x, residual = torch.randn(rows, size), torch.randn(rows, out)
+    exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+    kept = residual.clone()
+    torch.testing.assert_close(product(x).double(), exact, rtol=0, atol=3e-6)
+    torch.testing.assert_close(product.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-6)
+    assert torch.equal(residual, kept)
+
+
 def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
     """The largest score takes all without overflow, and NaN is not hidden."""
     shape = dataclasses.replace(SHAPES["a head for each"], scaling=1e4)
@@ -155,12 +178,12 @@ def test_models_run_with_and_without(native: bool, tmp_path: Path, kernels: Nati
     assert isinstance(model.short_forward.make_parts, NativeKernels) == native
 
 
-def test_other_types_and_head_sizes_are_torchs(kernels: NativeKernels) -> None:
-    shape = SHAPES["a head for each"]
-    assert make_kernels([shape], torch.float32, CPU) is not None
-    assert make_kernels([shape], torch.bfloat16, CPU) is None
-    assert make_kernels([dataclasses.replace(shape, head_size=24)], torch.float32, CPU) is None
-    assert make_kernels([dataclasses.replace(shape, head_size=512)], torch.float32, CPU) is None
+def test_other_types_and_head_sizes_are_torchs() -> None:
+    assert serves(torch.float32, CPU, 64)
+    assert not serves(torch.float32, torch.device("cuda"), 64)
+    assert not serves(torch.bfloat16, CPU, 64)
+    assert not serves(torch.float32, CPU, 24)
+    assert not serves(torch.float32, CPU, 512)
 
 
 def test_without_a_compiler_the_engine_runs_all_the_same(
