@@ -18,7 +18,7 @@ from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.lean_decoder import is_lean, run_lean
+from engine.models.lean_decoder import LeanDecoder, is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
 from engine.pairing import Pairing, pair_models
@@ -31,8 +31,9 @@ from engine.proposers.translated import TranslatedDraftProposer
 from engine.scheduler import Scheduler
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
-# the first one wait for it.
+# the first one wait for it. The native kernels wake others only where it pays, but not many have a share.
 MIN_PARAMETERS_FOR_THREADS = 50_000_000
+MAX_THREADS_FOR_FEW_PARAMETERS = 4
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -138,9 +139,11 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
 
 def _num_threads(target: DecoderModel) -> int:
     """Threads for the CPU's share of the work, if nobody said."""
-    if target.num_parameters < MIN_PARAMETERS_FOR_THREADS:
-        return 1
-    return torch.get_num_threads()
+    num_threads = torch.get_num_threads()
+    if target.num_parameters >= MIN_PARAMETERS_FOR_THREADS:
+        return num_threads
+    is_native = isinstance(target.short_forward, LeanDecoder) and target.short_forward.is_native
+    return min(num_threads, MAX_THREADS_FOR_FEW_PARAMETERS) if is_native else 1
 
 
 def _method(config: EngineConfig, draft: DecoderModel | None) -> Method:

@@ -28,8 +28,8 @@
 #endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* Below so many numbers to go through, waking other threads takes longer than the work. */
-#define MIN_PARALLEL 32768
+/* Below so many multiplications, some 10 microseconds, other threads are not woken: it takes as long. */
+#define MIN_PARALLEL (1 << 19)
 
 /* The new tokens of some sequences, one after the other, and where their caches lie. */
 typedef struct {
@@ -95,13 +95,13 @@ static inline void norm_row(float *out, const float *x, const float *weight, int
 
 /* RMSNorm (arXiv 1910.07467) of rows [rows, size]. */
 void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size, float eps) {
-    #pragma omp parallel for if (rows * size > MIN_PARALLEL)
+    #pragma omp parallel for if (rows * size * 4 > MIN_PARALLEL)
     for (int64_t row = 0; row < rows; row++) norm_row(out + row * size, x + row * size, weight, size, eps);
 }
 
 /* out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]. */
 void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size) {
-    #pragma omp parallel for if (rows * size > MIN_PARALLEL / 4)
+    #pragma omp parallel for if (rows * size * 16 > MIN_PARALLEL)
     for (int64_t row = 0; row < rows; row++) {
         const float *gate = gate_up + row * 2 * size, *up = gate + size;
         float *to = out + row * size;
@@ -158,7 +158,7 @@ static inline ALWAYS void multiply_rows(
 void multiply(const Product *product, float *out, const float *x, const float *residual, int64_t rows) {
     const int64_t in = product->in_features, width = product->out_features;
     const int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    #pragma omp parallel for if (in * width * rows > MIN_PARALLEL * 4)
+    #pragma omp parallel for if (in * width * rows > MIN_PARALLEL)
     for (int64_t column = 0; column < width; column += PANEL) {
         const uint16_t *panel = product->weights + column * in;
         for (int64_t part = 0; part < num_parts; part++) {
@@ -335,7 +335,7 @@ static void attend_part(const Spans *spans, const Layer *layer, int64_t span, in
  * queries are normed and rotated in place; out [num_tokens, num_heads, head_size]. */
 void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
     const int64_t width = (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
-    #pragma omp parallel for if (spans->num_tokens * width > MIN_PARALLEL)
+    #pragma omp parallel for if (spans->num_tokens * width * 4 > MIN_PARALLEL)
     for (int64_t token = 0; token < spans->num_tokens; token++)
         place(spans, layer, qkv + token * width, token);
     int64_t num_scores = 0;
@@ -348,7 +348,7 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
     int64_t split = (omp_get_max_threads() + spans->num_spans - 1) / spans->num_spans;
     if (split > layer->num_kv_heads) split = layer->num_kv_heads;
     #pragma omp parallel for schedule(dynamic) \
-        if (num_scores * layer->num_heads * layer->head_size > MIN_PARALLEL)
+        if (num_scores * layer->num_heads * layer->head_size * 2 > MIN_PARALLEL)
     for (int64_t i = 0; i < spans->num_spans * split; i++)
         attend_part(spans, layer, i / split, i % split, split, qkv, out);
 }
