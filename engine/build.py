@@ -31,7 +31,8 @@ from engine.proposers.translated import TranslatedDraftProposer
 from engine.scheduler import Scheduler
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
-# the first one wait for it. The native kernels wake others only where it pays, but not many have a share.
+# the first one wait for it. The native kernels wake others only where it pays, but a few do, and such models
+# emit so many tokens that the front end needs a core of its own.
 MIN_PARAMETERS_FOR_THREADS = 50_000_000
 MAX_THREADS_FOR_FEW_PARAMETERS = 4
 
@@ -143,7 +144,7 @@ def _num_threads(target: DecoderModel) -> int:
     if target.num_parameters >= MIN_PARAMETERS_FOR_THREADS:
         return num_threads
     is_native = isinstance(target.short_forward, LeanDecoder) and target.short_forward.is_native
-    return min(num_threads, MAX_THREADS_FOR_FEW_PARAMETERS) if is_native else 1
+    return max(1, min(num_threads - 1, MAX_THREADS_FOR_FEW_PARAMETERS)) if is_native else 1
 
 
 def _method(config: EngineConfig, draft: DecoderModel | None) -> Method:
