@@ -36,6 +36,7 @@ class CostCurve:
         rising = accumulate(seconds, max)
         falling = reversed(list(accumulate(reversed(seconds), min)))
         self._seconds = [math.sqrt(high * low) for high, low in zip(rising, falling, strict=True)]
+        self._scale = 1.0  # of all points: what makes all of them slower touches one number
         self._num_measured = [0] * len(self._sizes)
 
     def __call__(self, size: float) -> float:
@@ -44,12 +45,12 @@ class CostCurve:
         sizes, seconds = self._sizes, self._seconds
         right = bisect_left(sizes, size)
         if right == 0:
-            return seconds[0]
+            return self._scale * seconds[0]
         if right == len(sizes):
-            return self._beyond(size)
+            return self._scale * self._beyond(size)
         left = right - 1
         share = (size - sizes[left]) / (sizes[right] - sizes[left])
-        return seconds[left] + share * (seconds[right] - seconds[left])
+        return self._scale * (seconds[left] + share * (seconds[right] - seconds[left]))
 
     def _beyond(self, size: float) -> float:
         """Past the last point the last slope goes on; a single point is taken to be proportional."""
@@ -65,10 +66,8 @@ class CostCurve:
         index = self._point(size)
         rate = max(RATE, 1 / (2 + self._num_measured[index]))
         self._num_measured[index] += 1
-        elsewhere = math.exp(SHARED * rate * surprise)
-        here = math.exp(rate * surprise) * self._seconds[index]
-        self._seconds = [seconds * elsewhere for seconds in self._seconds]
-        self._seconds[index] = here
+        self._scale *= math.exp(SHARED * rate * surprise)
+        self._seconds[index] *= math.exp((1 - SHARED) * rate * surprise)
         self._keep_rising(index)
 
     def _point(self, size: float) -> int:
@@ -78,7 +77,7 @@ class CostCurve:
         closest = min(near, key=lambda i: abs(self._sizes[i] - size))
         if abs(self._sizes[closest] - size) <= NEAR * size:
             return closest
-        seconds = self(size)
+        seconds = self(size) / self._scale
         self._sizes.insert(index, size)
         self._seconds.insert(index, seconds)
         self._num_measured.insert(index, 0)
@@ -97,7 +96,9 @@ class CostCurve:
             seconds[left] = value
 
     def points(self) -> dict[float, float]:
-        return dict(zip(self._sizes, self._seconds, strict=True))
+        return {
+            size: self._scale * seconds for size, seconds in zip(self._sizes, self._seconds, strict=True)
+        }
 
 
 class CostModel:

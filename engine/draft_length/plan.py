@@ -58,8 +58,25 @@ def plain_plan(num_rows: int, costs: CostModel, num_prompt_tokens: int) -> Plan:
     return Plan([0] * num_rows, num_rows, seconds)
 
 
-def search(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int) -> Search:
+def search(
+    rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int, may_be_uneven: bool = True
+) -> Search:
+    """``may_be_uneven``: whether plans of different lengths are looked at too, which takes longest."""
     plain = plain_plan(len(rows), costs, num_prompt_tokens)
+    if not any(row.survival for row in rows):
+        return Search(plain, plain, None)
+    drafting = _best_even(rows, costs, num_prompt_tokens)
+    if may_be_uneven and len(rows) > 1:
+        uneven = _best_uneven(rows, costs, num_prompt_tokens, plain)
+        if uneven.rate >= UNEVEN_GAIN * drafting.rate:
+            drafting = uneven
+    return Search(plain, drafting if drafting.rate > plain.rate else plain, drafting)
+
+
+def _best_uneven(
+    rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int, plain: Plan
+) -> Plan:
+    """The best of the plans that add slots in the order of their survival."""
     slots = [
         (-chance, position, i) for i, row in enumerate(rows) for position, chance in enumerate(row.survival)
     ]
@@ -86,16 +103,10 @@ def search(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int)
         seconds = overhead + drafting_seconds + draft(num_active[0] + lag) + score(padded)
         if tokens > best_rate * seconds:
             best_rate, best_count, best_tokens, best_seconds = tokens / seconds, count, tokens, seconds
-    if not slots:
-        return Search(plain, plain, None)
     lengths = [0] * len(rows)
     for _, _, i in slots[:best_count]:
         lengths[i] += 1
-    drafting = Plan(lengths, best_tokens, best_seconds)
-    even = _best_even(rows, costs, num_prompt_tokens)
-    if drafting.rate < UNEVEN_GAIN * even.rate:
-        drafting = even
-    return Search(plain, drafting if drafting.rate > plain.rate else plain, drafting)
+    return Plan(lengths, best_tokens, best_seconds)
 
 
 def _best_even(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int) -> Plan:

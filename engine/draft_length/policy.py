@@ -35,6 +35,8 @@ DRAFT_MODEL = "draft_model"
 HYSTERESIS = 0.01
 # The search is repeated after so many rounds, and at once when rows, limits or prompts change.
 SEARCH_EVERY = 4
+# Of so many searches in a batch, one looks for uneven lengths; all do while the lengths are uneven.
+UNEVEN_EVERY = 4
 # Switching on must earn within so many rounds what it takes to bring the draft's cache up to date.
 CATCH_UP_ROUNDS = 32
 # Every so many rounds nothing ends early, so that what unlikely tokens are worth stays known.
@@ -108,6 +110,7 @@ class DraftLengthPolicy:
         self._signature: tuple[object, ...] = ()
         self._last_search: Search | None = None
         self._next_search = 0
+        self._num_searches = 0
         self._asked: dict[Hashable, tuple[Candidate, int]] = {}
         self._patience: dict[Hashable, Patience] = {}
 
@@ -177,11 +180,13 @@ class DraftLengthPolicy:
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], num_prompt_tokens: int
     ) -> Search:
         outlooks = _outlooks(rows, sequences)
-        found = search(outlooks, self.costs, num_prompt_tokens)
         previous = [
             min(sequence.num_draft_tokens, max(0, row.limit))
             for row, sequence in zip(rows, sequences, strict=True)
         ]
+        self._num_searches += 1
+        may_be_uneven = self._num_searches % UNEVEN_EVERY == 0 or len(set(previous)) > 1
+        found = search(outlooks, self.costs, num_prompt_tokens, may_be_uneven)
         if any(previous) and previous != found.best.lengths:
             kept = evaluate(outlooks, previous, self.costs, num_prompt_tokens)
             if kept.rate * (1 + HYSTERESIS) > found.best.rate and kept.rate > found.plain.rate:
