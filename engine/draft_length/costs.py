@@ -96,9 +96,7 @@ class CostCurve:
             seconds[left] = value
 
     def points(self) -> dict[float, float]:
-        return {
-            size: self._scale * seconds for size, seconds in zip(self._sizes, self._seconds, strict=True)
-        }
+        return {size: self._scale * seconds for size, seconds in zip(self._sizes, self._seconds, strict=True)}
 
 
 class CostModel:

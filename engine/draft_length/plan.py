@@ -73,9 +73,7 @@ def search(
     return Search(plain, drafting if drafting.rate > plain.rate else plain, drafting)
 
 
-def _best_uneven(
-    rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int, plain: Plan
-) -> Plan:
+def _best_uneven(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int, plain: Plan) -> Plan:
     """The best of the plans that add slots in the order of their survival."""
     slots = [
         (-chance, position, i) for i, row in enumerate(rows) for position, chance in enumerate(row.survival)

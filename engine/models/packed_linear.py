@@ -123,10 +123,12 @@ def make_product(linears: list[nn.Linear], kernels: ctypes.CDLL | None = None) -
     bias = torch.cat(biases) if biases else None
     if not can_pack(weight.dtype, weight.device) or weight.numel() < MIN_PACKED_WEIGHTS:
         return PlainProduct(weight, bias)
-    if (_can_half() or kernels is not None) and (scale := half_scale(weight)) is not None:
-        # Of large weights FBGEMM is as fast for few rows, and faster for many.
-        if kernels is not None and (weight.numel() < LARGE_WEIGHT or not _can_half()):
-            return NativeProduct(kernels, weight, bias, scale)
+    scale = half_scale(weight)
+    # FBGEMM multiplies large weights in 16 bits faster if the rows are many.
+    prefers_half = scale is not None and _can_half() and (kernels is None or weight.numel() >= LARGE_WEIGHT)
+    if kernels is not None and not prefers_half:
+        return NativeProduct(kernels, weight, bias, scale)
+    if scale is not None and _can_half():
         return HalfProduct(weight, bias, scale)
     return PackedProduct(weight, bias)
 

@@ -44,11 +44,11 @@ typedef struct {
     const float *cos, *sin;       /* [rows, head_size]; sin is negative in the first half */
 } Spans;
 
-/* A linear layer with weights in float16. */
+/* A linear layer with weights in float16 or float32. */
 typedef struct {
-    int64_t in_features, out_features;
-    float scale;                  /* of all sums: weights are kept near the largest float16 */
-    const uint16_t *weights;      /* [panels, in_features, PANEL], zeros past the last column */
+    int64_t in_features, out_features, is_half;
+    const void *weights;          /* [panels, in_features, PANEL], zeros past the last column */
+    float scale;                  /* of all sums: float16 weights are kept near the largest there is */
     const float *bias;            /* [out_features] or NULL */
 } Product;
 
@@ -124,16 +124,21 @@ static inline ALWAYS vec widen(const uint16_t *half) {
 
 /* A panel's columns for some rows of x: their sums stay in registers. */
 static inline ALWAYS void multiply_rows(
-    float *out, const float *x, const uint16_t *panel, const Product *product, const float *residual,
-    int64_t column, const int num_rows) {
+    float *out, const float *x, const Product *product, const float *residual, int64_t column,
+    const int is_half, const int num_rows) {
     const int64_t in = product->in_features, width = product->out_features;
+    const uint16_t *half = (const uint16_t *)product->weights + column * in;
+    const float *whole = (const float *)product->weights + column * in;
     vec sum[MAX_ROWS][PANEL / LANES];
     for (int row = 0; row < num_rows; row++)
         for (int i = 0; i < PANEL / LANES; i++) sum[row][i] = (vec){0};
     for (int64_t k = 0; k < in; k++) {
         vec weight[PANEL / LANES];
         UNROLL
-        for (int i = 0; i < PANEL / LANES; i++) weight[i] = widen(panel + k * PANEL + i * LANES);
+        for (int i = 0; i < PANEL / LANES; i++) {
+            const int64_t at = k * PANEL + i * LANES;
+            weight[i] = is_half ? widen(half + at) : *(const vec *)(whole + at);
+        }
         UNROLL
         for (int row = 0; row < num_rows; row++) {
             const float factor = x[row * in + k];
@@ -160,13 +165,14 @@ void multiply(const Product *product, float *out, const float *x, const float *r
     const int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
     #pragma omp parallel for if (in * width * rows > MIN_PARALLEL)
     for (int64_t column = 0; column < width; column += PANEL) {
-        const uint16_t *panel = product->weights + column * in;
         for (int64_t part = 0; part < num_parts; part++) {
             const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
             float *to = out + row * width;
             const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
-            switch (num_rows) {
-#define CASE(n) case n: multiply_rows(to, from, panel, product, add, column, n); break;
+            switch (num_rows + (product->is_half ? MAX_ROWS : 0)) {
+#define CASE(n) \
+                case n: multiply_rows(to, from, product, add, column, 0, n); break; \
+                case MAX_ROWS + n: multiply_rows(to, from, product, add, column, 1, n); break;
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
             }

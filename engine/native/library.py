@@ -45,8 +45,9 @@ class Product(ctypes.Structure):
     _fields_ = (
         ("in_features", Integer),
         ("out_features", Integer),
-        ("scale", ctypes.c_float),
+        ("is_half", Integer),
         ("weights", Pointer),
+        ("scale", ctypes.c_float),
         ("bias", Pointer),
     )
 

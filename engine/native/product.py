@@ -1,7 +1,8 @@
-"""Linear layers of few weights in C (``kernels.c``): float16 weights, float32 rows and sums.
+"""Linear layers in C (``kernels.c``): weights in float32 or float16, float32 rows and sums.
 
-FBGEMM's call takes ten microseconds before it multiplies anything, which is most of what a small product of
-few rows takes. This one starts in three.
+The libraries' calls take ten microseconds before they multiply anything, which is most of what a small
+product of few rows takes; this one starts in three. Of large weights it keeps the memory busier than oneDNN
+does. Weights are laid out once, in panels of a few columns that are read from end to end.
 """
 
 import ctypes
@@ -13,24 +14,26 @@ from engine.native.library import Product
 
 
 class NativeProduct:
-    """Weights times ``scale`` as float16, in the kernels' layout; see ``packed_linear.HalfProduct``."""
+    """``scale``: float16 holds all weights without loss times this power of two; None: keep float32."""
 
     def __init__(
-        self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, scale: float
+        self, library: ctypes.CDLL, weight: torch.Tensor, bias: torch.Tensor | None, scale: float | None
     ) -> None:
         self.out_features, in_features = weight.shape
         self.multiply = library.multiply
         panel = library.panel_size()
-        padded = torch.zeros(-(-self.out_features // panel), panel, in_features, dtype=torch.float16)
-        padded.view(-1, in_features)[: self.out_features] = (weight * scale).half()
+        dtype = torch.float32 if scale is None else torch.float16
         # Kept for as long as the structure points to them.
-        self.weights = padded.transpose(1, 2).contiguous()
+        self.weights = torch.zeros(-(-self.out_features // panel), in_features, panel, dtype=dtype)
+        for i, part in enumerate(weight.split(panel)):
+            self.weights[i, :, : len(part)] = (part if scale is None else part * scale).T
         self.bias = None if bias is None else bias.contiguous()
         self.product = Product(
             in_features=in_features,
             out_features=self.out_features,
-            scale=1 / scale,
+            is_half=scale is not None,
             weights=self.weights.data_ptr(),
+            scale=1 / (scale or 1.0),
             bias=None if self.bias is None else self.bias.data_ptr(),
         )
 

@@ -140,14 +140,14 @@ def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: N
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 12, 40])
 @pytest.mark.parametrize(("out", "size"), [(64, 48), (100, 33), (1, 200)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_products_are_float32_products(
     out: int, size: int, rows: int, bias: bool, dtype: torch.dtype, kernels: NativeKernels
 ) -> None:
     weight = (torch.randn(out, size) * 0.02).to(dtype).float()
     added = torch.randn(out) if bias else None
     scale = half_scale(weight)
-    assert scale is not None
+    assert (scale is None) == (dtype == torch.float32)
     product = NativeProduct(kernels.library, weight, added, scale)
     x, residual = torch.randn(rows, size), torch.randn(rows, out)
     exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
