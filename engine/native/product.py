@@ -25,7 +25,7 @@ class NativeProduct:
         dtype = torch.float32 if scale is None else torch.float16
         # Kept for as long as the structure points to them.
         self.weights = torch.zeros(-(-self.out_features // panel), in_features, panel, dtype=dtype)
-        for i, part in enumerate(weight.split(panel)):
+        for i, part in enumerate(torch.split(weight, panel)):
             self.weights[i, :, : len(part)] = (part if scale is None else part * scale).T
         self.bias = None if bias is None else bias.contiguous()
         self.product = Product(
