@@ -4,6 +4,8 @@
 text nor processes: ``worker`` runs it behind a socket, ``llm`` in place.
 """
 
+from weakref import WeakKeyDictionary
+
 import torch
 
 from engine.admission import Admission, RequestError
@@ -12,6 +14,7 @@ from engine.draft_length.policy import Outcome, RoundSeconds
 from engine.messages import (
     Failed,
     Generate,
+    RoundTrace,
     Stats,
     TokenOutput,
 )
@@ -26,7 +29,7 @@ from engine.round_report import (
     traces,
 )
 from engine.sampling.adjust import History
-from engine.sampling.sampler import Drafts, Judgement, Row, Rule, Sampler
+from engine.sampling.sampler import Row, RowVerdict, Rule, Sampler
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
@@ -43,6 +46,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.admission = admission
         self.stats = EngineStats()
+        self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
     def add(self, request: Generate) -> None:
         """Queue a request's sequences; ``RequestError`` if it can never be served."""
@@ -66,56 +70,56 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    @torch.inference_mode()
     def step(self) -> list[TokenOutput | Failed]:
         before = dict(self.stats.phase_seconds)
         with self.stats.phase("host"):
             scheduled = self.scheduler.schedule()
             if not scheduled:
                 return []
-            drawing = [part.sequence for part in scheduled if part.completes]
-            sampler = self._sampler(drawing)
+            parts = [part for part in scheduled if part.completes]
+            rows = [self._row(part.sequence) for part in parts]
+            sampler = Sampler(rows, self.target.vocab_size, self.target.device)
         with self.stats.phase("draft"):
             drafts = self.proposer.propose(scheduled, sampler)
+            drafted = drafted_ids(drafts)
         with self.stats.phase("score"):
-            logits = self._score(scheduled, drafts)
+            logits = self._score(scheduled, drafted)
         with self.stats.phase("verify"):
-            judgement = sampler.verify(logits, drafts)
+            verdicts = sampler.verify(logits, drafts).tolist()
         with self.stats.phase("host"):
             for part in scheduled:
                 if not part.completes:
                     self.scheduler.publish(part.sequence)
-            parts = [part for part in scheduled if part.completes]
-            outputs = self._commit(parts, sampler, drafts, logits, judgement)
-        self._observe(scheduled, drafts, judgement, before)
+            round_traces = traces(parts, self.proposer.trace_source, sampler, drafts, logits, verdicts)
+            outputs = self._commit(parts, drafted, logits, verdicts, round_traces)
+        self._observe(scheduled, parts, drafted, verdicts, before)
         return outputs
 
-    def _sampler(self, drawing: list[Sequence]) -> Sampler:
-        rows = [
-            Row(
-                rule=_rule(sequence),
-                seed=sequence.seed,
-                history=History(
-                    params=sequence.params,
-                    token_ids=sequence.token_ids,
-                    num_prompt_tokens=sequence.num_prompt_tokens,
-                    stop_token_ids=sequence.stop_token_ids,
-                    num_encoder_tokens=sequence.num_encoder_tokens,
-                    rules=self.target.rules,
-                ),
+    def _row(self, sequence: Sequence) -> Row:
+        """A sequence's row in every sampler; it follows the sequence's tokens by itself."""
+        row = self._rows.get(sequence)
+        if row is None:
+            history = History(
+                params=sequence.params,
+                token_ids=sequence.token_ids,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                stop_token_ids=sequence.stop_token_ids,
+                num_encoder_tokens=sequence.num_encoder_tokens,
+                rules=self.target.rules,
             )
-            for sequence in drawing
-        ]
-        return Sampler(rows, self.target.vocab_size, self.target.device)
+            row = self._rows[sequence] = Row(_rule(sequence), sequence.seed, history)
+        return row
 
-    def _score(self, scheduled: list[Scheduled], drafts: Drafts) -> torch.Tensor:
+    def _score(self, scheduled: list[Scheduled], drafted: list[list[int]]) -> torch.Tensor:
         """Target logits of every drawing sequence's pending token and drafted tokens, packed."""
-        drafted = iter(drafted_ids(drafts))
+        drafts = iter(drafted)
         spans, num_drawing_rows = [], []
         for part in scheduled:
             table = part.sequence.target_blocks
             start = table.num_computed_tokens
             token_ids = part.sequence.token_ids[start : start + part.num_tokens]
-            draft = next(drafted) if part.completes else []
+            draft = next(drafts) if part.completes else []
             num_rows = len(draft) + 1 if part.completes else 0
             wants_all = part.sequence.wants_prompt_logprobs
             num_logits = len(token_ids) + len(draft) if wants_all else num_rows
@@ -129,22 +133,18 @@ class EngineCore:
     def _commit(
         self,
         parts: list[Scheduled],
-        sampler: Sampler,
-        drafts: Drafts,
+        drafted: list[list[int]],
         logits: torch.Tensor,
-        judgement: Judgement,
+        verdicts: list[RowVerdict],
+        round_traces: list[RoundTrace | None],
     ) -> list[TokenOutput | Failed]:
         """Append what was emitted and bring both caches back to all tokens but the pending one."""
-        sources = [self.proposer.trace_source(part.source) for part in parts]
-        round_traces = traces(sources, sampler, drafts, logits, judgement)
-        drafted = drafted_ids(drafts)
-        num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
         outputs: list[TokenOutput | Failed] = []
-        first_row = 0
-        for i, (part, failed) in enumerate(zip(parts, judgement.failed.tolist(), strict=True)):
+        next_row = 0
+        for part, draft, verdict, trace in zip(parts, drafted, verdicts, round_traces, strict=True):
             sequence = part.sequence
-            rows = logits[first_row : first_row + len(drafted[i]) + 1]
-            first_row += len(rows)
+            num_accepted, next_token, failed = verdict
+            first_row, next_row = next_row, next_row + len(draft) + 1
             if sequence not in self.scheduler.running:
                 continue  # another choice of its request has just failed
             if failed:
@@ -152,10 +152,10 @@ class EngineCore:
                 outputs.append(failure(sequence))
                 continue
             is_first = len(sequence) == sequence.num_prompt_tokens
-            emitted = sequence.append([*drafted[i][: num_accepted[i]], next_token[i]])
+            emitted = sequence.append([*draft[:num_accepted], next_token])
             # A stop inside the accepted run ends the sequence there: what follows was never said.
-            num_kept = min(num_accepted[i], len(emitted))
-            self.stats.count_draft(part.source, len(drafted[i]), num_kept)
+            num_kept = min(num_accepted, len(emitted))
+            self.stats.count_draft(part.source, len(draft), num_kept)
             self.scheduler.truncate(sequence, len(sequence) - 1)
             self.scheduler.publish(sequence)
             if sequence.finish_reason:
@@ -166,15 +166,15 @@ class EngineCore:
                     index=sequence.index,
                     token_ids=emitted,
                     finish_reason=sequence.finish_reason,
-                    num_draft_tokens=len(drafted[i]),
+                    num_draft_tokens=len(draft),
                     num_accepted_tokens=num_kept,
                     seed=sequence.seed,
                     num_cached_tokens=sequence.num_cached_tokens or 0,
                     queue_seconds=sequence.queue_seconds if is_first else None,
-                    logprobs=output_logprobs(sequence, rows, emitted),
+                    logprobs=output_logprobs(sequence, logits, first_row, emitted),
                     prompt_logprobs=sequence.prompt_logprobs if is_first else None,
-                    trace=round_traces[i] if sequence.params.trace else None,
-                    prediction=follow_prediction(part, emitted, len(drafted[i])),
+                    trace=trace if sequence.params.trace else None,
+                    prediction=follow_prediction(part, emitted, len(draft)),
                 )
             )
         return outputs
@@ -182,25 +182,19 @@ class EngineCore:
     def _observe(
         self,
         scheduled: list[Scheduled],
-        drafts: Drafts,
-        judgement: Judgement,
+        parts: list[Scheduled],
+        drafted: list[list[int]],
+        verdicts: list[RowVerdict],
         before: dict[str, float],
     ) -> None:
         """Tell policy and chooser what became of the rows they were asked about, and what the step cost."""
         policy, chooser = self.scheduler.planner.policy, self.scheduler.planner.chooser
         if policy is None and chooser is None:
             return
-        parts = [part for part in scheduled if part.completes]
-        num_accepted = judgement.verdict.num_accepted.tolist()
         # A draft cache that only caught up has drafted nothing, which is nobody's failure.
         outcomes = [
-            Outcome(
-                part.sequence,
-                drafts.lengths[i],
-                num_accepted[i],
-                ended=part.sequence.finish_reason is not None,
-            )
-            for i, part in enumerate(parts)
+            Outcome(part.sequence, len(draft), verdict.num_accepted, part.sequence.finish_reason is not None)
+            for part, draft, verdict in zip(parts, drafted, verdicts, strict=True)
             if part.sequence in self.scheduler.chosen
             and (part.num_draft_tokens or not part.num_catch_up_tokens)
         ]

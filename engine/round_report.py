@@ -1,11 +1,13 @@
 """What a step tells of its rows besides tokens: log-probabilities, traces, use of a prediction, failures."""
 
+from collections.abc import Callable
+
 import torch
 
 from engine.batch import Span
 from engine.messages import Failed, PredictionUse, RoundTrace, TokenLogprob
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.sampler import Drafts, Judgement, Sampler
+from engine.sampling.sampler import Drafts, RowVerdict, Sampler
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence
 
@@ -36,10 +38,14 @@ def take_prompt_logprobs(
     return torch.cat(drawing_rows)
 
 
-def output_logprobs(sequence: Sequence, rows: torch.Tensor, emitted: list[int]) -> list[TokenLogprob] | None:
-    """Of the tokens emitted, if they were asked for; ``rows`` [emitted or more, V] are raw logits."""
+def output_logprobs(
+    sequence: Sequence, logits: torch.Tensor, first_row: int, emitted: list[int]
+) -> list[TokenLogprob] | None:
+    """Of the tokens emitted, if they were asked for; raw ``logits`` [rows, V] from ``first_row`` on."""
     num_top = sequence.params.logprobs
-    return None if num_top is None else token_logprobs(rows[: len(emitted)], emitted, num_top)
+    if num_top is None:
+        return None
+    return token_logprobs(logits[first_row : first_row + len(emitted)], emitted, num_top)
 
 
 def follow_prediction(part: Scheduled, emitted: list[int], num_drafted: int) -> PredictionUse | None:
@@ -52,24 +58,28 @@ def follow_prediction(part: Scheduled, emitted: list[int], num_drafted: int) -> 
 
 
 def traces(
-    sources: list[str], sampler: Sampler, drafts: Drafts, logits: torch.Tensor, judgement: Judgement
+    parts: list[Scheduled],
+    name_source: Callable[[str], str],
+    sampler: Sampler,
+    drafts: Drafts,
+    logits: torch.Tensor,
+    verdicts: list[RowVerdict],
 ) -> list[RoundTrace | None]:
-    """One per drawing sequence; Nones where nobody asked."""
-    if not any(row.params.trace for row in sampler.rows):
+    """One per drawing sequence; Nones where nobody asked. ``name_source``: what traces call a source."""
+    if not sampler.traced:
         return [None] * len(sampler.rows)
     drafted = drafted_ids(drafts)
     target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
-    num_accepted, next_token = (tensor.tolist() for tensor in judgement.verdict)
     return [
         RoundTrace(
             position=row.position,
-            source=sources[i] if drafts.lengths[i] else "none",
+            source=name_source(parts[i].source) if drafts.lengths[i] else "none",
             rule=row.rule.value,
             draft_ids=drafted[i],
             target_probs=target_probs[i][: drafts.lengths[i]],
             draft_probs=draft_probs[i][: drafts.lengths[i]],
-            num_accepted=num_accepted[i],
-            next_token=next_token[i],
+            num_accepted=verdicts[i].num_accepted,
+            next_token=verdicts[i].next_token,
         )
         for i, row in enumerate(sampler.rows)
     ]

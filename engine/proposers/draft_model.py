@@ -43,15 +43,17 @@ class DraftModelProposer:
         patience = [part.patience for part in completing]
         with_confidence = any(patience)
         active = [row for row, length in enumerate(lengths) if length > 0]
+        drawing = sampler.select(active)
         last: dict[int, int] = {}  # each row's latest draft
         for position in range(num_positions):
             if position > 0:
                 logits = self._forward(
                     [Span(completing[row].sequence.draft_blocks, [last[row]], 1) for row in active]
                 )
+            if len(active) < len(drawing.rows):
+                drawing = sampler.select(active)
             members = active if len(active) < len(lengths) else slice(None)
-            drafted = token_ids[members, :position]
-            draw = sampler.select(active).draw_drafts(logits, drafted, with_confidence)
+            draw = drawing.draw_drafts(logits, token_ids[members, :position], with_confidence)
             token_ids[members, position] = draw.ids
             last = dict(zip(active, draw.ids.tolist(), strict=True))
             if probs is not None and draw.probs is not None:
@@ -87,9 +89,11 @@ class DraftModelProposer:
                 replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
                 for span in spans
             ]
-        logits = self.model.forward(spans)[:, : self.vocab_size]
+        logits = self.model.forward(spans)
         missing = self.vocab_size - logits.shape[-1]
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        if missing > 0:
+            return F.pad(logits, (0, missing), value=-torch.inf)
+        return logits if missing == 0 else logits[:, : self.vocab_size]
 
 
 def rows_going_on(

@@ -5,7 +5,7 @@ forbidden below ``min_tokens``, and the checkpoint's own rules have the last wor
 text as it would stand there: prompt, output and the drafted tokens before it, each counted once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,11 @@ class History:
     stop_token_ids: frozenset[int]
     num_encoder_tokens: int = 0
     rules: GenerationRules = NO_RULES
+    _always_adjusts: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        always = bool(self.params.logit_bias) or self.penalized or bool(self.rules)
+        object.__setattr__(self, "_always_adjusts", always)
 
     @property
     def text(self) -> list[int]:
@@ -44,7 +49,7 @@ class History:
 
     @property
     def needs_adjustment(self) -> bool:
-        return bool(self.params.logit_bias) or self.penalized or self.below_minimum or bool(self.rules)
+        return self._always_adjusts or self.below_minimum
 
 
 def adjust_logits(

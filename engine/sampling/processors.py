@@ -5,14 +5,18 @@ Cuts are thresholds on the probability: tokens that tie with the last one kept a
 the result does not depend on how a sort breaks ties.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from engine.messages import SamplingParams
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
 TOP_P_CANDIDATES = 1024
+# Vocabularies up to this size are sorted whole by numpy on a CPU: torch's topk of so many takes longer.
+MAX_SORTED = 8192
 SMALLEST = torch.finfo(torch.float32).tiny
 
 
@@ -30,25 +34,35 @@ class SamplingTensors(NamedTuple):
     @classmethod
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
         """From the rows' parameters; greedy rows get temperature 1, as they never look at it."""
+        return _sampling_tensors(tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), device)
 
-        def column(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
-        return cls(
-            temperature=column([p.temperature or 1.0 for p in params], torch.float32).clamp(min=SMALLEST),
-            top_k=column([p.top_k for p in params], torch.int64),
-            top_p=column([p.top_p for p in params], torch.float32),
-            min_p=column([p.min_p for p in params], torch.float32),
-            largest_top_k=max(p.top_k for p in params),
-            any_top_p=any(p.top_p < 1 for p in params),
-            any_min_p=any(p.min_p > 0 for p in params),
-        )
+@lru_cache(maxsize=64)
+def _sampling_tensors(
+    rows: tuple[tuple[float, int, float, float], ...], device: torch.device
+) -> SamplingTensors:
+    """Kept, as the same rows come again in most steps."""
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+
+    def column(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+    return SamplingTensors(
+        temperature=column(tuple(t or 1.0 for t in temperature), torch.float32).clamp(min=SMALLEST),
+        top_k=column(top_k, torch.int64),
+        top_p=column(top_p, torch.float32),
+        min_p=column(min_p, torch.float32),
+        largest_top_k=max(top_k),
+        any_top_p=min(top_p) < 1,
+        any_min_p=max(min_p) > 0,
+    )
 
 
 def to_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """Distributions [batch, positions, vocab], float32, from logits of that shape."""
+    logits = logits.float()
     # The maximum goes first: a temperature next to zero would make infinities of the logits.
-    logits = logits.float() - logits.float().amax(-1, keepdim=True)
+    logits = logits - logits.amax(-1, keepdim=True)
     probs = (logits / sampling.temperature[..., None]).softmax(-1)
     if not (sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p):
         return probs
@@ -59,19 +73,8 @@ def to_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
 
 def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """The smallest probability that is kept: [batch, positions, 1]."""
-    vocab_size = probs.shape[-1]
-    num_candidates = max(1, sampling.largest_top_k)
-    if sampling.any_top_p:
-        num_candidates = max(num_candidates, TOP_P_CANDIDATES)
-    num_candidates = min(num_candidates, vocab_size)
-    top = probs.topk(num_candidates).values
-    if sampling.any_top_p and num_candidates < vocab_size:
-        uncovered = (top.sum(-1) < sampling.top_p) & (sampling.top_k == 0) & (sampling.top_p < 1)
-        if uncovered.any():
-            num_candidates = vocab_size
-            top = probs.sort(-1, descending=True).values
-
-    rank = torch.arange(num_candidates, device=probs.device)
+    top = _likeliest(probs, sampling)
+    rank = torch.arange(top.shape[-1], device=probs.device)
     top_k = sampling.top_k[..., None]
     kept = (top_k == 0) | (rank < top_k)
     if sampling.any_top_p:
@@ -85,3 +88,21 @@ def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     unbounded = (top_k == 0) & (sampling.top_p[..., None] >= 1)
     smallest = torch.where(unbounded, 0.0, smallest)
     return torch.maximum(smallest, sampling.min_p[..., None] * top[..., :1])
+
+
+def _likeliest(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+    """The highest probabilities in falling order, as many as the cuts may look at."""
+    vocab_size = probs.shape[-1]
+    num_candidates = max(1, sampling.largest_top_k)
+    if sampling.any_top_p:
+        num_candidates = max(num_candidates, TOP_P_CANDIDATES)
+    num_candidates = min(num_candidates, vocab_size)
+    if num_candidates > 1 and vocab_size <= MAX_SORTED and probs.device.type == "cpu":
+        top = torch.from_numpy(np.sort(probs.numpy(), -1)[..., ::-1][..., :num_candidates].copy())
+    else:
+        top = probs.topk(num_candidates).values
+    if sampling.any_top_p and num_candidates < vocab_size:
+        uncovered = (top.sum(-1) < sampling.top_p) & (sampling.top_k == 0) & (sampling.top_p < 1)
+        if uncovered.any():
+            return probs.sort(-1, descending=True).values
+    return top

@@ -7,14 +7,16 @@ Knows nothing of models and schedules: logits come in, token ids go out.
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine.messages import SamplingParams
 from engine.sampling.adjust import History, adjust_logits
-from engine.sampling.draw import inverse_cdf, race
+from engine.sampling.draw import argmax, inverse_cdf, race
 from engine.sampling.processors import SamplingTensors, to_probs
 from engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
 from engine.sampling.verify import (
@@ -74,11 +76,27 @@ class Drafts:
         return cls(token_ids=ids, probs=None, lengths=[0] * num_rows)
 
 
+class RowVerdict(NamedTuple):
+    """One row's part of a judgement, in plain numbers."""
+
+    num_accepted: int
+    next_token: int
+    failed: bool
+
+
 class Judgement(NamedTuple):
     """A step's verdict, and which rows met logits that are no distribution (NaN, nothing allowed). [B]"""
 
     verdict: Verdict
     failed: torch.Tensor
+
+    def tolist(self) -> list[RowVerdict]:
+        """By row, in one copy from the device."""
+        columns = torch.stack([*self.verdict, self.failed.long()]).tolist()
+        return [
+            RowVerdict(accepted, token, bool(failed))
+            for accepted, token, failed in zip(*columns, strict=True)
+        ]
 
 
 class DraftDraw(NamedTuple):
@@ -100,13 +118,22 @@ class Sampler:
         self.rows = rows
         self.vocab_size = vocab_size
         self.device = device
-        self.seeds = torch.tensor([row.seed for row in rows], dtype=torch.int64, device=device)
-        self.positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=device)
-        members = {rule: [i for i, row in enumerate(rows) if row.rule is rule] for rule in Rule}
-        self.groups = {rule: indices for rule, indices in members.items() if indices}
-        self.all_greedy = set(self.groups) == {Rule.EXACT_MATCH}
+        self.groups: dict[Rule, list[int]] = {}
+        for i, row in enumerate(rows):
+            self.groups.setdefault(row.rule, []).append(i)
+        self.all_greedy = self.groups.keys() == {Rule.EXACT_MATCH}
         self.traced = any(row.params.trace for row in rows)
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
+        self._adjusted = [i for i, row in enumerate(rows) if row.history.needs_adjustment]
+        self._noise: list[torch.Tensor] = []  # [coupled rows, V] of the first positions, as drafts met them
+
+    @cached_property
+    def seeds(self) -> torch.Tensor:
+        return torch.tensor([row.seed for row in self.rows], dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        return torch.tensor([row.position for row in self.rows], dtype=torch.int64, device=self.device)
 
     def select(self, indices: list[int]) -> "Sampler":
         if len(indices) == len(self.rows):
@@ -118,13 +145,15 @@ class Sampler:
     ) -> DraftDraw:
         """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
         offset = drafted.shape[1]
+        if self._adjusted:
+            logits = self._adjust(logits[:, None], drafted, offset)[:, 0]
         # A draft model that has lost its mind may still be asked: any guess is a guess.
-        logits, _ = _replace_broken(self._adjust(logits[:, None], drafted, offset))
         if self.all_greedy:
-            ids = logits[:, 0].argmax(-1)
-            confidence = _lead(logits[:, 0]) if with_confidence else None
+            ids = argmax(logits)
+            confidence = _lead(logits) if with_confidence else None
             one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
             return DraftDraw(ids, one_hot, confidence)
+        logits, _ = _replace_broken(logits)
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
         confidence = logits.new_empty(len(self.rows)) if with_confidence else None
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
@@ -132,16 +161,16 @@ class Sampler:
             members = self._index(indices)
             rule_probs = None
             if rule is Rule.EXACT_MATCH:
-                ids[members] = logits[members, 0].argmax(-1)
+                ids[members] = argmax(logits[members])
             else:
-                rule_probs = self._probs(logits[members], indices)[:, 0]
-                seeds, positions = self._seeds(rule, members), self.positions[members] + offset
+                rule_probs = self._probs(logits[members][:, None], indices)[:, 0]
                 if rule is Rule.COUPLED:
-                    ids[members] = race(rule_probs, exponential_noise(seeds, positions, self.vocab_size))
+                    ids[members] = race(rule_probs, self._draft_noise(members, offset))
                 else:
+                    seeds, positions = self._seeds(rule, members), self.positions[members] + offset
                     ids[members] = inverse_cdf(rule_probs, uniform(seeds, positions, Stream.DRAFT))
             if confidence is not None:
-                confidence[members] = _lead(logits[members, 0]) if rule_probs is None else rule_probs.amax(-1)
+                confidence[members] = _lead(logits[members]) if rule_probs is None else rule_probs.amax(-1)
             if probs is not None:
                 one_hot = F.one_hot(ids[members], self.vocab_size)
                 probs[members] = one_hot.float() if rule_probs is None else rule_probs
@@ -151,14 +180,20 @@ class Sampler:
         """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row."""
         padded, broken = self._target_logits(logits, drafts)
         num_draft = torch.tensor(drafts.lengths, dtype=torch.int64, device=self.device)
-        num_accepted, next_token = torch.empty_like(num_draft), torch.empty_like(num_draft)
-        for rule, indices in self.groups.items():
-            members = self._index(indices)
-            verdict = self._judge(rule, indices, padded[members], drafts, num_draft[members])
-            num_accepted[members] = verdict.num_accepted
-            next_token[members] = verdict.next_token
-        reached = torch.arange(padded.shape[1], device=self.device) <= num_accepted[:, None]
-        return Judgement(Verdict(num_accepted, next_token), (broken & reached).any(-1))
+        if len(self.groups) == 1:
+            ((rule, indices),) = self.groups.items()
+            verdict = self._judge(rule, indices, padded, drafts, num_draft)
+        else:
+            verdict = Verdict(torch.empty_like(num_draft), torch.empty_like(num_draft))
+            for rule, indices in self.groups.items():
+                members = self._index(indices)
+                part = self._judge(rule, indices, padded[members], drafts, num_draft[members])
+                verdict.num_accepted[members] = part.num_accepted
+                verdict.next_token[members] = part.next_token
+        if broken is None:
+            return Judgement(verdict, torch.zeros(len(self.rows), dtype=torch.bool))
+        reached = torch.arange(padded.shape[1], device=self.device) <= verdict.num_accepted[:, None]
+        return Judgement(verdict, (broken & reached).any(-1))
 
     def drafted_probs(self, logits: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
         """For the trace: target's and draft's processed probability of each drafted token, [B, K] each."""
@@ -178,12 +213,12 @@ class Sampler:
         if rule is Rule.EXACT_MATCH:
             return verify_exact_match(logits, draft_ids, num_draft)
         target_probs = self._probs(logits, indices)
+        if rule is Rule.COUPLED:
+            noise = self._target_noise(members, logits.shape[1])
+            return verify_coupled(target_probs, draft_ids, num_draft, noise)
         seeds = self.seeds[members][:, None]
         spent_seeds = self._seeds(rule, members)[:, None]
         positions = self.positions[members][:, None] + torch.arange(logits.shape[1], device=self.device)
-        if rule is Rule.COUPLED:
-            noise = exponential_noise(seeds, positions, self.vocab_size)
-            return verify_coupled(target_probs, draft_ids, num_draft, noise)
         verify = verify_rejection if rule is Rule.REJECTION else verify_block
         return verify(
             target_probs,
@@ -194,18 +229,36 @@ class Sampler:
             recover_uniforms=uniform(seeds, positions, Stream.RECOVER),
         )
 
-    def _target_logits(self, logits: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adjusted logits [B, K+1, V], and where they were broken [B, K+1]."""
+    def _draft_noise(self, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
+        """[coupled rows, V], kept for ``_target_noise`` if all positions before are."""
+        if offset < len(self._noise):
+            return self._noise[offset]
+        noise = exponential_noise(self.seeds[members], self.positions[members] + offset, self.vocab_size)
+        if offset == len(self._noise):
+            self._noise.append(noise)
+        return noise
+
+    def _target_noise(self, members: slice | torch.Tensor, num_positions: int) -> torch.Tensor:
+        """[coupled rows, num_positions, V]: the drafts' own, and that of the positions after them."""
+        known = self._noise[:num_positions]
+        later = torch.arange(len(known), num_positions, device=self.device)
+        positions = self.positions[members][:, None] + later
+        rest = exponential_noise(self.seeds[members][:, None], positions, self.vocab_size)
+        return torch.cat([torch.stack(known, dim=1), rest], dim=1) if known else rest
+
+    def _target_logits(
+        self, logits: torch.Tensor, drafts: Drafts
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Adjusted logits [B, K+1, V], and where they were broken [B, K+1]; None if nowhere."""
         padded = _pad_rows(logits, drafts.lengths, drafts.token_ids.shape[1] + 1)
         return _replace_broken(self._adjust(padded, drafts.token_ids, offset=0))
 
     def _adjust(self, logits: torch.Tensor, drafted: torch.Tensor, offset: int) -> torch.Tensor:
         """Bias, penalties and minimum length where a row asks for them. ``logits`` [B, positions, V]."""
-        indices = [i for i, row in enumerate(self.rows) if row.history.needs_adjustment]
-        if not indices:
+        if not self._adjusted:
             return logits
-        members = self._index(indices)
-        histories = [self.rows[i].history for i in indices]
+        members = self._index(self._adjusted)
+        histories = [self.rows[i].history for i in self._adjusted]
         adjusted = logits.clone()
         adjusted[members] = adjust_logits(logits[members], histories, drafted[members], offset)
         return adjusted
@@ -238,11 +291,13 @@ def _lead(logits: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(first - second)
 
 
-def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows with NaN, infinity or nothing allowed become flat, and are named: [B, positions]."""
+def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [..., V] with NaN, infinity or nothing allowed become flat, and are named: [...]; None if there
+    are none."""
+    # Elsewhere the question would cost a wait.
+    if logits.device.type == "cpu" and np.isfinite(logits.numpy().max(-1)).all():
+        return logits, None
     broken = ~logits.amax(-1).isfinite()
-    if logits.device.type == "cpu" and not broken.any():  # elsewhere the question would cost a wait
-        return logits, broken
     return torch.where(broken[..., None], 0.0, logits), broken
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.sampling.draw import inverse_cdf, race
+from engine.sampling.draw import argmax, inverse_cdf, race
 
 
 class Verdict(NamedTuple):
@@ -28,7 +28,7 @@ def verify_exact_match(
 
     ``target_logits`` [B, K+1, V], ``draft_ids`` [B, K], ``num_draft`` [B].
     """
-    return _accept_while_equal(target_logits.argmax(-1), draft_ids, num_draft)
+    return _accept_while_equal(argmax(target_logits), draft_ids, num_draft)
 
 
 def verify_coupled(
@@ -152,6 +152,8 @@ def probs_of_draft(
 def _accept_while_equal(
     target_ids: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor
 ) -> Verdict:
+    if draft_ids.shape[1] == 0:
+        return Verdict(torch.zeros_like(num_draft), target_ids[:, 0])
     num_accepted = _leading(target_ids[:, :-1] == draft_ids, num_draft)
     return Verdict(num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1))
 

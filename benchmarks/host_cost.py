@@ -1,0 +1,201 @@
+"""What a round costs besides its models: python -m benchmarks.host_cost
+
+Milliseconds of a step by phase, with the models' forward passes told apart from what is around them: ``draft
+pass`` and ``score pass`` are the passes alone, ``draft`` is drawing and bookkeeping between them, ``verify``
+is verification, ``host`` everything else (scheduling, the spans to score, commit, learning from the verdict).
+``host share`` is all that is not a pass, ``draft step`` a drafted token's time to that of its pass. Only full
+steps are counted: every sequence decodes and none ends. Medians over the repeats, variants interleaved.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from benchmarks.common import (
+    CpuWatch,
+    machine,
+    note,
+    print_facts,
+    print_table,
+    warn_if_busy,
+    warn_of_others,
+    write_json,
+)
+from benchmarks.engine_runs import decode_params
+from benchmarks.pairs import BUNDLED, Pair, prompt_ids
+from engine.build import build_engine
+from engine.config import BUNDLED_PAIR, EngineConfig
+from engine.core import EngineCore
+from engine.messages import Generate, SamplingParams
+from engine.models.decoder_only import DecoderModel
+
+# How tokens are drawn, by name. A seed means the coupled rule.
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1, seed": {"temperature": 1.0, "seed": 1},
+    "temperature 0.8, top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+}
+LENGTHS = {"plain": 0, "k=4": 4, "auto": None}
+
+
+class PassClock:
+    """Adds up the seconds of a model's forward passes, from now on."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self.seconds = 0.0
+        self.count = 0
+        self._forward = model.forward
+        model.forward = self  # type: ignore[assignment, method-assign]
+
+    def __call__(self, spans: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        logits = self._forward(spans)
+        self.seconds += time.perf_counter() - started
+        self.count += 1
+        return logits
+
+
+class Clocks:
+    """All times of an engine so far, in seconds, by name; ``passes`` is the number of draft passes."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.core = core
+        self.score = PassClock(core.target)
+        proposer: Any = core.proposer.proposers.get("draft_model")
+        self.draft = PassClock(proposer.model) if proposer is not None else None
+
+    def read(self) -> dict[str, float]:
+        phases = self.core.stats.phase_seconds
+        draft_seconds, passes = (self.draft.seconds, self.draft.count) if self.draft else (0.0, 0)
+        return {
+            "round": time.perf_counter(),
+            "draft pass": draft_seconds,
+            "draft": phases["draft"] - draft_seconds,
+            "score pass": self.score.seconds,
+            "verify": phases["verify"],
+            "passes": float(passes),
+        }
+
+
+class Cost(NamedTuple):
+    """Sums over one run's full steps."""
+
+    num_steps: int
+    num_tokens: int
+    seconds: dict[str, float]
+
+    def row(self) -> dict[str, float]:
+        milliseconds = {name: 1000 * value / self.num_steps for name, value in self.seconds.items()}
+        passes = milliseconds.pop("passes") / 1000
+        models = milliseconds["draft pass"] + milliseconds["score pass"]
+        host = milliseconds["round"] - models - milliseconds["draft"] - milliseconds["verify"]
+        return {
+            **milliseconds,
+            "host": host,
+            "host share": 1 - models / milliseconds["round"],
+            "draft step": 1 + milliseconds["draft"] / milliseconds["draft pass"] if passes else float("nan"),
+            "passes": passes,
+            "tokens": self.num_tokens / self.num_steps,
+        }
+
+
+def run(core: EngineCore, clocks: Clocks, prompts: Sequence[list[int]], params: SamplingParams) -> Cost:
+    """All prompts at once, to their ends."""
+    for number, prompt in enumerate(prompts):
+        core.add(Generate(request_id=str(number), prompt_token_ids=prompt, params=params))
+    started: set[str] = set()
+    num_steps = num_tokens = 0
+    seconds = dict.fromkeys(clocks.read(), 0.0)
+    while core.has_work:
+        decoding = len(started) == len(prompts)
+        before = clocks.read()
+        outputs = core.step()
+        after = clocks.read()
+        started.update(output.request_id for output in outputs)
+        if not decoding or len(outputs) < len(prompts):
+            continue
+        num_steps += 1
+        num_tokens += sum(len(output.token_ids) for output in outputs)  # type: ignore[union-attr]
+        seconds = {name: total + after[name] - before[name] for name, total in seconds.items()}
+    if not num_steps:
+        raise SystemExit("no step had all sequences decoding: ask for more --max-tokens")
+    return Cost(num_steps, num_tokens, seconds)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", help="checkpoint folders; default: the bundled pair")
+    parser.add_argument("--draft")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--method", default="draft_model", choices=["auto", "draft_model", "ngram"])
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0: as the engine chooses")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--sampling", choices=list(SAMPLING), nargs="+", default=list(SAMPLING))
+    parser.add_argument("--lengths", choices=list(LENGTHS), nargs="+", default=list(LENGTHS))
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
+    parser.add_argument("--save", type=Path, help="write FILE.json")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    busy = warn_if_busy()
+    config = EngineConfig(
+        target=arguments.target,
+        draft=arguments.draft,
+        device=arguments.device,
+        method=arguments.method,
+        num_threads=arguments.threads,
+        prefix_caching=False,
+    )
+    core = build_engine(config)
+    clocks = Clocks(core)
+    pair = Pair(
+        "named" if arguments.target else BUNDLED,
+        arguments.target or str(BUNDLED_PAIR / "target"),
+        arguments.draft,
+    )
+    prompts = prompt_ids(pair, max(arguments.concurrency), 16)
+    variants = {}
+    for number, sampling, length in product(arguments.concurrency, arguments.sampling, arguments.lengths):
+        params = msgspec.structs.replace(
+            decode_params(arguments.max_tokens, num_speculative_tokens=LENGTHS[length]), **SAMPLING[sampling]
+        )
+        variants[sampling, length, number] = partial(run, core, clocks, prompts[:number], params)
+    watch = CpuWatch()
+    costs: dict[Any, list[Cost]] = {name: [] for name in variants}
+    for repeat in range(arguments.repeats + 1):
+        note(f"  {repeat}/{arguments.repeats}")
+        for name, variant in variants.items():
+            cost = variant()
+            if repeat:  # the first one warms up, and shows the policy the text
+                costs[name].append(cost)
+    rows = []
+    for (sampling, length, number), measured in costs.items():
+        each = [cost.row() for cost in measured]
+        row = {name: round(statistics.median(one[name] for one in each), 3) for name in each[0]}
+        rows.append({"sampling": sampling, "draft length": length, "at a time": number, **row})
+    facts = machine() | {
+        "busy": busy,
+        "others": warn_of_others(watch),
+        "threads": torch.get_num_threads(),
+        "repeats": arguments.repeats,
+    }
+    print_facts(facts)
+    print_table(rows, "Milliseconds of a step")
+    write_json(arguments.save, {"machine": facts, "results": rows})
+
+
+if __name__ == "__main__":
+    main()
