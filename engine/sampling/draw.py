@@ -2,6 +2,9 @@
 
 import torch
 
+# Of more scores than these numpy finds the highest several times faster than torch.
+MANY = 1 << 15
+
 
 def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Token ids [...] drawn in proportion to ``weights`` [..., vocab], which need not sum to one.
@@ -18,7 +21,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:
     """Index of the highest of ``scores`` [..., vocab], the first among equals: [...]."""
-    if scores.device.type == "cpu":  # where numpy's is several times faster than torch's
+    if scores.device.type == "cpu" and scores.numel() > MANY:
         return torch.as_tensor(scores.numpy().argmax(-1))
     return scores.argmax(-1)
 

@@ -30,6 +30,7 @@ class SamplingTensors(NamedTuple):
     largest_top_k: int  # 0 if no row uses it
     any_top_p: bool
     any_min_p: bool
+    any_uncut: bool  # a row has neither top-k nor top-p
 
     @classmethod
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
@@ -55,6 +56,7 @@ def _sampling_tensors(
         largest_top_k=max(top_k),
         any_top_p=min(top_p) < 1,
         any_min_p=max(min_p) > 0,
+        any_uncut=any(k == 0 and p >= 1 for k, p in zip(top_k, top_p, strict=True)),
     )
 
 
@@ -73,21 +75,25 @@ def to_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
 
 def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """The smallest probability that is kept: [batch, positions, 1]."""
+    if not (sampling.largest_top_k or sampling.any_top_p):
+        return sampling.min_p[..., None] * probs.amax(-1, keepdim=True)
     top = _likeliest(probs, sampling)
-    rank = torch.arange(top.shape[-1], device=probs.device)
-    top_k = sampling.top_k[..., None]
-    kept = (top_k == 0) | (rank < top_k)
-    if sampling.any_top_p:
-        top_p = sampling.top_p[..., None]
-        mass = torch.where(kept, top, 0.0)
-        total = torch.where(top_k == 0, 1.0, mass.sum(-1, keepdim=True))
-        mass_before = mass.cumsum(-1) - mass
-        kept = kept & ((mass_before < top_p * total) | (top_p >= 1))
+    top_k, top_p = sampling.top_k[..., None], sampling.top_p[..., None]
+    if not sampling.largest_top_k:
+        kept = top.cumsum(-1) - top < top_p
+    else:
+        kept = (top_k == 0) | (torch.arange(top.shape[-1], device=probs.device) < top_k)
+        if sampling.any_top_p:
+            mass = torch.where(kept, top, 0.0)
+            total = torch.where(top_k == 0, 1.0, mass.sum(-1, keepdim=True))
+            mass_before = mass.cumsum(-1) - mass
+            kept = kept & ((mass_before < top_p * total) | (top_p >= 1))
     smallest = torch.where(kept, top, torch.inf).amin(-1, keepdim=True)
-    # A row without top-k and top-p keeps everything, however small; the candidates do not bound it.
-    unbounded = (top_k == 0) & (sampling.top_p[..., None] >= 1)
-    smallest = torch.where(unbounded, 0.0, smallest)
-    return torch.maximum(smallest, sampling.min_p[..., None] * top[..., :1])
+    if sampling.any_uncut:
+        smallest = torch.where((top_k == 0) & (top_p >= 1), 0.0, smallest)
+    if sampling.any_min_p:
+        smallest = torch.maximum(smallest, sampling.min_p[..., None] * top[..., :1])
+    return smallest
 
 
 def _likeliest(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
@@ -102,7 +108,9 @@ def _likeliest(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     else:
         top = probs.topk(num_candidates).values
     if sampling.any_top_p and num_candidates < vocab_size:
-        uncovered = (top.sum(-1) < sampling.top_p) & (sampling.top_k == 0) & (sampling.top_p < 1)
+        uncovered = top.sum(-1) < sampling.top_p
+        if sampling.largest_top_k or sampling.any_uncut:
+            uncovered = uncovered & (sampling.top_k == 0) & (sampling.top_p < 1)
         if uncovered.any():
             return probs.sort(-1, descending=True).values
     return top

@@ -17,6 +17,8 @@ MASK_64 = (1 << 64) - 1
 WEYL = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
+# On a CPU so few numbers are computed one by one: thirty operations on small arrays take longer.
+FEW = 16
 
 
 class Stream(IntEnum):
@@ -52,6 +54,10 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> tor
 
     ``seeds`` and ``positions``: int64, of shapes that broadcast; the result has the broadcast shape.
     """
+    if _are_few(seeds, positions):
+        keys, shape = _few_keys(seeds, positions, stream)
+        numbers = [((_mix_int(key) >> 12) + 0.5) * 2.0**-52 for key in keys]
+        return torch.tensor(numbers, dtype=torch.float64).view(shape)
     with np.errstate(over="ignore"):  # numpy's scalars warn where its arrays wrap
         return _to_unit_interval(_mix(_keys(_integers(seeds), _integers(positions), stream)))
 
@@ -63,9 +69,27 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: 
     share it.
     """
     with np.errstate(over="ignore"):
-        keys = _keys(_integers(seeds), _integers(positions), Stream.RACE)
+        if _are_few(seeds, positions):
+            few, shape = _few_keys(seeds, positions, Stream.RACE)
+            keys = np.array(few, dtype=np.uint64).view(np.int64).reshape(shape)
+        else:
+            keys = _keys(_integers(seeds), _integers(positions), Stream.RACE)
         mixed = _mix(keys[..., None] + _integers(_counters(vocab_size, seeds.device)))
     return _to_unit_interval(mixed).log_().neg_()
+
+
+def _are_few(seeds: torch.Tensor, positions: torch.Tensor) -> bool:
+    return seeds.device.type == "cpu" and max(seeds.numel(), positions.numel()) <= FEW
+
+
+def _few_keys(
+    seeds: torch.Tensor, positions: torch.Tensor, stream: Stream
+) -> tuple[list[int], tuple[int, ...]]:
+    """As ``_keys``, but one by one and unsigned; and their shape."""
+    shape = np.broadcast_shapes(seeds.shape, positions.shape)
+    pairs = zip(*(x.expand(shape).flatten().tolist() for x in (seeds, positions)), strict=True)
+    keys = [_mix_int(_mix_int(seed + stream * WEYL) + position * WEYL) for seed, position in pairs]
+    return keys, shape
 
 
 @lru_cache(maxsize=8)

@@ -5,12 +5,12 @@ handled together, and all of it is a function of each row's own parameters, seed
 Knows nothing of models and schedules: logits come in, token ids go out.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -295,7 +295,7 @@ def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | 
     """Rows [..., V] with NaN, infinity or nothing allowed become flat, and are named: [...]; None if there
     are none."""
     # Elsewhere the question would cost a wait.
-    if logits.device.type == "cpu" and np.isfinite(logits.numpy().max(-1)).all():
+    if logits.device.type == "cpu" and all(map(math.isfinite, logits.amax(-1).flatten().tolist())):
         return logits, None
     broken = ~logits.amax(-1).isfinite()
     return torch.where(broken[..., None], 0.0, logits), broken

@@ -154,6 +154,14 @@ def _accept_while_equal(
 ) -> Verdict:
     if draft_ids.shape[1] == 0:
         return Verdict(torch.zeros_like(num_draft), target_ids[:, 0])
+    if target_ids.device.type == "cpu":  # a handful of numbers: one by one is faster than ten operations
+        target, drafted = target_ids.tolist(), draft_ids.tolist()
+        lengths = [
+            next((j for j in range(limit) if target[row][j] != drafted[row][j]), limit)
+            for row, limit in enumerate(num_draft.tolist())
+        ]
+        tokens = [target[row][length] for row, length in enumerate(lengths)]
+        return Verdict(torch.tensor(lengths), torch.tensor(tokens))
     num_accepted = _leading(target_ids[:, :-1] == draft_ids, num_draft)
     return Verdict(num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1))
 

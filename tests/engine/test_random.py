@@ -62,3 +62,12 @@ def test_choices_of_a_request_have_different_seeds() -> None:
     assert sequence_seed(7, 0) == 7
     assert sequence_seed(-1, 0) == -1
     assert all(0 <= seed < 2**53 for seed in seeds)
+
+
+def test_few_numbers_are_the_same_as_many() -> None:
+    """Computed one by one or as an array, by the sizes asked for."""
+    seeds, positions = torch.tensor([0, -1, 2**63 - 1, -(2**63), 12345])[:, None], torch.arange(500)
+    many = uniform(seeds, positions, Stream.RECOVER)
+    for first in range(0, 500, 3):
+        few = uniform(seeds, positions[first : first + 3], Stream.RECOVER)
+        assert torch.equal(few, many[:, first : first + 3])
