@@ -109,14 +109,19 @@ def _keys(seeds: Any, positions: Any, stream: Stream) -> Any:
 
 def _mix(x: Any) -> Any:
     """splitmix64's finaliser on int64, whose arithmetic wraps as unsigned numbers do."""
-    x = (x ^ _shift(x, 30)) * _signed(MIX_1)
-    x = (x ^ _shift(x, 27)) * _signed(MIX_2)
-    return x ^ _shift(x, 31)
+    x = x ^ _shift(x, 30)  # a copy; from here on in place
+    x *= _signed(MIX_1)
+    x ^= _shift(x, 27)
+    x *= _signed(MIX_2)
+    x ^= _shift(x, 31)
+    return x
 
 
 def _shift(x: Any, bits: int) -> Any:
     """Logical right shift: that of signed integers is arithmetic."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    shifted = x >> bits
+    shifted &= (1 << (64 - bits)) - 1
+    return shifted
 
 
 def _to_unit_interval(x: Any) -> torch.Tensor:
