@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM
 
 from engine.core import EngineCore
 from engine.messages import Generate, SamplingParams
-from engine.sampling.sampler import Drafts
 from engine.scheduler import Scheduled
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
@@ -24,15 +23,12 @@ class CheckedCore:
         self.inner_score = core._score
         core._score = self.score  # type: ignore[method-assign]
 
-    def score(self, scheduled: list[Scheduled], drafts: Drafts) -> torch.Tensor:
+    def score(self, scheduled: list[Scheduled], drafted: list[list[int]]) -> torch.Tensor:
         completing = [part for part in scheduled if part.completes]
-        texts = [
-            part.sequence.token_ids + ids[:length]
-            for part, ids, length in zip(completing, drafts.token_ids.tolist(), drafts.lengths, strict=True)
-        ]
-        logits = self.inner_score(scheduled, drafts)
+        texts = [part.sequence.token_ids + ids for part, ids in zip(completing, drafted, strict=True)]
+        logits = self.inner_score(scheduled, drafted)
         start = 0
-        for text, length in zip(texts, drafts.lengths, strict=True):
+        for text, length in zip(texts, map(len, drafted), strict=True):
             with torch.no_grad():
                 want = self.fresh(torch.tensor([text])).logits[0, -(length + 1) :]
             torch.testing.assert_close(logits[start : start + length + 1], want, atol=1e-4, rtol=1e-4)
