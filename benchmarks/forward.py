@@ -1,0 +1,148 @@
+"""One forward pass, each way it can be computed: python -m benchmarks.forward
+
+Batches of rows x new tokens, each row over as many cached tokens, interleaved; medians in milliseconds. The
+ways: transformers' layers over our cache with packed products; the short forward with torch's operations;
+the same with the kernels in C; and of those the products alone. ``--compile`` adds transformers' own module
+as it is and through torch.compile, one row of each length, with the seconds that compiling takes.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, StaticCache
+
+from benchmarks.common import machine, note, print_facts, print_table, timed, warn_if_busy, write_json
+from engine.batch import Span
+from engine.block_manager import BlockTable
+from engine.config import BUNDLED_PAIR
+from engine.models.decoder_only import DecoderModel
+from engine.models.lean_decoder import LeanDecoder, run_lean
+from engine.models.loader import load_decoder
+
+BLOCK_SIZE = 16
+Batch = tuple[int, int]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(BUNDLED_PAIR / "target"), help="checkpoint folder")
+    parser.add_argument("--batches", nargs="+", default=["1x1", "1x5", "4x3", "16x1", "16x3"])
+    parser.add_argument("--cached", type=int, default=100, help="tokens of each row that the cache holds")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--save", type=Path, help="write PATH.json")
+    return parser.parse_args()
+
+
+def ways_of(folder: str, num_slots: int) -> dict[str, DecoderModel]:
+    ways = {}
+    for name in ("layers of transformers", "short, torch", "short, C"):
+        is_lean = name != "layers of transformers"
+        model = load_decoder(folder, torch.float32, torch.device("cpu"), may_be_lean=is_lean)
+        if is_lean and not run_lean(model, native_kernels=name == "short, C"):
+            raise SystemExit(f"{folder} does not run as: {name}")
+        model.allocate_cache(-(-num_slots // BLOCK_SIZE), BLOCK_SIZE)
+        ways[name] = model
+    return ways
+
+
+def forward_of(model: DecoderModel, rows: int, queries: int, cached: int) -> Callable[[], None]:
+    num_blocks = -(-(cached + queries) // BLOCK_SIZE)
+    tables = [BlockTable() for _ in range(rows)]
+    for row, table in enumerate(tables):
+        table.block_ids = list(range(row * num_blocks, (row + 1) * num_blocks))
+
+    def forward() -> None:
+        for table in tables:
+            table.num_computed_tokens = cached
+        model.forward([Span(table, [5] * queries, queries) for table in tables])
+
+    return forward
+
+
+def products_of(lean: LeanDecoder, num_tokens: int) -> Callable[[], None]:
+    hidden = torch.randn(num_tokens, lean.embeddings.shape[1])
+    width = lean.layers[0].attention.num_heads * lean.layers[0].attention.head_size
+
+    @torch.inference_mode()
+    def products() -> None:
+        x = hidden
+        for layer in lean.layers:
+            attended = layer.qkv(x)[:, :width].contiguous()
+            x = layer.output.add_to(x, attended)
+            gate_up = layer.gate_up(x)
+            x = layer.down.add_to(x, gate_up[:, : gate_up.shape[1] // 2].contiguous())
+        lean.head(x)
+
+    return products
+
+
+def measure(ways: dict[str, DecoderModel], batch: Batch, cached: int, repeats: int) -> dict[str, Any]:
+    rows, queries = batch
+    work = {name: forward_of(model, rows, queries, cached) for name, model in ways.items()}
+    for name, model in ways.items():
+        if isinstance(model.short_forward, LeanDecoder):
+            work[f"{name}: products"] = products_of(model.short_forward, rows * queries)
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(repeats + 1):
+        for name, run in work.items():
+            seconds[name].append(timed(run))
+    times = {name: 1000 * statistics.median(taken[1:]) for name, taken in seconds.items()}
+    return {"rows x tokens": f"{rows} x {queries}", **times}
+
+
+def measure_compiled(folder: str, queries: int, cached: int, repeats: int) -> dict[str, Any]:
+    """transformers' module with its static cache, which holds no more than what is used here."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    row: dict[str, Any] = {"rows x tokens": f"1 x {queries}"}
+    torch._dynamo.reset()
+    for name, forward in (("module", model), ("compiled", torch.compile(model))):
+        cache = StaticCache(config=model.config, max_cache_len=cached + queries * (repeats + 4))
+        ids = torch.zeros(1, queries, dtype=torch.int64)
+
+        @torch.inference_mode()
+        def step(forward: Any = forward, cache: Any = cache, ids: torch.Tensor = ids) -> None:
+            forward(ids, past_key_values=cache)
+
+        with torch.inference_mode():
+            model(torch.zeros(1, cached, dtype=torch.int64), past_key_values=cache)
+        row[f"{name}, first, s"] = timed(step)
+        row[name] = 1000 * statistics.median([timed(step) for _ in range(repeats + 3)][3:])
+    return row
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    busy = warn_if_busy()
+    torch.set_num_threads(arguments.threads)
+    batches: list[Batch] = [tuple(map(int, batch.split("x"))) for batch in arguments.batches]  # type: ignore[misc]
+    longest = max(rows * (arguments.cached + queries + BLOCK_SIZE) for rows, queries in batches)
+    ways = ways_of(arguments.model, longest)
+    rows = []
+    for batch in batches:
+        rows.append(measure(ways, batch, arguments.cached, arguments.repeats))
+        note(str(rows[-1]))
+    facts = {**machine(), "busy": busy, "threads": arguments.threads, "cached": arguments.cached}
+    print_facts(facts)
+    print_table(rows, f"{arguments.model}: milliseconds of one forward pass")
+    compiled = []
+    if arguments.compile:
+        lengths = sorted({queries for num_rows, queries in batches if num_rows == 1})
+        compiled = [
+            measure_compiled(arguments.model, queries, arguments.cached, arguments.repeats)
+            for queries in lengths
+        ]
+        print_table(compiled, "transformers' own module, milliseconds")
+    if arguments.save:
+        write_json(arguments.save.with_suffix(".json"), {"facts": facts, "rows": rows, "compiled": compiled})
+
+
+if __name__ == "__main__":
+    main()
