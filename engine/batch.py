@@ -210,7 +210,8 @@ def _group(
     slots: list[np.ndarray],
     device: torch.device,
 ) -> AttentionGroup:
-    """Pad the members' queries with their own last one and their keys with slot 0, which is masked."""
+    """Pad the members' queries with their own last one and their keys with their own first one, which is
+    masked there: a mask does not silence what others may have stored, infinities times zero."""
     rows = len(members)
     queries = max(len(positions[m]) for m in members)
     keys = max(len(slots[m]) for m in members)
@@ -224,6 +225,7 @@ def _group(
         query_index[row, :num_queries] = np.arange(offsets[m], offsets[m + 1])
         query_positions[row] = positions[m][-1]
         query_positions[row, :num_queries] = positions[m]
+        key_slots[row] = slots[m][0]
         key_slots[row, : len(slots[m])] = slots[m]
         output_index.append(np.arange(row * queries, row * queries + num_queries))
     every_query = rows * queries == offsets[-1]
