@@ -40,6 +40,7 @@ class AttentionGroup:
     key_slots: torch.Tensor | None  # [rows * keys]; None: the ``keys`` slots from ``first_slot`` on
     query_positions: torch.Tensor  # [rows, queries]
     first_slot: int = 0
+    keys_are_padded: bool = False  # there may be more of them than even the longest row has
 
     def bias(self, sliding_window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """``mask`` as what is added to the scores: [rows, 1, repeats * queries, keys]. Made once a forward,
@@ -79,7 +80,8 @@ class AttentionGroup:
     @cached_property
     def _causal_mask(self) -> torch.Tensor | None:
         # One query of the newest position sees every key; so does a lone decoding row.
-        return None if self.rows == self.queries == 1 else self._visible
+        sees_all = self.rows == self.queries == 1 and not self.keys_are_padded
+        return None if sees_all else self._visible
 
     @cached_property
     def _visible(self) -> torch.Tensor:

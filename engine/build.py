@@ -14,6 +14,7 @@ from engine.draft_length.calibrate import calibrate
 from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
 from engine.draft_planner import DraftPlanner
+from engine.graph_plan import GraphPlan, plan_graphs
 from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
@@ -58,8 +59,14 @@ def build_engine(config: EngineConfig) -> EngineCore:
         )
     else:
         max_model_len = _max_model_len(config, target)
-    num_blocks = _num_blocks(config, [target] if draft is None else [target, draft], max_model_len)
-    target.allocate_cache(num_blocks, config.block_size)
+    graphs = plan_graphs(config, target, draft, max_model_len)
+    models = [target] if draft is None else [target, draft]
+    num_blocks = _num_blocks(config, models, max_model_len, graphs)
+    for model in models:
+        # The last block is no pool's: graphs store their padding there.
+        model.allocate_cache(num_blocks + (graphs is not None), config.block_size)
+    if graphs is not None:
+        graphs.carry_out(num_blocks)
     proposers: list[Proposer] = [
         PredictionProposer(),
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
@@ -68,7 +75,6 @@ def build_engine(config: EngineConfig) -> EngineCore:
     target_pool = BlockPool(num_blocks, config.block_size)
     draft_pool = None
     if draft is not None and pairing is not None:
-        draft.allocate_cache(num_blocks, config.block_size)
         draft_pool = BlockPool(num_blocks, config.block_size)
         if pairing.translators is None:
             if encoder_decoder is None:
@@ -189,11 +195,14 @@ def _encoder_decoder_limits(
     )
 
 
-def _num_blocks(config: EngineConfig, models: list[DecoderModel], max_model_len: int) -> int:
+def _num_blocks(
+    config: EngineConfig, models: list[DecoderModel], max_model_len: int, graphs: GraphPlan | None
+) -> int:
     """Blocks of each pool: what the memory for caches holds, but not more than could ever be used."""
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
-    budget = cache_budget(config, {layer.device for model in models for layer in model.layers})
-    affordable = budget // bytes_per_block
+    devices = {layer.device for model in models for layer in model.layers}
+    budget = cache_budget(config, devices, reserved=0 if graphs is None else graphs.memory)
+    affordable = budget // bytes_per_block - (graphs is not None)
     longest = -(-max_model_len // config.block_size)
     if affordable < 1:
         raise ModelLoadError(

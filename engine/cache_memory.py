@@ -19,11 +19,14 @@ CONTAINER_FILES = (
 )
 
 
-def cache_budget(config: EngineConfig, devices: set[torch.device]) -> int:
-    """Bytes for all caches together. With several ``devices``, as many on each as the fullest has free."""
+def cache_budget(config: EngineConfig, devices: set[torch.device], reserved: int = 0) -> int:
+    """Bytes for all caches together. With several ``devices``, as many on each as the fullest has free.
+
+    ``reserved`` bytes are left free for CUDA graphs, unless the configuration names the caches' size.
+    """
     if config.cache_memory is not None:
         return config.cache_memory
-    free = min(free_memory(device) for device in devices) * len(devices)
+    free = max(0, min(free_memory(device) for device in devices) * len(devices) - reserved)
     on_cpu = all(device.type == "cpu" for device in devices)
     share = config.cache_memory_share or (CPU_SHARE if on_cpu else GPU_SHARE)
     return int(share * free)

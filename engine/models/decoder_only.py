@@ -13,6 +13,8 @@ from engine.sampling.rules import NO_RULES
 
 # Logits [len(logits_index), vocab] of a batch; its keys and values go into the cache.
 Forward = Callable[[ForwardBatch, KVCache], torch.Tensor]
+# The same for spans as they are, float32; None if it has no pass for them.
+CapturedForward = Callable[[list[Span]], torch.Tensor | None]
 
 
 class DecoderModel:
@@ -36,6 +38,7 @@ class DecoderModel:
         self.generation_config = model.generation_config
         self.num_parameters = num_parameters
         self.short_forward: Forward | None = None  # in place of the module's own
+        self.graphs: CapturedForward | None = None  # asked first
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = self._probe_layers()
         self.cache: KVCache | None = None
@@ -52,6 +55,7 @@ class DecoderModel:
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.cache = KVCache(self.layers, num_blocks * block_size, self.dtype)
+        self.graphs = None  # those of another cache
 
     @torch.inference_mode()
     def forward(self, spans: list[Span]) -> torch.Tensor:
@@ -60,8 +64,10 @@ class DecoderModel:
         The spans' tokens are stored in the cache and counted as computed; room must be reserved.
         """
         assert self.cache is not None
-        batch = ForwardBatch.build(spans, self.block_size, self.device)
-        logits = (self.short_forward or self._module_forward)(batch, self.cache)
+        logits = None if self.graphs is None else self.graphs(spans)
+        if logits is None:
+            batch = ForwardBatch.build(spans, self.block_size, self.device)
+            logits = (self.short_forward or self._module_forward)(batch, self.cache)
         for span in spans:
             span.table.num_computed_tokens += len(span.token_ids)
         return logits.float()

@@ -52,7 +52,8 @@ class Rotary:
         self.like = like
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
         num_positions = int(config.max_position_embeddings)
-        if module.rope_type in STATIC_ROTARY and num_positions <= MAX_TABLE_POSITIONS:
+        self.is_static = module.rope_type in STATIC_ROTARY
+        if self.is_static and num_positions <= MAX_TABLE_POSITIONS:
             self.table = self.compute(torch.arange(num_positions, device=like.device))
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

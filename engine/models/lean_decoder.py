@@ -104,11 +104,19 @@ class LeanDecoder:
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Logits [len(logits_index), vocab]."""
         parts = self.make_parts(batch, cache, self.rotary)
-        hidden = F.embedding(batch.token_ids[0], self.embeddings)
-        for layer in self.layers:
-            hidden = layer(hidden, parts)
+        hidden = self.hidden(batch.token_ids[0], parts)
         if len(batch.logits_index) != len(hidden):
             hidden = hidden[batch.logits_index]
+        return self.logits(hidden, parts)
+
+    def hidden(self, token_ids: torch.Tensor, parts: LayerParts) -> torch.Tensor:
+        """[tokens, hidden size], before the last norm."""
+        hidden = F.embedding(token_ids, self.embeddings)
+        for layer in self.layers:
+            hidden = layer(hidden, parts)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, parts: LayerParts) -> torch.Tensor:
         return self.head(parts.norm(self.norm, hidden))
 
 

@@ -1,0 +1,82 @@
+"""Which passes of which models are to be captured as CUDA graphs, with how much time and memory.
+
+Decided before the caches are sized, because the graphs need memory too; done when the caches are there,
+because a graph knows their addresses.
+"""
+
+import time
+from dataclasses import dataclass
+
+from engine.cache_memory import free_memory
+from engine.config import EngineConfig
+from engine.models.decoder_only import DecoderModel
+from engine.models.graph_capture import Capture, make_capture
+from engine.models.lean_decoder import LeanDecoder
+from engine.models.step_buckets import Bucket, plan_buckets
+from engine.models.step_graphs import capture_steps
+
+# What the driver keeps for one graph of some thousand kernels: a guess, which has not been measured.
+GRAPH_BYTES = 4 << 20
+# The most that graphs may take of the memory that is free once the models are loaded.
+MAX_SHARE = 0.25
+# Tokens of a scored row where the draft length is not fixed, and of a drafting row after full acceptance.
+USUAL_SCORED, USUAL_DRAFTED = 5, 2
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """``models`` with their buckets; the one that is captured first comes first."""
+
+    capture: Capture
+    models: list[tuple[DecoderModel, list[Bucket]]]
+    seconds: float
+    memory: int
+
+    def carry_out(self, num_blocks: int) -> None:
+        """Capture. Every model's cache must have one block behind the ``num_blocks`` that its pool knows."""
+        started, free = time.monotonic(), self.capture.free_memory()
+        for number, (model, buckets) in enumerate(self.models, start=1):
+            # The first gets its share of time and memory, the last what is left of them.
+            share = number / len(self.models)
+            deadline, min_free = started + self.seconds * share, free - int(self.memory * share)
+            capture_steps(model, buckets, num_blocks, self.capture, deadline, min_free)
+
+
+def plan_graphs(
+    config: EngineConfig, target: DecoderModel, draft: DecoderModel | None, max_model_len: int
+) -> GraphPlan | None:
+    """None where nothing can be captured: on a CPU, and for models whose layers are not ``LeanDecoder``'s."""
+    k = config.num_speculative_tokens
+    scored = USUAL_SCORED if k == "auto" else k + 1
+    wishes = [(target, scored)] if draft is None else [(draft, USUAL_DRAFTED), (target, scored)]
+    wishes = [(model, queries) for model, queries in wishes if _can_be_captured(model)]
+    capture = make_capture(target.device) if config.cuda_graphs and wishes else None
+    if capture is None:
+        return None
+    models = [
+        (model, plan_buckets(config.max_num_sequences, max_model_len, config.block_size, queries))
+        for model, queries in wishes
+        if model.device == target.device
+    ]
+    needed = sum(_memory(model, buckets, config.block_size) for model, buckets in models)
+    memory = min(needed, int(MAX_SHARE * free_memory(target.device)))
+    return GraphPlan(capture, models, config.cuda_graph_seconds, memory)
+
+
+def _can_be_captured(model: DecoderModel) -> bool:
+    """Rotary angles that follow the longest text so far would be frozen at those of the capture."""
+    return isinstance(model.short_forward, LeanDecoder) and model.short_forward.rotary.is_static
+
+
+def _memory(model: DecoderModel, buckets: list[Bucket], block_size: int) -> int:
+    """Bytes, from above: what lies beside the graphs, the largest layer's tensors in the common pool, and
+    what the driver keeps for each graph."""
+    item, config = model.dtype.itemsize, model.model.config
+    num_tokens = max(bucket.num_tokens for bucket in buckets)
+    num_keys = max(bucket.rows * bucket.blocks for bucket in buckets) * block_size
+    scores = max(bucket.num_tokens * bucket.blocks for bucket in buckets) * block_size
+    logits = num_tokens * model.vocab_size * (4 + 2 * item)
+    gathered = 2 * num_keys * max(layer.num_elements for layer in model.layers) * item
+    masks: int = 2 * scores * config.num_attention_heads * item
+    activations: int = 4 * num_tokens * config.intermediate_size * item
+    return logits + gathered + masks + activations + len(buckets) * GRAPH_BYTES

@@ -1,0 +1,81 @@
+"""Capturing a function's work on the device, to be replayed in one launch.
+
+A captured function must not look at what it computes, must not wait for the device, and sees the same
+addresses for ever (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+# Libraries set themselves up in the first runs, which must not be captured.
+WARM_UP_RUNS = 2
+
+
+class Capture(Protocol):
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """int64 [size] on the host, for ``send``."""
+        ...
+
+    def send(self, numbers: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
+        """Start to copy ``host`` to ``numbers``, before whatever is launched next. What it returns waits
+        until ``host`` may be written again."""
+        ...
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Run ``function`` and return what does its work again, on the same tensors."""
+        ...
+
+    def free_memory(self) -> int:
+        """Bytes of the device's memory that nobody holds."""
+        ...
+
+
+class CudaCapture:
+    """For all models of one engine: their replays follow each other on one stream, so one pool of memory
+    serves them all. What a replay leaves in the pool is gone with the next one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int64, pin_memory=True)
+
+    def send(self, numbers: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
+        numbers.copy_(host, non_blocking=True)
+        sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        sent.record(torch.cuda.current_stream(self.device))
+        return sent.synchronize
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self.device):
+            usual_stream = torch.cuda.current_stream()
+            try:
+                self.stream.wait_stream(usual_stream)
+                with torch.cuda.stream(self.stream):
+                    for _ in range(WARM_UP_RUNS):
+                        function()
+                usual_stream.wait_stream(self.stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                    function()
+            finally:
+                # After a failed capture torch.cuda.graph leaves its own stream in place.
+                torch.cuda.set_stream(usual_stream)
+        return graph.replay
+
+    def free_memory(self) -> int:
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what the allocator keeps for later is nobody's
+            free, _ = torch.cuda.mem_get_info()
+        return free
+
+
+def make_capture(device: torch.device) -> Capture | None:
+    """None for devices that have no graphs."""
+    return CudaCapture(device) if device.type == "cuda" else None

@@ -1,0 +1,167 @@
+"""Decoding, scoring and drafting as captured passes: one launch in place of hundreds.
+
+On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. ``StepGraphs``
+captures a ``LeanDecoder``'s passes for some shapes (``step_buckets``) at start and replays them. What no
+captured shape holds runs as before, through the same cache: long chunks of prompts, and whatever the time or
+the memory at start did not suffice for, which is not made up for later.
+
+Every captured pass is compared with the usual one on a short text. If one deviates or cannot be captured,
+none is used.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import Span
+from engine.block_manager import BlockTable
+from engine.models.decoder_only import DecoderModel
+from engine.models.graph_capture import Capture
+from engine.models.layer_parts import TorchParts
+from engine.models.lean_decoder import LeanDecoder, same_logits
+from engine.models.step_buckets import Bucket, shape_of, smallest
+from engine.models.step_inputs import StepInputs
+
+# Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
+CHECK_CONTEXT = 19
+
+logger = logging.getLogger(__name__)
+
+
+class StepGraphs:
+    """The captured passes of one model over its cache, in which no sequence owns ``scratch_block``.
+
+    Called as ``DecoderModel.graphs``. ``enabled`` is for comparisons.
+    """
+
+    def __init__(
+        self, model: DecoderModel, planned: Sequence[Bucket], scratch_block: int, capture: Capture
+    ) -> None:
+        assert isinstance(model.short_forward, LeanDecoder)
+        assert model.cache is not None
+        self.lean = model.short_forward
+        self.cache = model.cache
+        self.block_size = model.block_size
+        self.capture = capture
+        self.inputs = StepInputs(planned, self.block_size, scratch_block, model.device, capture)
+        # In one place for all, as their pool is overwritten by every replay.
+        self.logits = torch.zeros(
+            max(bucket.num_tokens for bucket in planned), model.vocab_size, device=model.device
+        )
+        self.replays: dict[Bucket, Callable[[], None]] = {}
+        self.enabled = True
+        self.num_replays = 0
+        self.num_misses = 0
+        self._chosen: dict[tuple[int, int, int], Bucket | None] = {}
+
+    def __call__(self, spans: list[Span]) -> torch.Tensor | None:
+        """Logits [sum of num_logits, vocab], float32; None if no captured pass holds ``spans``."""
+        shape = shape_of(spans, self.block_size) if self.enabled else None
+        if shape is None:
+            return None
+        if shape not in self._chosen:
+            self._chosen[shape] = smallest(shape, self.replays)
+        bucket = self._chosen[shape]
+        if bucket is None:
+            self.num_misses += 1
+            return None
+        self.num_replays += 1
+        return self.replay(bucket, spans)
+
+    def replay(self, bucket: Bucket, spans: list[Span]) -> torch.Tensor:
+        num_logits = self.inputs.send(bucket, spans)
+        self.replays[bucket]()
+        return self.logits[:num_logits].clone()
+
+    @torch.inference_mode()
+    def add(self, bucket: Bucket) -> None:
+        """Capture one more. Raises whatever the device's library does."""
+        self.inputs.send(bucket, [])  # the runs before the capture are real: nothing but padding
+        self.replays[bucket] = self.capture.record(lambda: self._step(bucket))
+        self._chosen.clear()
+
+    def _step(self, bucket: Bucket) -> None:
+        """What is captured: no Python decision here or below depends on the inputs' values."""
+        batch = self.inputs.batch(bucket)
+        parts = TorchParts(batch, self.cache, self.lean.rotary)
+        hidden = self.lean.hidden(batch.token_ids[0], parts)
+        hidden = hidden.index_select(0, batch.logits_index)
+        self.logits[: bucket.num_tokens].copy_(self.lean.logits(hidden, parts))
+
+
+def capture_steps(
+    model: DecoderModel,
+    planned: Sequence[Bucket],
+    num_blocks: int,
+    capture: Capture,
+    deadline: float,
+    min_free: int,
+) -> None:
+    """Give ``model``, whose cache is allocated and unused, its ``planned`` passes in order, until
+    ``deadline`` (monotonic) or until fewer than ``min_free`` bytes are free. The cache has one block behind
+    ``num_blocks``.
+
+    Leaves the model as it was if anything goes wrong.
+    """
+    started = time.monotonic()
+    try:
+        graphs = StepGraphs(model, planned, num_blocks, capture)
+        for number, bucket in enumerate(planned):
+            if time.monotonic() > deadline or capture.free_memory() < min_free:
+                break
+            texts = _check_texts(model, bucket, num_blocks, number)
+            if not texts:
+                continue  # such a batch does not fit into the cache
+            graphs.add(bucket)
+            if not _is_right(model, graphs, bucket, texts):
+                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", bucket)
+                return
+    except Exception as error:  # drivers and kernels fail in many ways; the usual pass needs none of this
+        logger.warning("CUDA graphs cannot be captured and are not used: %s", error)
+        return
+    took = time.monotonic() - started
+    logger.info("Captured %d of %d CUDA graphs in %.1f s", len(graphs.replays), len(planned), took)
+    if graphs.replays:
+        model.graphs = graphs
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    table: BlockTable
+    context: list[int]
+    new: list[int]
+
+
+def _check_texts(model: DecoderModel, bucket: Bucket, num_blocks: int, number: int) -> list[_Text]:
+    """Texts of different lengths for ``bucket``, in every other one a row less than it has; as many as fit
+    into the cache. ``number`` makes them differ from those whose keys lie there still."""
+    room = min(bucket.blocks * model.block_size, model.max_position or CHECK_CONTEXT + bucket.queries)
+    context = min(CHECK_CONTEXT, room - bucket.queries)
+    if context < 1:
+        return []
+    blocks_each = -(-(context + bucket.queries) // model.block_size)
+    rows = min(max(1, bucket.rows - number % 2), num_blocks // blocks_each)
+    texts = []
+    for row in range(rows):
+        table = BlockTable()
+        # Not in order, so that a slot must come from the table.
+        first = num_blocks - 1 - row * blocks_each
+        table.block_ids = [first - i for i in range(blocks_each)]
+        length = context - row % context
+        ids = [
+            (7 * i * i + 3 * i + 11 * row + 13 * number + 1) % model.vocab_size
+            for i in range(length + bucket.queries - row % bucket.queries)
+        ]
+        texts.append(_Text(table, ids[:length], ids[length:]))
+    return texts
+
+
+def _is_right(model: DecoderModel, graphs: StepGraphs, bucket: Bucket, texts: list[_Text]) -> bool:
+    model.forward([Span(text.table, text.context, 1) for text in texts])
+    spans = [Span(text.table, text.new, len(text.new)) for text in texts]
+    # First, as the usual pass stores what this one should have stored.
+    replayed = graphs.replay(bucket, spans)
+    return same_logits(replayed, model.forward(spans), model.dtype)

@@ -1,0 +1,144 @@
+"""What must hold of captured passes, as functions that raise ``AssertionError``: on tapes and real graphs."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from engine.batch import Span
+from engine.block_manager import BlockTable
+from engine.core import EngineCore
+from engine.messages import SamplingParams
+from engine.models.decoder_only import DecoderModel
+from engine.models.step_graphs import StepGraphs
+from tests.models import make_engine, run_engine
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
+BLOCK_SIZE = 4
+NUM_SEQUENCES = 6
+STEPS = 30
+
+
+def table(block_ids: list[int], num_computed_tokens: int = 0) -> BlockTable:
+    made = BlockTable()
+    made.block_ids, made.num_computed_tokens = block_ids, num_computed_tokens
+    return made
+
+
+def same_as_eager(folder: str, tolerance: float = 1e-4, device: str = "cpu", dtype: str = "float32") -> None:
+    """Random ragged batches over scattered blocks: logits are the usual pass's, and so is the whole cache
+    after each; slots that were not to be written keep every bit. Two batches' logits are held at a time."""
+    model, eager = (
+        make_engine(
+            folder,
+            None,
+            max_num_sequences=NUM_SEQUENCES,
+            cuda_graphs=graphs,
+            native_kernels=False,
+            device=device,
+            dtype=dtype,
+        ).target
+        for graphs in (True, False)
+    )
+    assert isinstance(model.graphs, StepGraphs)
+    assert eager.graphs is None
+    # Others have been here: what they left must not matter, not even through a mask.
+    for cache in (model.cache, eager.cache):
+        assert cache is not None
+        for stored in (*cache.keys, *cache.values):
+            stored.fill_(torch.nan)
+            stored[-BLOCK_SIZE:] = 0 if cache is model.cache else torch.nan
+    choose = random.Random(5)
+    longest = min(100, model.max_position or 100)
+    num_blocks = -(-longest // BLOCK_SIZE)
+    blocks = list(range(NUM_SEQUENCES * num_blocks))
+    choose.shuffle(blocks)
+    tables = [table(blocks[i * num_blocks : (i + 1) * num_blocks]) for i in range(NUM_SEQUENCES)]
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(STEPS):
+        spans = _random_spans(choose, tables, longest, model.vocab_size, is_prompt=step == 0)
+        before = _stored(model)
+        twins = [
+            Span(table(s.table.block_ids, s.table.num_computed_tokens), s.token_ids, s.num_logits)
+            for s in spans
+        ]
+        held = [*held[-1:], (model.forward(spans), eager.forward(twins))]
+        for ours, theirs in held:
+            _assert_close(ours, theirs, tolerance)
+        _assert_same_caches(model, before, _stored(eager), twins, tolerance)
+    assert model.graphs.num_replays > STEPS // 2
+
+
+def _random_spans(
+    choose: random.Random, tables: list[BlockTable], longest: int, vocab_size: int, is_prompt: bool
+) -> list[Span]:
+    """Some of the sequences, mostly a few tokens each, now and then a long chunk; some roll back first."""
+    spans = []
+    for chosen in choose.sample(tables, len(tables) if is_prompt else choose.randint(1, len(tables))):
+        if choose.random() < 0.3:
+            chosen.num_computed_tokens -= min(chosen.num_computed_tokens, choose.randint(1, 4))
+        length = choose.choice([7, 19, 40]) if is_prompt else choose.choice([1, 1, 1, 2, 3, 4, 5, 7, 12])
+        if chosen.num_computed_tokens + length > longest:
+            chosen.num_computed_tokens = 0
+        ids = [choose.randrange(vocab_size) for _ in range(length)]
+        spans.append(Span(chosen, ids, choose.randint(1, length)))
+    return spans
+
+
+def _stored(model: DecoderModel) -> list[torch.Tensor]:
+    assert model.cache is not None
+    return [stored.clone() for stored in (*model.cache.keys, *model.cache.values)]
+
+
+def _assert_same_caches(
+    model: DecoderModel,
+    before: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    spans: Sequence[Span],
+    tolerance: float,
+) -> None:
+    written = [
+        s.table.block_ids[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE
+        for s in spans
+        for i in range(s.table.num_computed_tokens - len(s.token_ids), s.table.num_computed_tokens)
+    ]
+    for ours, old, theirs in zip(_stored(model), before, expected, strict=True):
+        _assert_close(ours[written], theirs[written], tolerance)
+        untouched = torch.ones(len(old), dtype=torch.bool, device=old.device)
+        untouched[written] = False
+        untouched[-BLOCK_SIZE:] = False
+        assert torch.equal(_bits(ours[: len(old)][untouched]), _bits(old[untouched]))
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def _assert_close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> None:
+    assert bool(theirs.isfinite().all())
+    scale = max(1.0, float(theirs.abs().max()))
+    assert float((ours.float() - theirs.float()).abs().max()) <= tolerance * scale
+
+
+def same_tokens(
+    graphed: EngineCore,
+    eager: EngineCore,
+    params: list[SamplingParams],
+    arrivals: Sequence[int] | None = None,
+) -> None:
+    models = [graphed.target, *(p.model for p in graphed.proposer.proposers.values() if hasattr(p, "model"))]
+    before = [_num_replays(model) for model in models]
+    assert run_engine(graphed, PROMPTS, params, arrivals) == run_engine(eager, PROMPTS, params, arrivals)
+    assert all(_num_replays(model) > number for model, number in zip(models, before, strict=True))
+
+
+def _num_replays(model: DecoderModel) -> int:
+    assert isinstance(model.graphs, StepGraphs)
+    return model.graphs.num_replays
+
+
+def still_says_the_same(folder: str, core: EngineCore) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0)
+    device = str(core.target.device)
+    eager = make_engine(folder, None, cuda_graphs=False, device=device)
+    assert run_engine(core, PROMPTS, params) == run_engine(eager, PROMPTS, params)
