@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ def table(block_ids: list[int], num_computed_tokens: int = 0) -> BlockTable:
     return made
 
 
-def same_as_eager(folder: str, tolerance: float = 1e-4, device: str = "cpu", dtype: str = "float32") -> None:
+def same_as_eager(folder: str, tolerance: float = 1e-4, **config: Any) -> None:
     """Random ragged batches over scattered blocks: logits are the usual pass's, and so is the whole cache
     after each; slots that were not to be written keep every bit. Two batches' logits are held at a time."""
     model, eager = (
@@ -35,8 +36,7 @@ def same_as_eager(folder: str, tolerance: float = 1e-4, device: str = "cpu", dty
             max_num_sequences=NUM_SEQUENCES,
             cuda_graphs=graphs,
             native_kernels=False,
-            device=device,
-            dtype=dtype,
+            **config,
         ).target
         for graphs in (True, False)
     )
