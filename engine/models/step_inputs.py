@@ -6,7 +6,6 @@ what can be computed from fewer numbers (where the keys lie, who sees what) is c
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from engine.batch import AttentionGroup, ForwardBatch, Span
@@ -46,36 +45,40 @@ class StepInputs:
 
     def _fill(self, bucket: Bucket, spans: Sequence[Span]) -> int:
         """All of the bucket's numbers are written: nothing of the last batch stays."""
-        rows, queries, block_size = bucket.rows, bucket.queries, self.block_size
-        sizes = np.cumsum(_sizes(bucket))
-        parts = np.split(self.host.numpy()[: sizes[-1]], sizes[:-1])
-        ids, positions, slots, logits_rows, last, tables = parts
-        ids, positions, slots = (part.reshape(rows, queries) for part in (ids, positions, slots))
-        tables = tables.reshape(rows, bucket.blocks)
-        ids.fill(0)
-        positions[len(spans) :] = 0
-        slots.fill(self.scratch_block * block_size)
-        last[len(spans) :] = 0
+        queries, block_size = bucket.queries, self.block_size
+        scratch_slot = self.scratch_block * block_size
+        num_table_numbers = bucket.rows * bucket.blocks
+        size = sum(_sizes(bucket))
+        numbers = self.host.numpy()[:size]
+        tables = numbers[size - num_table_numbers :].reshape(bucket.rows, bucket.blocks)
         tables[len(spans) :] = self.scratch_block
-        with_logits: list[int] = []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logits_rows: list[int] = []
+        last: list[int] = []
+        # Lists: for so few numbers a row, faster than arrays.
         for row, span in enumerate(spans):
-            start, length = span.table.num_computed_tokens, len(span.token_ids)
-            end = start + length
+            blocks, start, length = span.table.block_ids, span.table.num_computed_tokens, len(span.token_ids)
+            end, padding = start + length, queries - length
             num_blocks = -(-end // block_size)
-            table = tables[row]
-            table[:num_blocks] = span.table.block_ids[:num_blocks]
-            table[num_blocks:] = table[0]
-            stored = np.arange(start, end)
-            ids[row, :length] = span.token_ids
-            positions[row, :length] = stored
-            positions[row, length:] = end - 1
-            slots[row, :length] = table[stored // block_size] * block_size + stored % block_size
-            last[row] = end - 1
+            tables[row, :num_blocks] = blocks[:num_blocks]
+            tables[row, num_blocks:] = blocks[0]
+            ids += span.token_ids + [0] * padding
+            positions += [*range(start, end), *[end - 1] * padding]
+            slots += [blocks[i // block_size] * block_size + i % block_size for i in range(start, end)]
+            slots += [scratch_slot] * padding
+            last.append(end - 1)
             first = row * queries + length
-            with_logits += range(first - span.num_logits, first)
-        logits_rows.fill(0)
-        logits_rows[: len(with_logits)] = with_logits
-        return len(with_logits)
+            logits_rows += range(first - span.num_logits, first)
+        num_logits, padding = len(logits_rows), bucket.num_tokens - len(ids)
+        ids += [0] * padding
+        positions += [0] * padding
+        slots += [scratch_slot] * padding
+        logits_rows += [0] * (bucket.num_tokens - num_logits)
+        last += [0] * (bucket.rows - len(last))
+        numbers[: size - num_table_numbers] = [*ids, *positions, *slots, *logits_rows, *last]
+        return num_logits
 
     def batch(self, bucket: Bucket) -> ForwardBatch:
         """The static inputs as a batch: every call computes its keys' slots on the device. Static shapes,
