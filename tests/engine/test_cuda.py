@@ -4,16 +4,21 @@ The same gates as everywhere else, with engines on the device in float32, where 
 what bfloat16 does to a real pair's text is measured by ``benchmarks.gpu``, not asserted.
 """
 
+import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.messages import SamplingParams
-from tests.engine import gates, test_distribution
+from engine.models.step_graphs import StepGraphs
+from tests.engine import gates, graph_gates, test_distribution
 from tests.engine.conftest import Models
 from tests.engine.test_distribution import Pair, p_values, pair
+from tests.engine.test_lean_decoder import save
+from tests.engine.test_step_graphs import STATIC
 from tests.models import make_engine, run_engine
 
 __all__ = ["pair"]  # a fixture
@@ -24,12 +29,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
-make_engine_here = partial(make_engine, device=DEVICE)
+# Most of these engines live for a second: few of their passes are worth a capture.
+make_engine_here = partial(make_engine, device=DEVICE, cuda_graph_seconds=1)
 
 
 @pytest.fixture(autouse=True)
 def engines_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (gates, test_distribution):
+    for module in (gates, graph_gates, test_distribution):
         monkeypatch.setattr(module, "make_engine", make_engine_here)
     yield
     if DEVICE == "cuda":
@@ -69,3 +75,30 @@ def test_seeded_text_is_the_same_with_drafts(models: Models) -> None:
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
 def test_sampled_text_has_the_targets_distribution(pair: Pair, verification: str) -> None:
     assert min(p_values(pair, 4000, 256, verification)) > test_distribution.SIGNIFICANCE
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_graphs_compute_what_the_usual_passes_do(name: str, tmp_path: Path) -> None:
+    folder = save(STATIC[name], tmp_path)
+    graph_gates.same_as_eager(folder, tolerance=1e-3, max_model_len=100, cuda_graph_seconds=20)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_graphs_in_16_bits(dtype: str, models: Models) -> None:
+    graph_gates.same_as_eager(models.target, tolerance=0.15, dtype=dtype, cuda_graph_seconds=20)
+
+
+@pytest.mark.parametrize("draft", ["none", "close_draft"])
+def test_graphs_say_what_the_usual_passes_say(draft: str, models: Models) -> None:
+    path = getattr(models, draft, None)
+    graphed = make_engine_here(models.target, path, cuda_graph_seconds=20)
+    eager = make_engine_here(models.target, path, cuda_graphs=False)
+    for params in (SamplingParams(max_tokens=40, temperature=0), SamplingParams(max_tokens=40, seed=1)):
+        graph_gates.same_tokens(graphed, eager, [params] * len(graph_gates.PROMPTS))
+
+
+def test_graphs_stay_within_their_time(models: Models) -> None:
+    started = time.monotonic()
+    core = make_engine_here(models.target, models.close_draft, cuda_graph_seconds=3)
+    assert isinstance(core.target.graphs, StepGraphs)
+    assert time.monotonic() - started < 30  # everything else included
