@@ -6,7 +6,8 @@ interleaved, on a pair shaped as 8B and 1B and drawn on the device: our engine p
 transformers ``generate`` on the batch, and ``generate`` with ``assistant_model``, which knows batches of one
 only. Results are written as they come; what the time does not allow is left out and named.
 
-``python -m benchmarks.gpu --device cpu --shape tiny`` runs the same without a GPU, in seconds.
+``python -m benchmarks.gpu --device cpu --shape tiny`` runs the same without a GPU, in seconds; there are no
+CUDA graphs then, whatever ``--graphs`` says, and the table of graphs is empty.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import formula, identity, on_device
+from benchmarks import formula, graphs, identity, on_device
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import Run, Runs, machine, note, print_facts, print_table, read_prompts, save, summary
 from benchmarks.contestants.foretoken import PLAIN, SPECULATIVE, Foretoken
@@ -54,6 +55,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cache-memory", default="6GiB", help="of the engine")
     parser.add_argument("--no-tests", action="store_true", help="do not run the tests on the device first")
     parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument(
+        "--graphs", choices=["on", "off", "both"], default="on", help="CUDA graphs; both: side by side"
+    )
     parser.add_argument("--save", type=Path, help="write FILE.json as results come, and FILE.png")
     return parser.parse_args()
 
@@ -138,7 +142,8 @@ def bundled_identity(table: Table, dtype: torch.dtype) -> None:
     assert tokenizer is not None
     prompts = [list(tokenizer.encode(text)) for text in read_prompts(None)]
     name = str(dtype).removeprefix("torch.")
-    ours = Foretoken(target, draft, arguments.num_speculative_tokens, 0, arguments.device, name)
+    k, with_graphs = arguments.num_speculative_tokens, graphs.settings(arguments)
+    ours = Foretoken(target, draft, k, 0, arguments.device, name, **with_graphs)
     peer = TransformersGenerate.from_folders(target, None, 0, arguments.device, dtype)
     variants = ours.variants(prompts, arguments.max_tokens) | peer.variants(prompts, arguments.max_tokens)
     outputs = {name: run().token_ids for name, run in variants.items()}
@@ -155,6 +160,8 @@ def cell_variants(
         name: partial(run_engine, core, prompts, decode_params(arguments.max_tokens, 0.0, k), len(prompts))
         for name, k in ((PLAIN, 0), (SPECULATIVE, arguments.num_speculative_tokens))
     }
+    if arguments.graphs == "both":
+        variants |= graphs.without(core, variants)
     if peer is not None:
         run = partial(peer.run, prompts, arguments.max_tokens)
         variants[GENERATE] = partial(run, assisted=False, batched=True)
@@ -194,6 +201,8 @@ def measure_batch(
     baselines = {"to_plain": dict.fromkeys(runs, PLAIN)}
     if peer is not None:
         baselines["to_generate"] = dict.fromkeys(runs, GENERATE)
+    if arguments.graphs == "both":
+        baselines["to_without_graphs"] = graphs.baseline(runs)
     if ASSISTED in runs:
         baselines["to_assisted"] = dict.fromkeys(runs, ASSISTED)
     document = table.document
@@ -237,6 +246,7 @@ def measure(table: Table) -> None:
         num_speculative_tokens=arguments.num_speculative_tokens,
         max_num_sequences=max(arguments.batch),
         cache_memory=arguments.cache_memory,
+        **graphs.settings(arguments),
     )
     peer = None
     if not arguments.no_transformers:
@@ -252,6 +262,7 @@ def measure(table: Table) -> None:
         # Half for the warm-up's sake: what compiles or captures at a new batch size does so there.
         seconds = table.seconds_left / (len(arguments.batch) - index) / 2
         measure_batch(table, core, peer, batch, seconds, bytes_a_step)
+        table.add("graphs", graphs.facts(core))
 
 
 def show(document: dict[str, Any]) -> None:
@@ -269,6 +280,8 @@ def show(document: dict[str, Any]) -> None:
     if document["results"]:
         print_table(document["results"], "Tokens per second")
         print_table(document["phases"], "A round by phase")
+    if document.get("graphs"):
+        print_table(document["graphs"], "CUDA graphs")
     if document["left_out"]:
         print(f"Left out for want of time: {', '.join(document['left_out'])}")
 

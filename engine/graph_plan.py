@@ -53,11 +53,11 @@ def plan_graphs(
     capture = make_capture(target.device) if config.cuda_graphs and wishes else None
     if capture is None:
         return None
-    models = [
-        (model, plan_buckets(config.max_num_sequences, max_model_len, config.block_size, queries))
-        for model, queries in wishes
-        if model.device == target.device
-    ]
+    models = []
+    for model, queries in wishes:
+        buckets = plan_buckets(config.max_num_sequences, max_model_len, config.block_size, queries)
+        if buckets and model.device == target.device:
+            models.append((model, buckets))
     needed = sum(_memory(model, buckets, config.block_size) for model, buckets in models)
     memory = min(needed, int(MAX_SHARE * free_memory(target.device)))
     return GraphPlan(capture, models, config.cuda_graph_seconds, memory)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,7 +18,14 @@ class Foretoken:
     """One engine does both: plain decoding is its step with no drafts."""
 
     def __init__(
-        self, target: str, draft: str, num_speculative_tokens: int, num_threads: int, device: str, dtype: str
+        self,
+        target: str,
+        draft: str,
+        num_speculative_tokens: int,
+        num_threads: int,
+        device: str,
+        dtype: str,
+        **others: Any,
     ) -> None:
         # Repeats see the same prompts: what an earlier one computed must not help.
         config = EngineConfig(
@@ -28,6 +36,7 @@ class Foretoken:
             device=device,
             dtype=dtype,  # type: ignore[arg-type]
             prefix_caching=False,
+            **others,
         )
         self.core = build_engine(config)
         self.num_threads = torch.get_num_threads()

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu, graphs
 from benchmarks.contestants.foretoken import PLAIN, SPECULATIVE
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
+from benchmarks.graphs import WITHOUT
+from engine import graph_plan
 from tests.benchmarks.conftest import Benchmark
+from tests.tape import TapeCapture
 
 SMALL = ("--max-tokens", 12, "--repeats", 2)
 
@@ -67,6 +71,27 @@ def test_gpu_on_the_cpu(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]
     assert document["copy_bandwidth"] > 0
     assert document["phases"][0]["weight_bandwidth_to_copy"] > 0
     assert "GB/s" in capsys.readouterr().out
+
+
+def test_gpu_with_and_without_graphs(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU tapes stand in for graphs, so that all of it is run."""
+    monkeypatch.setattr(graph_plan, "make_capture", TapeCapture)
+    monkeypatch.setattr(gpu, "read_prompts", lambda _: ["Once upon a time"])
+    settings = graphs.settings
+    monkeypatch.setattr(graphs, "settings", lambda given: settings(given) | {"cuda_graph_seconds": 1})
+    arguments = ("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 2, *SMALL, "--cache-memory", "16MiB")
+    arguments += ("--no-tests", "--no-transformers", "--minutes", 2)
+    document = benchmark(*arguments, "--graphs", "both")
+    rows = {row["variant"]: row for row in document["results"]}
+    assert set(rows) == {name + suffix for name in (PLAIN, SPECULATIVE) for suffix in ("", WITHOUT)}
+    assert rows[PLAIN]["to_without_graphs"] != 1
+    assert rows[PLAIN + WITHOUT]["to_without_graphs"] == 1
+    assert set(document["identity"][0]["same_text"].values()) == {"2/2"}
+    assert [(row["model"], row["captured"] > 10, row["replays"] > 10) for row in document["graphs"]] == [
+        ("target", True, True),
+        ("draft", True, True),
+    ]
+    assert benchmark(*arguments, "--graphs", "off")["graphs"] == []
 
 
 def test_gpu_names_what_the_time_did_not_allow(benchmark: Benchmark) -> None:
