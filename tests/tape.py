@@ -2,7 +2,8 @@
 
 Like a graph it runs the function once, remembers what was launched on which tensors, and launches that again:
 Python is not asked a second time, so whatever it decided or computed is frozen. What a graph cannot hold,
-because the host would have to look at a result, is refused.
+because the host would have to look at a result, is refused. What torch does not see, such as calls into the
+native kernels, is not on the tape.
 """
 
 from collections.abc import Callable

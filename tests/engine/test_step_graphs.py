@@ -6,6 +6,7 @@ freezes and refuses what a graph cannot hold. ``test_cuda`` runs the same gates 
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig, PreTrainedConfig
 
+import tests.models
 from engine import graph_plan
 from engine.batch import AttentionGroup, Span
 from engine.core import EngineCore
@@ -29,10 +31,12 @@ from tests.engine import graph_gates
 from tests.engine.conftest import Models
 from tests.engine.graph_gates import same_as_eager
 from tests.engine.test_lean_decoder import CONFIGS, ROPE, SHAPE, save
-from tests.models import make_engine, run_engine
+from tests.models import run_engine
 from tests.tape import NotCapturableError, Tape, TapeCapture
 
 Patch = pytest.MonkeyPatch
+# A tape holds torch's operations only.
+make_engine = partial(tests.models.make_engine, native_kernels=False)
 
 
 @pytest.fixture
