@@ -19,7 +19,7 @@ from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.lean_decoder import LeanDecoder, is_lean, run_lean
+from engine.models.lean_decoder import is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
 from engine.pairing import Pairing, pair_models
@@ -149,8 +149,7 @@ def _num_threads(target: DecoderModel) -> int:
     num_threads = torch.get_num_threads()
     if target.num_parameters >= MIN_PARAMETERS_FOR_THREADS:
         return num_threads
-    is_native = isinstance(target.short_forward, LeanDecoder) and target.short_forward.is_native
-    return max(1, min(num_threads - 1, MAX_THREADS_FOR_FEW_PARAMETERS)) if is_native else 1
+    return max(1, min(num_threads - 1, MAX_THREADS_FOR_FEW_PARAMETERS)) if target.is_native else 1
 
 
 def _method(config: EngineConfig, draft: DecoderModel | None) -> Method:

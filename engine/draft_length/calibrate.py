@@ -11,7 +11,7 @@ import torch
 
 from engine.batch import Span
 from engine.block_manager import BlockPool, BlockTable
-from engine.draft_length.costs import CostModel
+from engine.draft_length.costs import PADDING, CostModel
 from engine.models.decoder_only import DecoderModel
 
 # Tokens in one pass, in the order of what they tell; larger ones are extrapolated.
@@ -34,10 +34,11 @@ def calibrate(
 ) -> CostModel:
     """``max_tokens``: no step has more, prompts apart. Both caches must be allocated and unused."""
     models = 1 if draft is None else 2
+    padding = 0.0 if target.is_native else PADDING
     score = _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds / models)
     if draft is None or draft_pool is None:
-        return CostModel({}, score)
-    return CostModel(_measure(draft, draft_pool, 1, max_tokens, seconds / models), score)
+        return CostModel({}, score, padding)
+    return CostModel(_measure(draft, draft_pool, 1, max_tokens, seconds / models), score, padding)
 
 
 def _measure(

@@ -1,5 +1,8 @@
 """What a round costs: seconds of a draft pass, of a target pass and of the host's share.
 
+A round's drafts also cost something once, however many they are (``draft_start``): what comes before and
+after the passes, and that the first one finds the processor's caches full of the target's weights.
+
 Each is a curve over its size, measured at a few points at start and followed by moving averages while the
 engine runs. Nothing is assumed about a curve's shape except that more never costs less: on a CPU the step
 from one token to two is large and the next ones small, on a GPU nothing changes until a ridge.
@@ -22,6 +25,12 @@ SHARED = 0.5
 MAX_SURPRISE = 0.25
 # Sizes that differ by less share a point: up to ten tokens each has its own, later there are a few dozen.
 NEAR = 0.1
+# Rows of different lengths are padded to the longest for attention, and gathered and scattered around it:
+# what a token of padding costs, in tokens.
+PADDING = 0.5
+# How much of what a round's drafts took longer than expected is put down to their start, as if it were so
+# many passes: where drafts have always the same length, nobody can tell the two apart.
+START_WEIGHT = 3
 # Per step and per row, until measured.
 HOST_SECONDS, HOST_SECONDS_PER_ROW = 1e-4, 3e-5
 
@@ -102,14 +111,18 @@ class CostCurve:
 class CostModel:
     """``draft`` and ``score`` are seconds by the tokens packed into one pass, ``host`` by rows.
 
-    ``score`` includes verification, ``draft`` drawing: live measurements bring both in.
+    ``score`` includes verification, ``draft`` drawing: live measurements bring both in. ``padding`` is what
+    a token costs by which a row's draft is shorter than the longest, in tokens.
     """
 
-    def __init__(self, draft: dict[int, float], score: dict[int, float]) -> None:
+    def __init__(self, draft: dict[int, float], score: dict[int, float], padding: float = PADDING) -> None:
+        self.padding = padding
         self.draft = CostCurve(draft or {1: 1e-9})
         self.score = CostCurve(score)
         self.host = CostCurve({rows: HOST_SECONDS + HOST_SECONDS_PER_ROW * rows for rows in (1, 64)})
+        self.draft_start = 0.0
         self.lookup_seconds = 0.0  # of a row that drafts without a model
+        self._num_starts = 0
 
     def observe_round(
         self,
@@ -123,10 +136,7 @@ class CostModel:
     ) -> None:
         """A step without prompts. ``draft_sizes`` are the tokens of each draft pass, catching up included."""
         if draft_sizes:
-            expected = sum(map(self.draft, draft_sizes))
-            surprise = _surprise(draft_seconds - num_lookups * self.lookup_seconds, expected)
-            for size in set(draft_sizes):
-                self.draft.follow(size, surprise * draft_sizes.count(size) / len(draft_sizes))
+            self._follow_drafts(draft_sizes, draft_seconds - num_lookups * self.lookup_seconds)
         elif num_lookups:
             # Half a millisecond is far beyond any look-up: the process was descheduled.
             seconds = min(draft_seconds / num_lookups, 5e-4)
@@ -134,9 +144,24 @@ class CostModel:
         self.score.follow(num_score_tokens, _surprise(score_seconds, self.score(num_score_tokens)))
         self.host.follow(num_rows, _surprise(host_seconds, self.host(num_rows)))
 
+    def _follow_drafts(self, sizes: Sequence[float], seconds: float) -> None:
+        """Normalised least mean squares: start and passes share the error by their weights squared."""
+        passes = sum(map(self.draft, sizes))
+        expected = self.draft_start + passes
+        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, _surprise(seconds, expected)))
+        error = expected * (math.exp(surprise) - 1)
+        of_start = START_WEIGHT**2 / (START_WEIGHT**2 + len(sizes) ** 2)
+        rate = max(RATE, 1 / (2 + self._num_starts))
+        self._num_starts += 1
+        self.draft_start = max(0.0, self.draft_start + rate * of_start * error)
+        surprise = _surprise(passes + (1 - of_start) * error, passes)
+        for size in set(sizes):
+            self.draft.follow(size, surprise * sizes.count(size) / len(sizes))
+
     def state(self) -> dict[str, object]:
         """Milliseconds, for people."""
         return {
+            "draft_start_ms": round(1000 * self.draft_start, 4),
             "draft_ms_by_tokens": _milliseconds(self.draft),
             "score_ms_by_tokens": _milliseconds(self.score),
             "host_ms_by_rows": _milliseconds(self.host),

@@ -14,9 +14,6 @@ from engine.draft_length.costs import CostModel
 
 # Slots that survive less often than this are not worth the look.
 SURVIVAL_FLOOR = 0.02
-# Rows of different lengths are padded to the longest for attention, and gathered and scattered around it:
-# what a token of padding costs, in tokens.
-PADDING = 0.5
 # Rows of their own lengths must promise this many times what even ones do: estimates of single rows are
 # noisy, and the best of many noisy plans looks better than it is.
 UNEVEN_GAIN = 1.05
@@ -97,8 +94,10 @@ def _best_uneven(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens
         score_tokens += row.fill
         tokens -= chance * row.fill
         longest = max(longest, position + 1)
-        padded = score_tokens + padding(longest, len(rows), count)
-        seconds = overhead + drafting_seconds + draft(num_active[0] + lag) + score(padded)
+        padded = score_tokens + padding(costs, longest, len(rows), count)
+        seconds = overhead + drafting_seconds + score(padded)
+        if num_active[0]:
+            seconds += costs.draft_start + draft(num_active[0] + lag)
         if tokens > best_rate * seconds:
             best_rate, best_count, best_tokens, best_seconds = tokens / seconds, count, tokens, seconds
     lengths = [0] * len(rows)
@@ -118,12 +117,13 @@ def _best_even(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: 
     for length in range(1, longest + 1):
         reaching = [row for row in rows if len(row.survival) >= length]
         tokens += sum(row.fill * row.survival[length - 1] for row in reaching)
-        score_tokens += sum(row.fill for row in reaching) + PADDING * (len(rows) - len(reaching))
+        score_tokens += sum(row.fill for row in reaching) + costs.padding * (len(rows) - len(reaching))
         if length > 1:
             other_passes += costs.draft(sum(row.uses_model for row in reaching))
         lag = sum(row.survival[min(length, len(row.survival)) - 1] for row in drafting_by_model)
         seconds = seconds_before + costs.score(score_tokens + num_prompt_tokens)
-        seconds += costs.draft(first_pass + lag) + other_passes
+        if drafting_by_model:
+            seconds += costs.draft_start + costs.draft(first_pass + lag) + other_passes
         if tokens > best_rate * seconds:
             best_rate, best_length, best_tokens, best_seconds = tokens / seconds, length, tokens, seconds
     return Plan([min(best_length, len(row.survival)) for row in rows], best_tokens, best_seconds)
@@ -148,15 +148,17 @@ def evaluate(
     for row, length in zip(rows, lengths, strict=True):
         tokens += row.fill * sum(row.survival[:length])
         score_tokens += row.fill * length
-    score_tokens += padding(max(lengths, default=0), len(rows), sum(lengths))
+    score_tokens += padding(costs, max(lengths, default=0), len(rows), sum(lengths))
     seconds = costs.host(len(rows)) + costs.score(score_tokens + num_prompt_tokens)
-    seconds += sum(map(costs.draft, draft_sizes(model_lengths, usual_lag if lag is None else lag)))
+    sizes = draft_sizes(model_lengths, usual_lag if lag is None else lag)
+    if sizes:
+        seconds += costs.draft_start + sum(map(costs.draft, sizes))
     return Plan(lengths, tokens, seconds)
 
 
-def padding(longest: int, num_rows: int, num_drafted: int) -> float:
+def padding(costs: CostModel, longest: int, num_rows: int, num_drafted: int) -> float:
     """What it costs to pad ``num_drafted`` tokens to ``longest`` in every row, in tokens."""
-    return PADDING * (longest * num_rows - num_drafted)
+    return costs.padding * (longest * num_rows - num_drafted)
 
 
 def draft_sizes(lengths: list[int], lag: float) -> list[float]:

@@ -234,7 +234,8 @@ class DraftLengthPolicy:
         limits = [max(0, row.limit) for row in rows]
         for lengths in self.probes.candidates(found, limits, ages):
             plan = evaluate(outlooks, lengths, self.costs, 0, _lag(rows, lengths))
-            if self.probes.begin(plan, found.best):
+            again = evaluate(outlooks, lengths, self.costs, 0)
+            if self.probes.begin(plan, again.seconds, found.best):
                 return lengths
         self.probes.postpone(self._round)
         return None
@@ -268,11 +269,12 @@ class DraftLengthPolicy:
                 lag += row.lag
         lengths = [outcome.num_draft_tokens for outcome in outcomes]
         num_drafted = sum(lengths)
+        padded = padding(self.costs, max(lengths), len(outcomes), num_drafted)
         self.costs.observe_round(
             draft_sizes=draft_sizes(by_model, lag),
             num_lookups=num_lookups,
             num_rows=len(outcomes),
-            num_score_tokens=len(outcomes) + num_drafted + padding(max(lengths), len(outcomes), num_drafted),
+            num_score_tokens=len(outcomes) + num_drafted + padded,
             draft_seconds=seconds.draft,
             score_seconds=seconds.score,
             host_seconds=seconds.host,

@@ -2,8 +2,9 @@
 
 Probes are paid from an account. Every round adds a small share of its time; a probe is charged what it
 really lost against the plan in force: its time, less the time in which the plan emits as many tokens. A
-probe that paid for itself is repeated at once, so that drafting is back within a few rounds after the text
-got easy; the others wait. Whatever the text does, probing costs no more than its share.
+probe that paid for itself, catching up apart, or was accepted to its end is repeated at once, so that
+drafting is back within a few rounds after the text got easy; the others wait. Whatever the text does, probing
+costs no more than its share.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ PROBE_LENGTH = 2
 # unlucky run of rejections must not switch off what is really a gain.
 CLOSE = 0.9
 MAX_REPEATS = 4
+# What succeeded so often in a row has changed the estimates, or is not worth more.
+MAX_SUCCESSES = 16
 
 KINDS = ("rest", "longer", "plain")
 
@@ -33,6 +36,8 @@ class Probes:
         self.credit = 0.0
         self.num_run = 0
         self._running: Plan | None = None
+        self._seconds_again = 0.0
+        self._repeat: list[int] = []  # lengths to try once more
         self._next_round, self._last_round = INTERVAL, 0
         self._kind = 0
         self._repeats = 0
@@ -45,6 +50,8 @@ class Probes:
     def candidates(self, found: Search, limits: list[int], ages: list[int]) -> Iterator[list[int]]:
         """What to try, the most telling first. ``ages``: rounds since a row, or all like it, drafted."""
         lengths = found.best.lengths
+        if len(self._repeat) == len(lengths):
+            yield [min(length, limit) for length, limit in zip(self._repeat, limits, strict=True)]
         if not any(lengths):
             if found.best_drafting is not None and is_close(found):
                 yield found.best_drafting.lengths
@@ -64,11 +71,12 @@ class Probes:
             else:
                 yield [0] * len(lengths)
 
-    def begin(self, plan: Plan, best: Plan) -> bool:
-        """Run ``plan`` this round if the account covers what it is expected to lose."""
+    def begin(self, plan: Plan, seconds_again: float, best: Plan) -> bool:
+        """Run ``plan`` this round if the account covers what it is expected to lose. ``seconds_again``: what
+        it would take the next time, with nothing to catch up with."""
         if plan.seconds - plan.tokens / best.rate > self.credit:
             return False
-        self._running = plan
+        self._running, self._seconds_again = plan, seconds_again
         self.num_run += 1
         return True
 
@@ -83,14 +91,21 @@ class Probes:
         self.credit = min(self.credit + SHARE * best.seconds, SHARE * SAVED_ROUNDS * best.seconds)
         if self._running is None:
             return
-        loss = self._running.seconds - num_emitted / best.rate
-        self.credit -= loss
-        self._running = None
+        worth = num_emitted / best.rate
+        self.credit -= self._running.seconds - worth
+        lengths = self._running.lengths
+        # A lone row's draft seldom pays for what it does to the others, but says that times have changed.
+        is_off = not any(best.lengths)
+        succeeded = worth > self._seconds_again or (
+            is_off and num_emitted == len(lengths) + sum(lengths) > len(lengths)
+        )
+        self._running, self._repeat = None, []
         self._last_round = current_round
         self._repeats += 1
-        if loss < 0 or (is_close(found) and self._repeats < MAX_REPEATS):
+        if self._repeats < (MAX_SUCCESSES if succeeded else MAX_REPEATS if is_close(found) else 0):
             # Bringing the draft's cache up to date was the expensive part; another round is cheap now.
             self._next_round = current_round + 1
+            self._repeat = lengths
         else:
             self._next_round = current_round + INTERVAL
             self._kind += 1

@@ -68,7 +68,8 @@ class CalibratedCosts:
             return together / num_rows + costs.lookup_seconds
         one_pass = costs.draft(num_rows)
         catching_up = costs.draft(num_rows + lag) - one_pass
-        return (together + length * one_pass) / num_rows + catching_up / CATCH_UP_ROUNDS
+        drafting = costs.draft_start + length * one_pass
+        return (together + drafting) / num_rows + catching_up / CATCH_UP_ROUNDS
 
     def observe(self, model_lengths: Sequence[int], seconds: RoundSeconds) -> None:
         pass

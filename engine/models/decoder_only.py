@@ -38,6 +38,7 @@ class DecoderModel:
         self.generation_config = model.generation_config
         self.num_parameters = num_parameters
         self.short_forward: Forward | None = None  # in place of the module's own
+        self.is_native = False  # whether that runs the kernels in C: they need no padding, few threads pay
         self.graphs: CapturedForward | None = None  # asked first
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = self._probe_layers()

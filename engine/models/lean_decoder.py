@@ -55,10 +55,11 @@ def run_lean(decoder: DecoderModel, native_kernels: bool) -> bool:
     """Let ``decoder`` run through a ``LeanDecoder``, which takes over its weights. False if the logits of a
     short text then differ from those of the module, which is left without weights in either case."""
     expected = _probe_logits(decoder)
-    decoder.short_forward = LeanDecoder(decoder.model, native_kernels)
+    decoder.short_forward = lean = LeanDecoder(decoder.model, native_kernels)
+    decoder.is_native = lean.is_native
     same = same_logits(_probe_logits(decoder), expected, decoder.dtype)
     if not same:
-        way = "The native kernels" if decoder.short_forward.is_native else "The short forward"
+        way = "The native kernels" if lean.is_native else "The short forward"
         logger.warning("%s differ from transformers' layers and are not used", way)
     return same
 

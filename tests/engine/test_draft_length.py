@@ -148,6 +148,8 @@ def test_calibration_returns_every_block() -> None:
 
         has_encoder = False
 
+        is_native = False
+
         def __init__(self) -> None:
             import torch
 

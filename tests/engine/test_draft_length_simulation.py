@@ -14,8 +14,7 @@ from functools import partial
 import pytest
 
 from engine.draft_length.confidence import Patience
-from engine.draft_length.costs import CostModel
-from engine.draft_length.plan import padding
+from engine.draft_length.costs import PADDING, CostModel
 from engine.draft_length.policy import (
     Candidate,
     DraftLengthPolicy,
@@ -56,6 +55,7 @@ class Machine:
     target: Shape
     draft: Shape
     draft_cost: float
+    draft_start: float = 0.0
 
     def score_seconds(self, size: int) -> float:
         return UNIT * self.target(size)
@@ -82,6 +82,7 @@ MACHINES = [
     Machine("proportional", PROPORTIONAL, PROPORTIONAL, 0.1),
     Machine("GPU", GPU, GPU, 0.1),
     Machine("GPU, tiny draft", GPU, GPU, 0.02),
+    Machine("packed CPU, drafts start slowly", PACKED_CPU, PACKED_CPU, 0.03, draft_start=0.15),
 ]
 
 
@@ -157,12 +158,14 @@ class Simulation:
     def _seconds(
         self, rows: list[Candidate], chosen: list[int], passes: list[int]
     ) -> tuple[float, float, float]:
-        machine, drafting = self.machine, 0.0
+        machine = self.machine
+        starts = any(passes) and self.method == "draft_model"
+        drafting = UNIT * machine.draft_start if starts else 0.0
         for position in range(max(passes)):
             active = [row for row, length in zip(rows, passes, strict=True) if length > position]
             lag = sum(row.lag for row in active) if position == 0 else 0
             drafting += machine.draft_seconds(len(active) + lag) if self.method == "draft_model" else 0.0
-        padded = len(rows) + sum(chosen) + padding(max(chosen), len(rows), sum(chosen))
+        padded = len(rows) + sum(chosen) + PADDING * (max(chosen) * len(rows) - sum(chosen))
         score = machine.score_seconds(padded)
         return drafting, score, machine.host_seconds(len(rows))
 
@@ -283,7 +286,7 @@ def test_acceptance_jumps_are_followed_within_200_rounds(machine: Machine, num_r
     )
     assert auto.rate(700, 1000) >= 0.96 * hard
     # Eight rows take longer to find how much further they may go.
-    assert auto.rate(1200, 1500) >= (0.96 if num_rows == 1 else 0.92) * easy
+    assert auto.rate(1200, 1500) >= (0.96 if num_rows == 1 else 0.93) * easy
 
 
 def test_rows_of_one_step_get_their_own_lengths() -> None:
