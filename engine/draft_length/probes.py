@@ -26,7 +26,7 @@ PROBE_LENGTH = 2
 CLOSE = 0.9
 MAX_REPEATS = 4
 # What succeeded so often in a row has changed the estimates, or is not worth more.
-MAX_SUCCESSES = 16
+MAX_SUCCESSES = 6
 
 KINDS = ("rest", "longer", "plain")
 
@@ -38,6 +38,7 @@ class Probes:
         self._running: Plan | None = None
         self._seconds_again = 0.0
         self._repeat: list[int] = []  # lengths to try once more
+        self._succeeded = False
         self._next_round, self._last_round = INTERVAL, 0
         self._kind = 0
         self._repeats = 0
@@ -72,9 +73,10 @@ class Probes:
                 yield [0] * len(lengths)
 
     def begin(self, plan: Plan, seconds_again: float, best: Plan) -> bool:
-        """Run ``plan`` this round if the account covers what it is expected to lose. ``seconds_again``: what
-        it would take the next time, with nothing to catch up with."""
-        if plan.seconds - plan.tokens / best.rate > self.credit:
+        """Run ``plan`` this round if the account covers what it is expected to lose, or if it has just
+        succeeded. ``seconds_again``: what it would take the next time, with nothing to catch up with."""
+        on_credit = self._succeeded and plan.lengths == self._repeat
+        if plan.seconds - plan.tokens / best.rate > self.credit and not on_credit:
             return False
         self._running, self._seconds_again = plan, seconds_again
         self.num_run += 1
@@ -96,13 +98,12 @@ class Probes:
         lengths = self._running.lengths
         # A lone row's draft seldom pays for what it does to the others, but says that times have changed.
         is_off = not any(best.lengths)
-        succeeded = worth > self._seconds_again or (
-            is_off and num_emitted == len(lengths) + sum(lengths) > len(lengths)
-        )
+        all_accepted = num_emitted == len(lengths) + sum(lengths) > len(lengths)
+        self._succeeded = worth > self._seconds_again or (is_off and all_accepted)
         self._running, self._repeat = None, []
         self._last_round = current_round
         self._repeats += 1
-        if self._repeats < (MAX_SUCCESSES if succeeded else MAX_REPEATS if is_close(found) else 0):
+        if self._repeats < (MAX_SUCCESSES if self._succeeded else MAX_REPEATS if is_close(found) else 0):
             # Bringing the draft's cache up to date was the expensive part; another round is cheap now.
             self._next_round = current_round + 1
             self._repeat = lengths
