@@ -39,6 +39,9 @@ SEARCH_EVERY = 4
 UNEVEN_EVERY = 4
 # Switching on must earn within so many rounds what it takes to bring the draft's cache up to date.
 CATCH_UP_ROUNDS = 32
+# Costs are followed in every round at first, then in one of three and in those that try something else: it
+# takes a while itself, and three has no rhythm in common with anything above.
+COSTS_EVERY, NEW_ROUNDS = 3, 256
 # Every so many rounds nothing ends early, so that what unlikely tokens are worth stays known.
 EXPLORE_EVERY = 32
 
@@ -146,8 +149,10 @@ class DraftLengthPolicy:
         num_emitted = len(outcomes) + sum(outcome.num_accepted_tokens for outcome in outcomes)
         self._learn(outcomes)
         if seconds is not None:
-            self._observe_costs(outcomes, seconds)
             lengths = [outcome.num_draft_tokens for outcome in outcomes]
+            is_new = self._round < NEW_ROUNDS or self.probes.is_running
+            if is_new or self._round % COSTS_EVERY == 0:
+                self._observe_costs(outcomes, seconds)
             self.report.count(found, lengths, num_emitted, seconds.draft + seconds.score + seconds.host)
         self.probes.settle(self._round, found, num_emitted)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from engine.draft_length.plan import Plan, Search
 
 # Share of the time for probes, and for how many rounds it is saved up.
-SHARE = 0.016
+SHARE = 0.012
 SAVED_ROUNDS = 128
 # Rounds between probes that did not pay, and until one that is too expensive is looked at again.
 INTERVAL = 64
@@ -42,6 +42,11 @@ class Probes:
         self._next_round, self._last_round = INTERVAL, 0
         self._kind = 0
         self._repeats = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this round tries something else."""
+        return self._running is not None
 
     def may_run(self, current_round: int, found: Search) -> bool:
         if is_close(found):

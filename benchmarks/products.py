@@ -1,0 +1,86 @@
+"""One linear layer of few rows, each way there is: python -m benchmarks.products --threads 2
+
+Float32 rows times weights that float16 holds: ``F.linear`` and oneDNN's packed product on them as float32, the
+kernels in C on them as float32 and as float16, FBGEMM on them as float16. Each way has as many copies of the
+weights as layers would have, used in turn, so that they come from memory as in a model. Microseconds, medians
+of interleaved repeats.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common import machine, note, print_facts, print_table, timed, warn_if_busy
+from engine.models.packed_linear import HalfProduct, PackedProduct
+from engine.native.library import load_library
+from engine.native.product import NativeProduct
+
+# Enough copies to be larger than the processor's caches.
+COPIES_BYTES, MAX_COPIES = 200 << 20, 64
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", default=["1024x2048"], help="out x in features")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 5, 9, 16, 48])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=15)
+    return parser.parse_args()
+
+
+def ways_of(weight: torch.Tensor) -> dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]]:
+    """Each call makes another copy of the weights."""
+    ways: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
+        "F.linear": lambda: lambda x, w=weight.clone(): F.linear(x, w),  # type: ignore[misc]
+        "oneDNN": lambda: PackedProduct(weight, None),
+        "FBGEMM, 16 bits": lambda: HalfProduct(weight, None, 1.0),
+    }
+    library = load_library()
+    if library is not None:
+        ways["C"] = lambda: NativeProduct(library, weight, None, None)
+        ways["C, 16 bits"] = lambda: NativeProduct(library, weight, None, 1.0)
+    return ways
+
+
+@torch.inference_mode()
+def measure(shape: tuple[int, int], num_rows: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    weight = (torch.randn(shape) * 0.02).half().float()
+    copies = max(2, min(MAX_COPIES, COPIES_BYTES // (4 * weight.numel())))
+    products = {name: [make() for _ in range(copies)] for name, make in ways_of(weight).items()}
+    table: dict[str, dict[str, Any]] = {name: {"product": name} for name in products}
+    for rows in num_rows:
+        x = torch.randn(rows, shape[1])
+
+        def run(name: str, x: torch.Tensor = x) -> None:
+            for product in products[name]:
+                product(x)
+
+        seconds: dict[str, list[float]] = {name: [] for name in products}
+        for _ in range(repeats + 1):
+            for name, taken in seconds.items():
+                taken.append(timed(lambda name=name: run(name)))  # type: ignore[misc]
+        for name, taken in seconds.items():
+            table[name][f"{rows} rows"] = round(1e6 * statistics.median(taken[1:]) / copies, 1)
+        note(f"{rows} rows")
+    return list(table.values())
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    busy = warn_if_busy()
+    torch.set_num_threads(arguments.threads)
+    for name in arguments.shapes:
+        out, size = map(int, name.split("x"))
+        rows = measure((out, size), arguments.rows, arguments.repeats)
+        print_table(rows, f"{out} x {size}, microseconds")
+    print_facts({**machine(), "busy": busy, "threads": arguments.threads})
+
+
+if __name__ == "__main__":
+    main()
