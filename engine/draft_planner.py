@@ -114,6 +114,10 @@ class DraftPlanner:
         candidates = self._candidates(sequence) if sequence.fixed_draft_length else []
         return Choice(candidates[0].method, candidates[0].limit) if candidates else Choice("none", 0)
 
+    def follows_prompt(self, sequence: Sequence) -> bool:
+        """Whether a draft model computes the prompt along with the target, or catches up when it drafts."""
+        return self.policy is None or sequence.fixed_draft_length or self.policy.follows_prompts()
+
     def patience(self, sequence: Sequence) -> Patience | None:
         """When the draft just chosen may end early."""
         return self.policy.patience(sequence) if self.policy is not None else None

@@ -25,7 +25,7 @@ class Scheduled:
     ``completes``: the last known token is among them, so the step draws what follows it. ``source`` drafts.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
     instead of it; they do not count those of a prompt's chunk. ``patience``: when its draft may end before
-    ``num_draft_tokens``.
+    ``num_draft_tokens``. ``draft_follows``: whether the draft model computes a prompt's chunk too, now.
     """
 
     sequence: Sequence
@@ -35,6 +35,7 @@ class Scheduled:
     source: str = "none"
     num_catch_up_tokens: int = 0
     patience: Patience | None = None
+    draft_follows: bool = True
 
 
 class Scheduler:
@@ -178,7 +179,9 @@ class Scheduler:
         if sequence.must_encode:
             return Scheduled(sequence, num_uncomputed, 0, completes=True)
         if num_uncomputed > 1:
-            return Scheduled(sequence, min(num_uncomputed, budget), 0, completes=num_uncomputed <= budget)
+            follows = self.planner.follows_prompt(sequence)
+            num_tokens = min(num_uncomputed, budget)
+            return Scheduled(sequence, num_tokens, 0, num_uncomputed <= budget, draft_follows=follows)
         choice = self.chosen.get(sequence) or self.planner.unasked(sequence)
         num_tokens = min(choice.num_tokens, budget - 1)
         if num_tokens == 0:

@@ -42,6 +42,9 @@ CATCH_UP_ROUNDS = 32
 # Costs are followed in every round at first, then in one of three and in those that try something else: it
 # takes a while itself, and three has no rhythm in common with anything above.
 COSTS_EVERY, NEW_ROUNDS = 3, 256
+# While drafting does not pay, prompts are computed for a draft model that takes less than this share of the
+# target's time over so many tokens. A dearer one catches up if it is needed.
+CHEAP_DRAFT, TYPICAL_CHUNK = 0.1, 64
 # Every so many rounds nothing ends early, so that what unlikely tokens are worth stays known.
 EXPLORE_EVERY = 32
 
@@ -95,6 +98,8 @@ class LengthPolicy(Protocol):
 
     def patience(self, key: Hashable) -> Patience | None: ...
 
+    def follows_prompts(self) -> bool: ...
+
     def forget(self, key: Hashable) -> None: ...
 
     def state(self) -> dict[str, object]: ...
@@ -140,6 +145,13 @@ class DraftLengthPolicy:
     def patience(self, key: Hashable) -> Patience | None:
         """When a row may stop drafting before the length that ``choose`` has just named."""
         return self._patience.get(key)
+
+    def follows_prompts(self) -> bool:
+        """Whether drafts are to be expected soon, or computing prompts for them costs next to nothing."""
+        found = self._last_search
+        if found is None or any(found.best.lengths):
+            return True
+        return self.costs.draft(TYPICAL_CHUNK) < CHEAP_DRAFT * self.costs.score(TYPICAL_CHUNK)
 
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         """The verdict on what ``choose`` asked for; fewer may have been drafted."""

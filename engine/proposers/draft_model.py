@@ -1,7 +1,8 @@
 """Drafts from a smaller model with its own cache, drawn with each request's own parameters.
 
-Its cache follows the target's: prompt chunks are computed in the same step, and what it missed (the last
-drafted token after a full acceptance, or more after a pause) is caught up in the first pass of a round.
+Its cache follows the target's: prompt chunks are computed in the same step, unless nobody expects it to draft
+soon, and what it missed (the last drafted token after a full acceptance, or more after a pause) is caught up
+in the first pass of a round.
 """
 
 from dataclasses import replace
@@ -74,6 +75,8 @@ class DraftModelProposer:
             if part.source != self.name:
                 return None
             end = start + part.num_catch_up_tokens + min(1, part.num_draft_tokens)
+        elif not part.draft_follows:
+            return None
         if not sequence.uses_draft_model or start == end or end > self.max_len:
             return None
         return Span(sequence.draft_blocks, sequence.token_ids[start:end], min(1, part.num_draft_tokens))

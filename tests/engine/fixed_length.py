@@ -21,6 +21,9 @@ class FixedDraftLength:
     def patience(self, key: Hashable) -> Patience | None:
         return None
 
+    def follows_prompts(self) -> bool:
+        return True
+
     def forget(self, key: Hashable) -> None:
         pass
 

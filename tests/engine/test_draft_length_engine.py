@@ -3,7 +3,8 @@
 import pytest
 
 from engine.core import EngineCore
-from engine.messages import SamplingParams
+from engine.draft_length.plan import Plan, Search
+from engine.messages import Generate, SamplingParams
 from tests.engine.conftest import Models
 from tests.engine.gates import PROMPTS
 from tests.models import make_engine, run_engine
@@ -60,3 +61,38 @@ def test_preemption_and_aborts_do_not_confuse_the_policy(models: Models) -> None
         pool.__init__(30, 4)  # type: ignore[misc, union-attr]
     assert run_engine(core, prompts, params) == expected
     assert core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("is_cheap", [True, False])
+def test_prompts_wait_for_a_dear_draft_that_does_not_pay(
+    models: Models, is_cheap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the draft has not computed of a prompt it catches up with once it drafts."""
+    core = auto_engine(models, "target", prefix_caching=False)
+    policy = core.scheduler.planner.policy
+    monkeypatch.setattr(policy.costs, "draft", lambda size: (0.01 if is_cheap else 1.0) * size)
+    monkeypatch.setattr(policy.costs, "score", lambda size: 1.0 * size)
+    monkeypatch.setattr(policy.costs, "observe_round", lambda **_: None)
+    length = 0
+    monkeypatch.setattr(policy, "choose", lambda rows, *_: [min(length, row.limit) for row in rows])
+    monkeypatch.setattr(policy, "observe", lambda *_: None)
+    plain = Plan([0], 1.0, 1.0)
+    policy._last_search = Search(plain, plain, None)
+
+    prompt = [1 + i % 13 for i in range(29)]
+    core.add(Generate(request_id="a", prompt_token_ids=prompt, params=GREEDY))
+    token_ids: list[int] = []
+    sequence = None
+    while core.has_work:
+        for output in core.step():
+            token_ids += output.token_ids
+        sequence = core.scheduler.running[0] if core.scheduler.running else sequence
+        assert sequence is not None
+        if len(token_ids) < 10:
+            assert sequence.draft_blocks.num_computed_tokens == (len(prompt) if is_cheap else 0)
+        else:
+            length = 4
+    assert core.stats.draft_tokens_per_position[3] > 0
+    # Its own draft: whatever it drafts is what comes, if nothing is missing in its cache.
+    assert core.stats.accepted_tokens_per_position == core.stats.draft_tokens_per_position
+    assert [token_ids] == [run_engine(make_engine(models.target, None), [prompt], GREEDY)[0]]
