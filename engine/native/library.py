@@ -108,7 +108,7 @@ def _key(compiler: str) -> str:
     version = subprocess.run(
         [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
-    parts = [SOURCE.read_text(), *FLAGS, version.stdout, _processor()]
+    parts = [SOURCE.read_text(), compiler, *FLAGS, version.stdout, _processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -208,6 +208,10 @@ def test_without_a_compiler_the_engine_runs_all_the_same(
         assert reason in caplog.text
 
 
+def test_what_was_compiled_otherwise_is_not_taken(kernels: NativeKernels) -> None:
+    assert library._key("cc") != library._key("cc -O1")
+
+
 # Planted bugs: (what is right, what is wrong).
 BUGS = {
     "sees the next token": ("stored + query + 1 - begin", "stored + query + 2 - begin"),
