@@ -25,6 +25,7 @@ __all__ = [
     "interleave",
     "machine",
     "median_ratio",
+    "median_seconds",
     "note",
     "percentile",
     "print_facts",
@@ -91,7 +92,7 @@ def interleave(variants: Mapping[str, Callable[[], Run]], repeats: int) -> Runs:
     return runs
 
 
-def timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -100,6 +101,15 @@ def timed(work: Callable[[], None]) -> float:
 def median_ratio(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
     pairs = zip(runs, baseline, strict=True)
     return statistics.median(run.tokens_per_second / base.tokens_per_second for run, base in pairs)
+
+
+def median_seconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Of each piece of work, taken in turns; the first turn warms up and is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(repeats + 1):
+        for name, run in work.items():
+            seconds[name].append(timed(run))
+    return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
 
 
 def acceptance(runs: Sequence[Run]) -> tuple[float, float] | None:

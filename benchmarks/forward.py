@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
-from benchmarks.common import machine, note, print_facts, print_table, timed, warn_if_busy, write_json
+from benchmarks.common import (
+    machine,
+    median_seconds,
+    note,
+    print_facts,
+    print_table,
+    timed,
+    warn_if_busy,
+    write_json,
+)
 from engine.batch import Span
 from engine.block_manager import BlockTable
 from engine.config import BUNDLED_PAIR
@@ -90,11 +99,7 @@ def measure(ways: dict[str, DecoderModel], batch: Batch, cached: int, repeats: i
     for name, model in ways.items():
         if isinstance(model.short_forward, LeanDecoder):
             work[f"{name}: products"] = products_of(model.short_forward, rows * queries)
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(repeats + 1):
-        for name, run in work.items():
-            seconds[name].append(timed(run))
-    times = {name: 1000 * statistics.median(taken[1:]) for name, taken in seconds.items()}
+    times = {name: 1000 * seconds for name, seconds in median_seconds(work, repeats).items()}
     return {"rows x tokens": f"{rows} x {queries}", **times}
 
 

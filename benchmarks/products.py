@@ -7,14 +7,14 @@ medians of interleaved repeats.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import machine, note, print_facts, print_table, timed, warn_if_busy
+from benchmarks.common import machine, median_seconds, note, print_facts, print_table, warn_if_busy
 from engine.models.packed_linear import HalfProduct, PackedProduct
 from engine.native.library import load_library
 from engine.native.product import NativeProduct
@@ -66,12 +66,9 @@ def measure(shape: tuple[int, int], num_rows: Sequence[int], repeats: int) -> li
             for product in products[name]:
                 product(x)
 
-        seconds: dict[str, list[float]] = {name: [] for name in products}
-        for _ in range(repeats + 1):
-            for name, taken in seconds.items():
-                taken.append(timed(lambda name=name: run(name)))  # type: ignore[misc]
-        for name, taken in seconds.items():
-            table[name][f"{rows} rows"] = round(1e6 * statistics.median(taken[1:]) / copies, 1)
+        work = {name: partial(run, name) for name in products}
+        for name, seconds in median_seconds(work, repeats).items():
+            table[name][f"{rows} rows"] = round(1e6 * seconds / copies, 1)
         note(f"{rows} rows")
     return list(table.values())
 

@@ -114,11 +114,10 @@ class ForwardBatch:
         slots: list[int] = []
         logits_index: list[int] = []
         for span in spans:
-            blocks, start = span.table.block_ids, span.table.num_computed_tokens
-            stored = range(start, start + len(span.token_ids))
+            start = span.table.num_computed_tokens
             token_ids += span.token_ids
-            positions += [i - span.table.num_encoder_tokens for i in stored]
-            slots += [blocks[i // block_size] * block_size + i % block_size for i in stored]
+            positions += [i + start - span.table.num_encoder_tokens for i in range(len(span.token_ids))]
+            slots += new_slots(span, block_size)
             logits_index += range(len(token_ids) - span.num_logits, len(token_ids))
         # One tensor, one copy to the device.
         numbers = torch.tensor([*token_ids, *positions, *slots, *logits_index], dtype=torch.int64).to(device)
@@ -143,7 +142,7 @@ class ForwardBatch:
         ]
         lengths, device = self._lengths(), self.slots.device
         return [
-            _group(members, self._offsets(), positions, slots, device) for members in _group_members(lengths)
+            _group(members, self.offsets, positions, slots, device) for members in _group_members(lengths)
         ]
 
     @cached_property
@@ -155,12 +154,12 @@ class ForwardBatch:
             table_slots(span.table, first, self.block_size)
             for span, first in zip(self.spans, encoded, strict=True)
         ]
-        return _cross_groups(self._lengths(), self._offsets(), slots, self.slots.device)
+        return _cross_groups(self._lengths(), self.offsets, slots, self.slots.device)
 
     def lone_group(self, member: int) -> AttentionGroup:
         """One span of a decoder-only model, as if nothing else was in the batch."""
         span = self.spans[member]
-        first, length = sum(self._lengths()[:member]), len(span.token_ids)
+        first, length = int(self.offsets[member]), len(span.token_ids)
         keys = span.table.num_computed_tokens + length
         blocks = span.table.block_ids[: -(-keys // self.block_size)]
         # Blocks that lie one after the other need no index.
@@ -180,9 +179,17 @@ class ForwardBatch:
     def _lengths(self) -> list[int]:
         return [len(span.token_ids) for span in self.spans]
 
-    def _offsets(self) -> np.ndarray:
+    @cached_property
+    def offsets(self) -> np.ndarray:
         """Where each span's tokens begin in the packed ones, and where the last ones end."""
         return np.cumsum([0, *self._lengths()])
+
+
+def new_slots(span: Span, block_size: int) -> list[int]:
+    """Where the keys and values of a span's tokens go. A list: for a few, faster than an array."""
+    blocks, start = span.table.block_ids, span.table.num_computed_tokens
+    stored = range(start, start + len(span.token_ids))
+    return [blocks[i // block_size] * block_size + i % block_size for i in stored]
 
 
 def table_slots(table: BlockTable, num_tokens: int, block_size: int) -> np.ndarray:

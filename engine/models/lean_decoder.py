@@ -56,10 +56,10 @@ def run_lean(decoder: DecoderModel, native_kernels: bool) -> bool:
     short text then differ from those of the module, which is left without weights in either case."""
     expected = _probe_logits(decoder)
     decoder.short_forward = lean = LeanDecoder(decoder.model, native_kernels)
-    decoder.is_native = lean.is_native
+    decoder.is_native = isinstance(lean.make_parts, NativeKernels)
     same = same_logits(_probe_logits(decoder), expected, decoder.dtype)
     if not same:
-        way = "The native kernels" if lean.is_native else "The short forward"
+        way = "The native kernels" if decoder.is_native else "The short forward"
         logger.warning("%s differ from transformers' layers and are not used", way)
     return same
 
@@ -88,7 +88,6 @@ class LeanDecoder:
 
     def __init__(self, model: Any, native_kernels: bool) -> None:
         kernels = _kernels(model) if native_kernels else None
-        self.is_native = kernels is not None
         self.make_parts: Callable[[ForwardBatch, KVCache, Rotary], LayerParts] = TorchParts
         if kernels is not None:
             self.make_parts = NativeKernels(kernels)

@@ -123,7 +123,7 @@ def make_product(linears: list[nn.Linear], kernels: ctypes.CDLL | None = None) -
     bias = torch.cat(biases) if biases else None
     if not can_pack(weight.dtype, weight.device) or weight.numel() < MIN_PACKED_WEIGHTS:
         return PlainProduct(weight, bias)
-    scale = half_scale(weight)
+    scale = half_scale(weight) if kernels is not None or _can_half() else None
     # FBGEMM multiplies large weights in 16 bits faster if the rows are many.
     prefers_half = scale is not None and _can_half() and (kernels is None or weight.numel() >= LARGE_WEIGHT)
     if kernels is not None and not prefers_half:

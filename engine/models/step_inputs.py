@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.batch import AttentionGroup, ForwardBatch, Span
+from engine.batch import AttentionGroup, ForwardBatch, Span, new_slots
 from engine.models.graph_capture import Capture
 from engine.models.step_buckets import Bucket
 
@@ -66,8 +66,7 @@ class StepInputs:
             tables[row, num_blocks:] = blocks[0]
             ids += span.token_ids + [0] * padding
             positions += [*range(start, end), *[end - 1] * padding]
-            slots += [blocks[i // block_size] * block_size + i % block_size for i in range(start, end)]
-            slots += [scratch_slot] * padding
+            slots += new_slots(span, block_size) + [scratch_slot] * padding
             last.append(end - 1)
             first = row * queries + length
             logits_rows += range(first - span.num_logits, first)

@@ -61,7 +61,7 @@ class NativeParts:
         self.batch = batch
         self.cache = cache
         lengths = [len(span.token_ids) for span in batch.spans]
-        self.first_token = [0, *np.cumsum(lengths).tolist()]
+        self.first_token = batch.offsets.tolist()
         self.long = [i for i, length in enumerate(lengths) if length > MAX_GROUPED_QUERIES]
         num_blocks = [len(span.table.block_ids) for span in batch.spans]
         # Kept as long as the pointers into it are used.
