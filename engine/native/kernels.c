@@ -61,12 +61,16 @@ typedef struct {
 
 /* A head of 256. */
 #define MAX_WIDTH (256 / LANES)
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 12")
 #define ALWAYS __attribute__((always_inline))
 
-/* Columns and rows of a product that are summed up together. */
+/* Columns and rows of a product that are summed up together: as many as there are registers for. */
 #define PANEL (2 * LANES)
+#if LANES == 16 || defined(__aarch64__)
+#define MAX_ROWS 12
+#else
 #define MAX_ROWS 6
+#endif
 
 /* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
 static inline ALWAYS float fast_exp(float x) {
@@ -173,6 +177,9 @@ void multiply(const Product *product, float *out, const float *x, const float *r
                 case n: multiply_rows(to, from, product, add, column, 0, n); break; \
                 case MAX_ROWS + n: multiply_rows(to, from, product, add, column, 1, n); break;
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MAX_ROWS == 12
+                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
 #undef CASE
             }
         }

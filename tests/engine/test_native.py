@@ -138,7 +138,7 @@ def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: N
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 12, 40])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 13, 40])
 @pytest.mark.parametrize(("out", "size"), [(64, 48), (100, 33), (1, 200)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_products_are_float32_products(
