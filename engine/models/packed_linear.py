@@ -18,7 +18,7 @@ from engine.native.product import NativeProduct
 # Below this many weights a packed call's fixed cost (some 10 microseconds) outweighs what it saves.
 MIN_PACKED_WEIGHTS = 1 << 15
 # oneDNN streams large weights a fifth faster for five rows than for one, so fewer rows are padded.
-MIN_PADDED_WEIGHTS = LARGE_WEIGHT = 1 << 20
+MIN_PADDED_WEIGHTS = 1 << 20
 FASTEST_ROWS = 5
 # Weights this much smaller than the largest may lose bits: a float32 sum loses more.
 NEGLIGIBLE = 2.0**-30
@@ -124,11 +124,9 @@ def make_product(linears: list[nn.Linear], kernels: ctypes.CDLL | None = None) -
     if not can_pack(weight.dtype, weight.device) or weight.numel() < MIN_PACKED_WEIGHTS:
         return PlainProduct(weight, bias)
     scale = half_scale(weight) if kernels is not None or _can_half() else None
-    # FBGEMM multiplies large weights in 16 bits faster if the rows are many.
-    prefers_half = scale is not None and _can_half() and (kernels is None or weight.numel() >= LARGE_WEIGHT)
-    if kernels is not None and not prefers_half:
+    if kernels is not None:
         return NativeProduct(kernels, weight, bias, scale)
-    if scale is not None and _can_half():
+    if scale is not None:
         return HalfProduct(weight, bias, scale)
     return PackedProduct(weight, bias)
 

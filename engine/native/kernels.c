@@ -10,6 +10,7 @@
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -125,7 +126,7 @@ static inline ALWAYS vec widen(const uint16_t *half) {
     return out;
 }
 
-/* A panel's columns for some rows of x: their sums stay in registers. */
+/* A panel's columns for some rows, whose sums stay in registers; x [in_features, num_rows]. */
 static inline ALWAYS void multiply_rows(
     float *out, const float *x, const Product *product, const float *residual, int64_t column,
     const int is_half, const int num_rows) {
@@ -144,7 +145,7 @@ static inline ALWAYS void multiply_rows(
         }
         UNROLL
         for (int row = 0; row < num_rows; row++) {
-            const float factor = x[row * in + k];
+            const float factor = x[k * num_rows + row];
             UNROLL
             for (int i = 0; i < PANEL / LANES; i++) sum[row][i] += weight[i] * factor;
         }
@@ -161,11 +162,43 @@ static inline ALWAYS void multiply_rows(
     }
 }
 
+/* Room for so many numbers, kept from call to call; NULL if there is no memory. */
+static float *room_for(int64_t length) {
+    static _Thread_local float *room;
+    static _Thread_local int64_t size;
+    if (size < length) {
+        free(room);
+        room = malloc(length * sizeof(float));
+        size = room ? length : 0;
+    }
+    return room;
+}
+
+/* Parts of x [rows, size] as [size, rows of the part]: what is needed together lies together, and not all in
+ * the same few cache lines, as it would if rows were a power of two long. */
+static void interleave(float *to, const float *x, int64_t rows, int64_t size, int64_t num_parts) {
+    #pragma omp parallel for if (rows * size * 8 > MIN_PARALLEL)
+    for (int64_t part = 0; part < num_parts; part++) {
+        const int64_t first = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - first;
+        float *out = to + first * size;
+        const float *from = x + first * size;
+        for (int64_t k = 0; k < size; k++)
+            for (int64_t row = 0; row < num_rows; row++) *out++ = from[row * size + k];
+    }
+}
+
 /* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
  * which may be out itself. */
 void multiply(const Product *product, float *out, const float *x, const float *residual, int64_t rows) {
     const int64_t in = product->in_features, width = product->out_features;
-    const int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    float *room = num_parts < rows ? room_for(rows * in) : NULL;
+    if (room) {
+        interleave(room, x, rows, in, num_parts);
+        x = room;
+    } else {
+        num_parts = rows; /* single rows are in order as they are */
+    }
     #pragma omp parallel for if (in * width * rows > MIN_PARALLEL)
     for (int64_t column = 0; column < width; column += PANEL) {
         for (int64_t part = 0; part < num_parts; part++) {
