@@ -1,32 +1,35 @@
 """The draft length ``auto`` against every fixed one: python -m benchmarks.draft_length
 
-For each pair and number of concurrent sequences: one engine, the same prompts with each fixed length and
-with the policy's choice, interleaved; medians of the repeats, ratios within a repeat. Pairs: the bundled one,
-synthetic ones whose acceptance is dialled, a model that drafts for itself, a draft that is never right.
-Prints a table, writes JSON and PNG with ``--save``. ``--target`` and ``--draft`` take any pair instead.
+For each pair an engine without speculation, one for each fixed length and one that chooses. All run the same
+prompts, so many at a time, in turns: in each cycle every engine makes as many tokens as plain decoding makes
+in a fraction of a second, so that a mood of the machine meets all of them; ratios of the tokens per second of
+all cycles. Pairs: the bundled one, synthetic ones whose acceptance is dialled, a model that drafts for itself,
+a draft that is never right. Prints a table, writes JSON and PNG with ``--save``. ``--target`` and ``--draft``
+take any pair instead.
 """
 
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import ByteSize
 
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import (
     Run,
     Runs,
-    interleave,
     machine,
-    median_ratio,
     note,
     print_facts,
     print_table,
     save,
+    total_ratio,
     warn_if_busy,
 )
-from benchmarks.engine_runs import decode_params, run_engine
+from benchmarks.engine_runs import EndlessRun, decode_params
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
 from benchmarks.plots import panels
 from engine.build import build_engine
@@ -37,6 +40,9 @@ SYNTHETIC = {f"synthetic {share:g}": share for share in (0.1, 0.5, 0.8, 0.95)}
 SELF, NEVER = "self-draft", "never right"
 PAIRS = [BUNDLED, *SYNTHETIC, SELF, NEVER]
 PROMPT_LENGTH = 16
+PLAIN, AUTO = "0", "auto"
+CACHE_BYTES = 256 << 20  # for 16 sequences and more
+SOME_TOKENS = 32
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -50,8 +56,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4, 8], help="0 is always there")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-tokens", type=int, default=384, help="of all sequences of a run together")
-    parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of each sequence")
+    parser.add_argument("--cycles", type=int, default=40)
+    parser.add_argument("--warm-up", type=int, default=5, help="cycles that are not counted")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of plain decoding, in a cycle")
     parser.add_argument("--threads", type=int, default=0, help="default: as the engine chooses")
     parser.add_argument("--save", type=Path, help="write PATH.json and PATH.png")
     return parser.parse_args()
@@ -69,37 +77,63 @@ def folders(name: str, shape: str, work: Path) -> Pair:
     return Pair(shape, target, target if name == SELF else str(folder / "draft"))
 
 
+def build_engines(pair: Pair, lengths: Sequence[int], num_threads: int) -> dict[str, EngineCore]:
+    """By variant: none of them does more than it has to."""
+
+    def build(**speculation: Any) -> EngineCore:
+        return build_engine(
+            EngineConfig(
+                target=pair.target,
+                draft=pair.draft,
+                num_threads=num_threads,
+                prefix_caching=False,
+                cache_memory=ByteSize(CACHE_BYTES),
+                **speculation,
+            )
+        )
+
+    engines = {PLAIN: build(method="none")}
+    for length in sorted(set(lengths) - {0}):
+        engines[str(length)] = build(method="draft_model", num_speculative_tokens=length)
+    engines[AUTO] = build(method="draft_model", num_speculative_tokens="auto")
+    return engines
+
+
 def measure(
-    core: EngineCore, prompts: Sequence[list[int]], concurrency: int, arguments: argparse.Namespace
+    engines: Mapping[str, EngineCore],
+    prompts: Sequence[list[int]],
+    concurrency: int,
+    arguments: argparse.Namespace,
 ) -> Runs:
-    # No sequence is so short that its prompt is most of its time.
-    max_tokens = max(48, arguments.max_tokens // concurrency)
-    batch = [prompts[i % len(prompts)] for i in range(concurrency)]
-
-    def run(length: int | None) -> Run:
-        params = decode_params(max_tokens, arguments.temperature, length)
-        return run_engine(core, batch, params, concurrency)
-
-    lengths: dict[str, int | None] = {str(k): k for k in sorted({0, *arguments.lengths})}
-    for length in (*lengths.values(), None, None):
-        run(length)  # the policy gets to know the text, as a server would have; everybody else warms up
-    lengths["auto"] = None
-    return interleave({name: lambda k=length: run(k) for name, length in lengths.items()}, arguments.repeats)
+    params = decode_params(arguments.max_tokens, arguments.temperature)
+    endless = {name: EndlessRun(core, prompts, params, concurrency) for name, core in engines.items()}
+    # Everybody warms up, and the policy gets to know the text, as a server's would have.
+    speed = max(endless[PLAIN].advance(SOME_TOKENS * concurrency).tokens_per_second for _ in range(2))
+    num_tokens = max(1, int(arguments.seconds * speed))
+    runs: dict[str, list[Run]] = {name: [] for name in engines}
+    for cycle in range(arguments.warm_up + arguments.cycles):
+        for name, run in endless.items():
+            made = run.advance(num_tokens)
+            if cycle >= arguments.warm_up:
+                runs[name].append(made)
+    for run in endless.values():
+        run.stop()
+    return runs
 
 
 def summarise(name: str, concurrency: int, runs: Runs) -> dict[str, Any]:
     """Speeds are multiples of plain decoding."""
-    to_plain = {length: median_ratio(repeats, runs["0"]) for length, repeats in runs.items()}
-    best = max((length for length in runs if length != "auto"), key=lambda length: to_plain[length])
-    drafted = sum(run.num_draft_tokens for run in runs["auto"])
+    to_plain = {length: total_ratio(repeats, runs[PLAIN]) for length, repeats in runs.items()}
+    best = max((length for length in runs if length != AUTO), key=lambda length: to_plain[length])
+    drafted = sum(run.num_draft_tokens for run in runs[AUTO])
     return {
         "pair": name,
         "at a time": concurrency,
-        "plain, tokens/s": round(statistics.median(run.tokens_per_second for run in runs["0"]), 1),
-        **{f"k={length}" if length != "auto" else "auto": value for length, value in to_plain.items()},
-        "auto drafts a token": round(drafted / sum(run.num_tokens for run in runs["auto"]), 2),
+        "plain, tokens/s": round(statistics.median(run.tokens_per_second for run in runs[PLAIN])),
+        **{f"k={length}" if length != AUTO else AUTO: value for length, value in to_plain.items()},
+        "auto drafts a token": round(drafted / sum(run.num_tokens for run in runs[AUTO]), 2),
         "best k": best,
-        "auto to best": median_ratio(runs["auto"], runs[best]),
+        "auto to best": total_ratio(runs[AUTO], runs[best]),
     }
 
 
@@ -114,22 +148,13 @@ def main() -> None:
                 pair = Pair("named", arguments.target, arguments.draft)
             else:
                 pair = folders(name, arguments.shape, Path(work))
-            core = build_engine(
-                EngineConfig(
-                    target=pair.target,
-                    draft=pair.draft,
-                    method="draft_model",
-                    num_speculative_tokens="auto",
-                    num_threads=arguments.threads,
-                    prefix_caching=False,
-                )
-            )
+            engines = build_engines(pair, arguments.lengths, arguments.threads)
             prompts = prompt_ids(pair, max(arguments.concurrency), PROMPT_LENGTH)
             for concurrency in arguments.concurrency:
                 note(f"{name}, {concurrency} at a time")
-                rows.append(summarise(name, concurrency, measure(core, prompts, concurrency, arguments)))
+                rows.append(summarise(name, concurrency, measure(engines, prompts, concurrency, arguments)))
                 note(str(rows[-1]))
-    facts = {**machine(), "busy": busy, "temperature": arguments.temperature, "repeats": arguments.repeats}
+    facts = {**machine(), "busy": busy, "temperature": arguments.temperature, "cycles": arguments.cycles}
     print_facts(facts)
     print_table(rows, f"multiples of plain decoding, temperature {arguments.temperature:g}")
     print(f"lowest of auto to best: {min(row['auto to best'] for row in rows):.3f}")

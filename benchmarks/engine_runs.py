@@ -68,6 +68,47 @@ def run_engine(
     )
 
 
+class EndlessRun:
+    """``concurrency`` sequences at a time for as long as one likes, a piece at a time: for variants that take
+    turns so often that a mood of the machine meets all of them alike. Each engine runs at most one."""
+
+    def __init__(
+        self, core: EngineCore, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int
+    ) -> None:
+        self._core = core
+        self._prompts = prompts
+        self._params = params
+        self._num_started = 0
+        for _ in range(concurrency):
+            self._start()
+
+    def advance(self, num_tokens: int) -> Run:
+        """So many tokens of all sequences together, or a round more. Prompts of new sequences included."""
+        run = Run(0, 0.0)
+        started = time.perf_counter()
+        while run.num_tokens < num_tokens:
+            for output in self._core.step():
+                if isinstance(output, Failed):
+                    raise RuntimeError(output.message)
+                run = run._replace(
+                    num_tokens=run.num_tokens + len(output.token_ids),
+                    num_draft_tokens=run.num_draft_tokens + output.num_draft_tokens,
+                )
+                if output.finish_reason is not None:
+                    self._start()
+        return run._replace(seconds=time.perf_counter() - started)
+
+    def stop(self) -> None:
+        for number in range(self._num_started):
+            self._core.abort(str(number))
+
+    def _start(self) -> None:
+        number = self._num_started
+        prompt = self._prompts[number % len(self._prompts)]
+        self._core.add(Generate(request_id=str(number), prompt_token_ids=prompt, params=self._params))
+        self._num_started += 1
+
+
 class _StepClock:
     """Sums over one run. A step is full if every row is there and decodes: no prompt, nobody finished."""
 

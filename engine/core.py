@@ -10,7 +10,7 @@ import torch
 
 from engine.admission import Admission, RequestError
 from engine.batch import Span
-from engine.draft_length.policy import Outcome, RoundSeconds
+from engine.draft_length.rounds import Outcome, RoundSeconds
 from engine.messages import (
     Failed,
     Generate,

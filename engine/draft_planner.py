@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from engine.draft_length.confidence import Patience
-from engine.draft_length.policy import DRAFT_MODEL, Candidate, LengthPolicy
+from engine.draft_length.rounds import DRAFT_MODEL, Candidate, LengthPolicy
 from engine.draft_length.sources import AUTO_LIMITS, Offer, SourceChooser, strength
 from engine.sequence import Sequence
 

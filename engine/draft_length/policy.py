@@ -10,8 +10,6 @@ that everything is compared with is a measured one.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
@@ -27,9 +25,9 @@ from engine.draft_length.plan import (
 )
 from engine.draft_length.probes import Probes
 from engine.draft_length.report import Report
+from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, temperature_bucket
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
 
-DRAFT_MODEL = "draft_model"
 # A new plan replaces the last one when it promises this much more. Little: what it saves is a draft cache
 # that lags a token or two, and sitting on a plan that is 5 % worse is a loss of 5 %.
 HYSTERESIS = 0.01
@@ -47,62 +45,6 @@ COSTS_EVERY, NEW_ROUNDS = 3, 256
 CHEAP_DRAFT, TYPICAL_CHUNK = 0.1, 64
 # Every so many rounds nothing ends early, so that what unlikely tokens are worth stays known.
 EXPLORE_EVERY = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One drawing row. ``limit``: the most it may draft. ``lag``: tokens that its draft cache misses.
-    ``match`` names how good the match is that a look-up goes on from: likely drafts apart from others."""
-
-    key: Hashable
-    method: str
-    temperature: float
-    limit: int
-    lag: int = 0
-    match: str = ""
-
-    @property
-    def label(self) -> str:
-        return f"{self.method} after {self.match}" if self.match else self.method
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one row. ``ended``: it finished within the round, which then says nothing about
-    acceptance: the tokens behind its end were never judged."""
-
-    key: Hashable
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    ended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RoundSeconds:
-    """Wall time of drafting, of scoring with verification, and of the rest."""
-
-    draft: float
-    score: float
-    host: float
-
-
-class LengthPolicy(Protocol):
-    """``choose`` and ``observe`` once per step; rows that left in between are left out of ``outcomes``.
-
-    ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds.
-    """
-
-    def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]: ...
-
-    def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None: ...
-
-    def patience(self, key: Hashable) -> Patience | None: ...
-
-    def follows_prompts(self) -> bool: ...
-
-    def forget(self, key: Hashable) -> None: ...
-
-    def state(self) -> dict[str, object]: ...
 
 
 class DraftLengthPolicy:
@@ -296,13 +238,6 @@ class DraftLengthPolicy:
             score_seconds=seconds.score,
             host_seconds=seconds.host,
         )
-
-
-def temperature_bucket(temperature: float) -> str:
-    """Requests in a bucket share what is known about acceptance."""
-    if temperature == 0:
-        return "greedy"
-    return "temperature up to 0.8" if temperature <= 0.8 else "temperature above 0.8"
 
 
 def _outlooks(rows: Sequence[Candidate], sequences: list[SequenceAcceptance]) -> list[RowOutlook]:

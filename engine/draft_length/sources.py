@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.draft_length.costs import CostModel
-from engine.draft_length.policy import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, temperature_bucket
+from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, temperature_bucket
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
 from engine.messages import Source
 

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 
 from engine.draft_length.confidence import Patience
-from engine.draft_length.policy import Candidate, Outcome, RoundSeconds
+from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 
 
 class FixedDraftLength:

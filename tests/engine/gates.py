@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.core import EngineCore
-from engine.draft_length.policy import Candidate
+from engine.draft_length.rounds import Candidate
 from engine.draft_length.sources import FollowedCosts, SourceChooser
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel

@@ -5,7 +5,8 @@ import torch
 
 from engine.draft_length.confidence import ConfidenceTable, Patience
 from engine.draft_length.costs import CostModel
-from engine.draft_length.policy import Candidate, DraftLengthPolicy, Outcome, RoundSeconds
+from engine.draft_length.policy import DraftLengthPolicy
+from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 from engine.proposers.draft_model import rows_going_on
 from engine.sampling.sampler import DraftDraw
 

@@ -8,12 +8,8 @@ import pytest
 from engine.block_manager import BlockPool
 from engine.draft_length.costs import CostCurve, CostModel
 from engine.draft_length.plan import RowOutlook, evaluate, search
-from engine.draft_length.policy import (
-    Candidate,
-    DraftLengthPolicy,
-    Outcome,
-    RoundSeconds,
-)
+from engine.draft_length.policy import DraftLengthPolicy
+from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
 from tests.engine.fixed_length import FixedDraftLength
 

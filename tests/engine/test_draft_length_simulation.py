@@ -15,13 +15,8 @@ import pytest
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import PADDING, CostModel
-from engine.draft_length.policy import (
-    Candidate,
-    DraftLengthPolicy,
-    LengthPolicy,
-    Outcome,
-    RoundSeconds,
-)
+from engine.draft_length.policy import DraftLengthPolicy
+from engine.draft_length.rounds import Candidate, LengthPolicy, Outcome, RoundSeconds
 from tests.engine.fixed_length import FixedDraftLength
 
 MAX_DRAFT = 8

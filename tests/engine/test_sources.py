@@ -9,7 +9,7 @@ import torch
 from engine.batch import Span
 from engine.core import EngineCore
 from engine.draft_length.costs import CostModel
-from engine.draft_length.policy import Candidate, Outcome, RoundSeconds
+from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 from engine.draft_length.sources import (
     TRY_AGAIN,
     CalibratedCosts,

@@ -1,0 +1,72 @@
+"""What a policy is asked before a round and told after it: rows, outcomes, seconds."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.draft_length.confidence import Patience
+
+DRAFT_MODEL = "draft_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One drawing row. ``limit``: the most it may draft. ``lag``: tokens that its draft cache misses.
+    ``match`` names how good the match is that a look-up goes on from: likely drafts apart from others."""
+
+    key: Hashable
+    method: str
+    temperature: float
+    limit: int
+    lag: int = 0
+    match: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} after {self.match}" if self.match else self.method
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one row. ``ended``: it finished within the round, which then says nothing about
+    acceptance: the tokens behind its end were never judged."""
+
+    key: Hashable
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSeconds:
+    """Wall time of drafting, of scoring with verification, and of the rest."""
+
+    draft: float
+    score: float
+    host: float
+
+
+class LengthPolicy(Protocol):
+    """``choose`` and ``observe`` once per step; rows that left in between are left out of ``outcomes``.
+
+    ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds.
+    """
+
+    def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]: ...
+
+    def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None: ...
+
+    def patience(self, key: Hashable) -> Patience | None: ...
+
+    def follows_prompts(self) -> bool: ...
+
+    def forget(self, key: Hashable) -> None: ...
+
+    def state(self) -> dict[str, object]: ...
+
+
+def temperature_bucket(temperature: float) -> str:
+    """Requests in a bucket share what is known about acceptance."""
+    if temperature == 0:
+        return "greedy"
+    return "temperature up to 0.8" if temperature <= 0.8 else "temperature above 0.8"
