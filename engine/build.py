@@ -1,5 +1,6 @@
 """The one place where configuration becomes concrete objects."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from engine.models.errors import ModelLoadError
 from engine.models.lean_decoder import is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
+from engine.native.draws import native_draws
 from engine.pairing import Pairing, pair_models
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
@@ -29,6 +31,7 @@ from engine.proposers.ngram import NgramProposer
 from engine.proposers.prediction import PredictionProposer
 from engine.proposers.routed import RoutedProposer
 from engine.proposers.translated import TranslatedDraftProposer
+from engine.sampling.draws import Draws, TorchDraws
 from engine.scheduler import Scheduler
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
@@ -119,6 +122,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             verification=None if config.verification == "auto" else config.verification,
             encoder_decoder=encoder_decoder,
         ),
+        make_draws=_draws(config, device),
     )
 
 
@@ -142,6 +146,12 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
         if run_lean(model, native_kernels=False):
             return model
     return load(may_be_lean=False)
+
+
+def _draws(config: EngineConfig, device: torch.device) -> Callable[[], Draws]:
+    """How every step's sampler draws."""
+    native = native_draws() if config.native_kernels and device.type == "cpu" else None
+    return TorchDraws if native is None else lambda: native
 
 
 def _num_threads(target: DecoderModel) -> int:

@@ -4,6 +4,7 @@
 text nor processes: ``worker`` runs it behind a socket, ``llm`` in place.
 """
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +30,7 @@ from engine.round_report import (
     traces,
 )
 from engine.sampling.adjust import History
+from engine.sampling.draws import Draws, TorchDraws
 from engine.sampling.sampler import Row, RowVerdict, Rule, Sampler
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Sequence
@@ -39,12 +41,18 @@ class EngineCore:
     """Models, proposer and scheduler are made by ``build``."""
 
     def __init__(
-        self, target: DecoderModel, proposer: RoutedProposer, scheduler: Scheduler, admission: Admission
+        self,
+        target: DecoderModel,
+        proposer: RoutedProposer,
+        scheduler: Scheduler,
+        admission: Admission,
+        make_draws: Callable[[], Draws] = TorchDraws,
     ) -> None:
         self.target = target
         self.proposer = proposer
         self.scheduler = scheduler
         self.admission = admission
+        self.make_draws = make_draws
         self.stats = EngineStats()
         self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
@@ -79,7 +87,7 @@ class EngineCore:
                 return []
             parts = [part for part in scheduled if part.completes]
             rows = [self._row(part.sequence) for part in parts]
-            sampler = Sampler(rows, self.target.vocab_size, self.target.device)
+            sampler = Sampler(rows, self.target.vocab_size, self.target.device, self.make_draws)
         with self.stats.phase("draft"):
             drafts = self.proposer.propose(scheduled, sampler)
             drafted = drafted_ids(drafts)

@@ -1,6 +1,6 @@
-"""Compiles ``kernels.c`` for this processor, once, and loads it.
+"""Compiles ``kernels.c`` and ``sampling.c`` for this processor, once, and loads them.
 
-A C file and the compiler at hand instead of a binary for everybody: the loops are then made for the vector
+C files and the compiler at hand instead of a binary for everybody: the loops are then made for the vector
 instructions that are there. It takes a second; the result is kept in the user's cache folder, under a name
 that changes with the source, the compiler and the processor. Without a compiler the engine runs as before.
 """
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "kernels.c"
+SAMPLING_SOURCE = Path(__file__).parent / "sampling.c"
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
@@ -63,6 +64,12 @@ class Layer(ctypes.Structure):
     )
 
 
+class Processors(ctypes.Structure):
+    """As in ``sampling.c``."""
+
+    _fields_ = tuple((name, Pointer) for name in ("temperature", "top_k", "top_p", "min_p"))
+
+
 @cache
 def load_library() -> ctypes.CDLL | None:
     """The compiled kernels; None, with a line in the log, where that cannot be done."""
@@ -75,7 +82,17 @@ def load_library() -> ctypes.CDLL | None:
     library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
     library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
     library.multiply.argtypes = [ctypes.POINTER(Product), Pointer, Pointer, Pointer, Integer]
+    library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
+    library.race.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
+    library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
+    library.uniform.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
+    library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
+    library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
     for function in (library.rms_norm, library.gated_silu, library.attend, library.multiply):
+        function.restype = None
+    for function in (library.process, library.race, library.race_uniforms, library.uniform):
+        function.restype = None
+    for function in (library.inverse_cdf, library.draw_next):
         function.restype = None
     library.panel_size.restype = Integer
     return library
@@ -93,7 +110,7 @@ def _compiled() -> Path:
     # Another worker may be doing the same: whoever is last replaces what is equal.
     with tempfile.TemporaryDirectory(dir=made.parent) as work:
         new = Path(work) / made.name
-        command = [*compiler.split(), *FLAGS, str(SOURCE), "-o", str(new), "-lm"]
+        command = [*compiler.split(), *FLAGS, str(SOURCE), str(SAMPLING_SOURCE), "-o", str(new), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
         new.replace(made)
     return made
@@ -108,7 +125,7 @@ def _key(compiler: str) -> str:
     version = subprocess.run(
         [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
-    parts = [SOURCE.read_text(), compiler, *FLAGS, version.stdout, _processor()]
+    parts = [SOURCE.read_text(), SAMPLING_SOURCE.read_text(), compiler, *FLAGS, version.stdout, _processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

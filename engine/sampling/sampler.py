@@ -6,6 +6,7 @@ Knows nothing of models and schedules: logits come in, token ids go out.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -16,9 +17,10 @@ import torch.nn.functional as F
 
 from engine.messages import SamplingParams
 from engine.sampling.adjust import History, adjust_logits
-from engine.sampling.draw import argmax, inverse_cdf, race
-from engine.sampling.processors import SamplingTensors, to_probs
-from engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
+from engine.sampling.draw import argmax
+from engine.sampling.draws import Draws, TorchDraws
+from engine.sampling.processors import SamplingTensors
+from engine.sampling.random import Stream, round_seeds
 from engine.sampling.verify import (
     Verdict,
     probs_of_draft,
@@ -114,7 +116,13 @@ class DraftDraw(NamedTuple):
 class Sampler:
     """Rows of one step. ``vocab_size`` is the target's; every distribution has that width."""
 
-    def __init__(self, rows: list[Row], vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: list[Row],
+        vocab_size: int,
+        device: torch.device,
+        make_draws: Callable[[], Draws] = TorchDraws,
+    ) -> None:
         self.rows = rows
         self.vocab_size = vocab_size
         self.device = device
@@ -125,7 +133,8 @@ class Sampler:
         self.traced = any(row.params.trace for row in rows)
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
         self._adjusted = [i for i, row in enumerate(rows) if row.history.needs_adjustment]
-        self._noise: list[torch.Tensor] = []  # [coupled rows, V] of the first positions, as drafts met them
+        self.make_draws = make_draws
+        self._draws = make_draws()
 
     @cached_property
     def seeds(self) -> torch.Tensor:
@@ -138,7 +147,7 @@ class Sampler:
     def select(self, indices: list[int]) -> "Sampler":
         if len(indices) == len(self.rows):
             return self
-        return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device)
+        return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device, self.make_draws)
 
     def draw_drafts(
         self, logits: torch.Tensor, drafted: torch.Tensor, with_confidence: bool = False
@@ -163,17 +172,20 @@ class Sampler:
             if rule is Rule.EXACT_MATCH:
                 ids[members] = argmax(logits[members])
             else:
-                rule_probs = self._probs(logits[members][:, None], indices)[:, 0]
+                rule_probs = self._probs(logits[members][:, None], indices)
                 if rule is Rule.COUPLED:
-                    ids[members] = race(rule_probs, self._draft_noise(members, offset))
-                else:
+                    ids[members] = self._race(rule_probs, members, offset)[:, 0]
+                rule_probs = rule_probs[:, 0]
+                if rule is not Rule.COUPLED:
                     seeds, positions = self._seeds(rule, members), self.positions[members] + offset
-                    ids[members] = inverse_cdf(rule_probs, uniform(seeds, positions, Stream.DRAFT))
+                    uniforms = self._draws.uniform(seeds, positions, Stream.DRAFT)
+                    ids[members] = self._draws.inverse_cdf(rule_probs, uniforms)
             if confidence is not None:
                 confidence[members] = _lead(logits[members]) if rule_probs is None else rule_probs.amax(-1)
             if probs is not None:
-                one_hot = F.one_hot(ids[members], self.vocab_size)
-                probs[members] = one_hot.float() if rule_probs is None else rule_probs
+                if rule_probs is None:
+                    rule_probs = F.one_hot(ids[members], self.vocab_size).float()
+                probs[members] = rule_probs
         return DraftDraw(ids, probs, confidence)
 
     def verify(self, logits: torch.Tensor, drafts: Drafts) -> Judgement:
@@ -214,8 +226,7 @@ class Sampler:
             return verify_exact_match(logits, draft_ids, num_draft)
         target_probs = self._probs(logits, indices)
         if rule is Rule.COUPLED:
-            noise = self._target_noise(members, logits.shape[1])
-            return verify_coupled(target_probs, draft_ids, num_draft, noise)
+            return verify_coupled(self._race(target_probs, members, offset=0), draft_ids, num_draft)
         seeds = self.seeds[members][:, None]
         spent_seeds = self._seeds(rule, members)[:, None]
         positions = self.positions[members][:, None] + torch.arange(logits.shape[1], device=self.device)
@@ -225,26 +236,14 @@ class Sampler:
             draft_ids,
             self._draft_probs(drafts, members),
             num_draft,
-            accept_uniforms=uniform(spent_seeds, positions[:, :-1], Stream.ACCEPT),
-            recover_uniforms=uniform(seeds, positions, Stream.RECOVER),
+            accept_uniforms=self._draws.uniform(spent_seeds, positions[:, :-1], Stream.ACCEPT),
+            recover_uniforms=self._draws.uniform(seeds, positions, Stream.RECOVER),
+            draw=self._draws.draw_next,
         )
 
-    def _draft_noise(self, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
-        """[coupled rows, V], kept for ``_target_noise`` if all positions before are."""
-        if offset < len(self._noise):
-            return self._noise[offset]
-        noise = exponential_noise(self.seeds[members], self.positions[members] + offset, self.vocab_size)
-        if offset == len(self._noise):
-            self._noise.append(noise)
-        return noise
-
-    def _target_noise(self, members: slice | torch.Tensor, num_positions: int) -> torch.Tensor:
-        """[coupled rows, num_positions, V]: the drafts' own, and that of the positions after them."""
-        known = self._noise[:num_positions]
-        later = torch.arange(len(known), num_positions, device=self.device)
-        positions = self.positions[members][:, None] + later
-        rest = exponential_noise(self.seeds[members][:, None], positions, self.vocab_size)
-        return torch.cat([torch.stack(known, dim=1), rest], dim=1) if known else rest
+    def _race(self, probs: torch.Tensor, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
+        """What the rows ``members`` draw from ``probs`` [members, n, V], from ``offset`` on: [members, n]."""
+        return self._draws.race(probs, self.seeds[members], self.positions[members], offset)
 
     def _target_logits(
         self, logits: torch.Tensor, drafts: Drafts
@@ -266,7 +265,7 @@ class Sampler:
     def _probs(self, logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
         """Processed distributions of the rows ``indices``, whose logits are [members, positions, V]."""
         params = [self.rows[i].params for i in indices]
-        return to_probs(logits, SamplingTensors.build(params, self.device))
+        return self._draws.probs(logits, SamplingTensors.build(params, self.device))
 
     def _draft_probs(self, drafts: Drafts, members: slice | torch.Tensor) -> torch.Tensor:
         """The distributions the members' drafts were drawn from; one-hot for deterministic drafts."""

@@ -7,11 +7,12 @@ row b drafted ``num_draft[b]`` <= K tokens, what lies beyond is padding. Positio
 rows is the one after the last drafted token. A deterministic draft has one-hot ``draft_probs``.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from engine.sampling.draw import argmax, inverse_cdf, race
+from engine.sampling.draw import argmax, inverse_cdf
 
 
 class Verdict(NamedTuple):
@@ -31,15 +32,36 @@ def verify_exact_match(
     return _accept_while_equal(argmax(target_logits), draft_ids, num_draft)
 
 
-def verify_coupled(
-    target_probs: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor, noise: torch.Tensor
-) -> Verdict:
+def verify_coupled(target_ids: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor) -> Verdict:
     """Accept while the draft equals the target's own draw; always emit the target's draw.
 
-    The draft drew with the same ``noise`` [B, K+1, V], which makes agreement likely but is never needed
-    for exactness: the output is a function of target and noise alone (Daliri, Musco and Suresh 2024).
+    ``target_ids`` [B, K+1] won the target's races. The draft drew with the same noise, which makes agreement
+    likely but is never needed for exactness: the output is a function of target and noise alone (Daliri,
+    Musco and Suresh 2024).
     """
-    return _accept_while_equal(race(target_probs, noise), draft_ids, num_draft)
+    return _accept_while_equal(target_ids, draft_ids, num_draft)
+
+
+def draw_next(
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    num_draft: torch.Tensor,
+    num_accepted: torch.Tensor,
+    weights: torch.Tensor,
+    recover_uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """The recovered token, or the bonus token of rows whose drafts all stand: int64 [B].
+
+    ``weights`` float64 [B] is 1 except under block verification, ``recover_uniforms`` [B, K+1].
+    """
+    rows = torch.arange(len(num_draft), device=num_draft.device)
+    row = target_probs[rows, num_accepted].double()
+    num_positions = draft_probs.shape[1]
+    if num_positions:
+        draft_row = draft_probs[rows, num_accepted.clamp(max=num_positions - 1)]
+        rejected = num_accepted < num_draft
+        row = torch.where(rejected[:, None], residual(row, draft_row, weights), row)
+    return inverse_cdf(row, recover_uniforms[rows, num_accepted])
 
 
 def verify_rejection(
@@ -49,19 +71,21 @@ def verify_rejection(
     num_draft: torch.Tensor,
     accept_uniforms: torch.Tensor,
     recover_uniforms: torch.Tensor,
+    draw: Callable[..., torch.Tensor] = draw_next,
 ) -> Verdict:
     """Speculative sampling (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, alg. 2).
 
     ``target_probs`` [B, K+1, V]; ``draft_ids`` [B, K] were drawn from ``draft_probs`` [B, K, V];
     ``accept_uniforms`` [B, K] and ``recover_uniforms`` [B, K+1], both float64 in (0, 1). There is one
-    number per position, whichever of them turns out to be needed.
+    number per position, whichever of them turns out to be needed. ``draw`` does what ``draw_next`` does.
     """
     # Step 1: accept x if u * draft(x) < target(x). No division, so draft(x) = 0 is no special case.
     target_of_draft, draft_of_draft = probs_of_draft(target_probs, draft_ids, draft_probs)
     num_accepted = _leading(accept_uniforms * draft_of_draft < target_of_draft, num_draft)
     # Steps 2 and 3: draw from what the draft left of the target, or from the target after the last.
     weights = torch.ones_like(num_accepted, dtype=torch.float64)
-    return _draw_next(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
+    args = target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms
+    return Verdict(num_accepted, draw(*args))
 
 
 def verify_block(
@@ -71,6 +95,7 @@ def verify_block(
     num_draft: torch.Tensor,
     accept_uniforms: torch.Tensor,
     recover_uniforms: torch.Tensor,
+    draw: Callable[..., torch.Tensor] = draw_next,
 ) -> Verdict:
     """Block verification (Sun et al. 2403.10444): the same distribution, never fewer tokens expected.
 
@@ -82,7 +107,8 @@ def verify_block(
     stands = (accept_uniforms < stand_probs[:, 1:]) & (lengths <= num_draft[:, None])
     num_accepted = (stands * lengths).amax(-1) if num_positions else torch.zeros_like(num_draft)
     weights = prefix_weights.gather(1, num_accepted[:, None]).squeeze(1)
-    return _draw_next(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
+    args = target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms
+    return Verdict(num_accepted, draw(*args))
 
 
 def block_stand_probs(
@@ -120,25 +146,6 @@ def residual(target_row: torch.Tensor, draft_row: torch.Tensor, weight: torch.Te
     """
     left = (weight[..., None] * target_row - draft_row).clamp(min=0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, target_row.double())
-
-
-def _draw_next(
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor,
-    num_draft: torch.Tensor,
-    num_accepted: torch.Tensor,
-    weights: torch.Tensor,
-    recover_uniforms: torch.Tensor,
-) -> Verdict:
-    """Draw the recovered token, or the bonus token of rows whose drafts all stand."""
-    rows = torch.arange(len(num_draft), device=num_draft.device)
-    row = target_probs[rows, num_accepted].double()
-    num_positions = draft_probs.shape[1]
-    if num_positions:
-        draft_row = draft_probs[rows, num_accepted.clamp(max=num_positions - 1)]
-        rejected = num_accepted < num_draft
-        row = torch.where(rejected[:, None], residual(row, draft_row, weights), row)
-    return Verdict(num_accepted, inverse_cdf(row, recover_uniforms[rows, num_accepted]))
 
 
 def probs_of_draft(

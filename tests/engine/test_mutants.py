@@ -20,7 +20,7 @@ from engine.messages import SamplingParams
 from engine.models.errors import ModelLoadError
 from engine.proposers import draft_model, routed
 from engine.proposers.draft_model import DraftModelProposer
-from engine.sampling import adjust, sampler, verify
+from engine.sampling import adjust, draws, sampler, verify
 from engine.sampling.draw import inverse_cdf
 from engine.sampling.random import Stream
 from engine.sampling.sampler import Drafts, Rule, Sampler
@@ -53,25 +53,25 @@ def raw_draft_probs(patch: Patch) -> None:
 
 def argmax_draft_called_sampled(patch: Patch) -> None:
     """A greedy draft reports the distribution that it did not draw from."""
-    patch.setattr(sampler, "inverse_cdf", lambda weights, uniforms: weights.argmax(-1))
+    patch.setattr(draws, "inverse_cdf", lambda weights, uniforms: weights.argmax(-1))
 
 
 def draft_noise_draws_the_recovered_token(patch: Patch) -> None:
-    honest = sampler.uniform
+    honest = draws.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         return honest(seeds, positions, Stream.DRAFT if stream is Stream.RECOVER else stream)
 
-    patch.setattr(sampler, "uniform", uniform)
+    patch.setattr(draws, "uniform", uniform)
 
 
 def accept_noise_draws_the_recovered_token(patch: Patch) -> None:
-    honest = sampler.uniform
+    honest = draws.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         return honest(seeds, positions, Stream.ACCEPT if stream is Stream.RECOVER else stream)
 
-    patch.setattr(sampler, "uniform", uniform)
+    patch.setattr(draws, "uniform", uniform)
 
 
 def draft_drawn_in_low_precision(patch: Patch) -> None:
@@ -80,7 +80,7 @@ def draft_drawn_in_low_precision(patch: Patch) -> None:
     def coarse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         return inverse_cdf((16 * weights).round(), uniforms)
 
-    patch.setattr(sampler, "inverse_cdf", coarse)
+    patch.setattr(draws, "inverse_cdf", coarse)
 
 
 def residual_through_softmax(patch: Patch) -> None:
@@ -119,13 +119,13 @@ def bonus_from_unprocessed_logits(patch: Patch) -> None:
 
 
 def everything_accepted(patch: Patch) -> None:
-    honest = sampler.uniform
+    honest = draws.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         numbers = honest(seeds, positions, stream)
         return numbers * 0 if stream is Stream.ACCEPT else numbers
 
-    patch.setattr(sampler, "uniform", uniform)
+    patch.setattr(draws, "uniform", uniform)
 
 
 def rows_off_by_one(patch: Patch) -> None:
@@ -176,9 +176,9 @@ def block_numbers_by_position_only(patch: Patch) -> None:
 
 
 def noise_forgets_the_position(patch: Patch) -> None:
-    honest = sampler.exponential_noise
+    honest = draws.exponential_noise
     patch.setattr(
-        sampler, "exponential_noise", lambda s, p, vocab_size: honest(s, torch.zeros_like(p), vocab_size)
+        draws, "exponential_noise", lambda s, p, vocab_size: honest(s, torch.zeros_like(p), vocab_size)
     )
 
 
@@ -186,10 +186,8 @@ def coupled_emits_the_draft(patch: Patch) -> None:
     """Accepts by equality, as coupling does, but with noise that the draft does not share."""
     honest = sampler.verify_coupled
 
-    def emit(
-        target_probs: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor, noise: Any
-    ) -> Verdict:
-        verdict = honest(target_probs, draft_ids, num_draft, noise)
+    def emit(target_ids: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor) -> Verdict:
+        verdict = honest(target_ids, draft_ids, num_draft)
         return Verdict(num_draft, verdict.next_token)
 
     patch.setattr(sampler, "verify_coupled", emit)

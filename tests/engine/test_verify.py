@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
+from engine.sampling.draw import race
 from engine.sampling.explain import Explanation, explain_block, explain_equality, explain_rejection
 from engine.sampling.random import Stream, exponential_noise, uniform
 from engine.sampling.verify import Verdict, verify_block, verify_coupled, verify_exact_match, verify_rejection
@@ -195,7 +196,8 @@ def test_coupled_draws_are_the_targets_whatever_was_drafted() -> None:
     target_probs = probs.expand(num_seeds, 2, vocab_size)
     for drafted in (0, 3):
         draft_ids = torch.full((num_seeds, 1), drafted)
-        verdict = verify_coupled(target_probs, draft_ids, torch.ones(num_seeds, dtype=torch.int64), noise)
+        num_draft = torch.ones(num_seeds, dtype=torch.int64)
+        verdict = verify_coupled(race(target_probs, noise), draft_ids, num_draft)
         first = torch.where(verdict.num_accepted > 0, draft_ids[:, 0], verdict.next_token)
         counts = torch.bincount(first, minlength=vocab_size).numpy()
         want = probs.double() / probs.double().sum() * num_seeds

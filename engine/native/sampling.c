@@ -1,0 +1,347 @@
+/* Rows of logits to distributions, and one exact draw from each, for a CPU.
+ *
+ * The same definitions as "engine/sampling" has for torch: processors.py, random.py and draw.py, which are the
+ * reference. Rows are independent: what becomes of one depends neither on the others nor on their number, and
+ * drafts and verification use the same functions, so that seeds survive batching and speculation bit for bit.
+ *
+ * Arrays are row-major. "library.py" compiles this file, "draws.py" calls it.
+ */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Numbers that are looked at together; all of them by the same instructions, so that ties stay ties. */
+#define CHUNK 64
+/* Tokens of a race that are hashed together. */
+#define HEAT 16
+/* Below so many numbers, some 10 microseconds, other threads are not woken. */
+#define MIN_PARALLEL (1 << 14)
+
+#define ALWAYS __attribute__((always_inline))
+#define NEVER __attribute__((noinline))
+
+/* As in random.py. */
+#define WEYL 0x9E3779B97F4A7C15u
+#define RACE_STREAM 4
+
+/* What a sequence's logits are processed with; [sequences] each. */
+typedef struct {
+    const float *temperature;     /* > 0 */
+    const int64_t *top_k;         /* 0: off */
+    const float *top_p, *min_p;   /* 1 and 0: off */
+} Processors;
+
+/* exp of x <= 0 with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); 0 where float32
+ * has no normal number for it. */
+static inline ALWAYS float exp_or_zero(float x) {
+    const float bounded = x < -87.0f ? -87.0f : x;
+    const float n = rintf(bounded * 1.44269504f);
+    const float r = (bounded - n * 0.693145752f) - n * 1.42860677e-6f;
+    float p = 1.38888889e-3f;
+    p = p * r + 8.33333333e-3f;
+    p = p * r + 4.16666667e-2f;
+    p = p * r + 1.66666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    union { int32_t i; float f; } power = { ((int32_t)n + 127) << 23 };
+    return x < -87.0f ? 0.0f : p * power.f;
+}
+
+static float highest_of(const float *x, int64_t size) {
+    float top[CHUNK], highest = x[0];
+    int64_t begin = 0;
+    for (int i = 0; i < CHUNK; i++) top[i] = highest;
+    for (; begin + CHUNK <= size; begin += CHUNK)
+        for (int i = 0; i < CHUNK; i++) top[i] = x[begin + i] > top[i] ? x[begin + i] : top[i];
+    for (; begin < size; begin++) highest = x[begin] > highest ? x[begin] : highest;
+    for (int i = 0; i < CHUNK; i++) highest = top[i] > highest ? top[i] : highest;
+    return highest;
+}
+
+/* exp of a chunk's logits below the highest, times scale. Returns their sum. */
+static NEVER float soften(float *restrict out, const float *restrict logits, float highest, float scale) {
+    float sum = 0.0f;
+    for (int i = 0; i < CHUNK; i++) out[i] = exp_or_zero((logits[i] - highest) * scale);
+    for (int i = 0; i < CHUNK; i++) sum += out[i];
+    return sum;
+}
+
+/* A chunk's numbers that reach the threshold, divided by total; 0 elsewhere. */
+static NEVER void divide(float *x, float threshold, float total) {
+    for (int i = 0; i < CHUNK; i++) x[i] = x[i] >= threshold ? x[i] / total : 0.0f;
+}
+
+static void divide_row(float *x, int64_t size, float threshold, float total) {
+    int64_t begin = 0;
+    for (; begin + CHUNK <= size; begin += CHUNK) divide(x + begin, threshold, total);
+    float last[CHUNK] = {0};
+    memcpy(last, x + begin, (size - begin) * sizeof(float));
+    divide(last, threshold, total);
+    memcpy(x + begin, last, (size - begin) * sizeof(float));
+}
+
+static void softmax_row(float *probs, const float *logits, int64_t size, float temperature) {
+    /* The maximum goes first: a temperature next to zero would make infinities of the logits. */
+    const float highest = highest_of(logits, size), scale = 1.0f / temperature;
+    double total = 0.0;
+    int64_t begin = 0;
+    for (; begin + CHUNK <= size; begin += CHUNK)
+        total += soften(probs + begin, logits + begin, highest, scale);
+    float last[CHUNK], padded[CHUNK];
+    for (int i = 0; i < CHUNK; i++) padded[i] = -INFINITY;
+    memcpy(padded, logits + begin, (size - begin) * sizeof(float));
+    total += soften(last, padded, highest, scale);
+    memcpy(probs + begin, last, (size - begin) * sizeof(float));
+    divide_row(probs, size, 0.0f, (float)total);
+}
+
+/* Copies what reaches the threshold to few, in order; returns how many there are. */
+static int64_t keep(float *few, const float *x, int64_t size, float threshold) {
+    int64_t num_kept = 0;
+    for (int64_t i = 0; i < size; i++) {
+        few[num_kept] = x[i];
+        num_kept += x[i] >= threshold;
+    }
+    return num_kept;
+}
+
+static inline ALWAYS uint32_t bits_of(float x) {
+    union { float f; uint32_t i; } both = { x };
+    return both.i;
+}
+
+/* The highest t such that the numbers >= t, none negative, weigh as much as goal: by their sum, or by how many
+ * they are. 0 if all of them do not. The bits of positive floats are ordered as they are: t is found digit by
+ * digit, and x, which is overwritten, shrinks to the numbers that begin like t. */
+static inline ALWAYS float weighing(float *x, int64_t size, double goal, const int by_sum) {
+    static const int shifts[] = {23, 15, 7, 0};
+    uint32_t found = 0;
+    double above = 0.0;
+    for (int level = 0; level < 4; level++) {
+        const int shift = shifts[level];
+        /* Four sums of each digit: neighbours often have the same, and would wait for each other. */
+        double weight[256][4] = {0};
+        for (int64_t i = 0; i < size; i++)
+            weight[bits_of(x[i]) >> shift & 255][i & 3] += by_sum ? x[i] : 1.0;
+        int digit = 255;
+        for (; digit > 0; digit--) {
+            const double *w = weight[digit], here = (w[0] + w[1]) + (w[2] + w[3]);
+            if (above + here >= goal) break;
+            above += here;
+        }
+        found |= (uint32_t)digit << shift;
+        int64_t num_left = 0;
+        for (int64_t i = 0; i < size; i++) {
+            const float each = x[i];
+            x[num_left] = each;
+            num_left += bits_of(each) >> shift == found >> shift;
+        }
+        if (num_left == 1) return x[0];
+        size = num_left;
+    }
+    union { uint32_t i; float f; } threshold = { found };
+    return threshold.f;
+}
+
+/* The lowest of the size probabilities that top-k and top-p keep; ties with it are kept as well. few has room
+ * for all. */
+static float lowest_kept(float *few, const float *probs, int64_t size, int64_t top_k, float top_p) {
+    float lowest = 0.0f;
+    double total = 1.0;
+    if (top_k > 0 && top_k < size) {
+        memcpy(few, probs, size * sizeof(float));
+        lowest = weighing(few, size, (double)top_k, 0);
+        /* The mass that top-p is a share of is that of k tokens, however many tie with the last. */
+        double rest = (double)top_k;
+        total = 0.0;
+        for (int64_t i = 0; i < size; i++) {
+            total += probs[i] > lowest ? probs[i] : 0.0f;
+            rest -= probs[i] > lowest;
+        }
+        total += rest * lowest;
+    } else if (top_p < 0.9999f) {
+        /* All that is rarer adds up to half of what is cut at most. */
+        lowest = (1.0f - top_p) * 0.5f / (float)size;
+    }
+    if (top_p >= 1.0f) return lowest;
+    return weighing(few, keep(few, probs, size, lowest), top_p * total, 1);
+}
+
+/* probs [sequences, positions, vocab] of logits of that shape, none NaN and a finite one in each row. few
+ * [num_threads, vocab] is work space; NULL if nothing is cut. */
+void process(float *probs, const float *logits, const Processors *processors, float *few,
+             int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
+    const int64_t rows = sequences * positions;
+    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL)
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t sequence = row / positions;
+        const int64_t top_k = processors->top_k[sequence];
+        const float top_p = processors->top_p[sequence], min_p = processors->min_p[sequence];
+        float *to = probs + row * vocab;
+        softmax_row(to, logits + row * vocab, vocab, processors->temperature[sequence]);
+        if (!few) continue;
+        float lowest = 0.0f;
+        if (top_k > 0 || top_p < 1.0f)
+            lowest = lowest_kept(few + omp_get_thread_num() * vocab, to, vocab, top_k, top_p);
+        if (min_p > 0.0f) {
+            const float share = min_p * highest_of(to, vocab);
+            lowest = share > lowest ? share : lowest;
+        }
+        if (lowest == 0.0f) continue;
+        double total = 0.0;
+        for (int64_t i = 0; i < vocab; i++) total += to[i] >= lowest ? to[i] : 0.0f;
+        divide_row(to, vocab, lowest, (float)total);
+    }
+}
+
+/* splitmix64's finaliser. */
+static inline ALWAYS uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+static inline uint64_t key_of(int64_t seed, int64_t position, int64_t stream) {
+    return mix(mix((uint64_t)seed + (uint64_t)stream * WEYL) + (uint64_t)position * WEYL);
+}
+
+/* (n + 0.5) / 2^52 for n of 52 bits, exactly: as the digits of a number between 1 and 2. */
+static inline ALWAYS double to_unit_interval(uint64_t n) {
+    union { uint64_t i; double f; } both = { n | 0x3FF0000000000000u };
+    return both.f - (1.0 - 0x1p-53);
+}
+
+#define ALL_52 ((1ull << 52) - 1)
+
+/* out [size]: one number for each of seeds and positions [size]. */
+void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size) {
+    for (int64_t i = 0; i < size; i++)
+        out[i] = to_unit_interval(mix(key_of(seeds[i], positions[i], stream)) >> 12);
+}
+
+/* out [vocab]: the numbers that the race's noise is made of, for whoever wants to compare them. */
+void race_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab) {
+    const uint64_t key = key_of(seed, position, RACE_STREAM);
+    for (int64_t i = 0; i < vocab; i++) out[i] = to_unit_interval(mix(key + (uint64_t)(i + 1) * WEYL) >> 12);
+}
+
+/* The winner of an exponential race: the first token with the highest p / -log(u). As -log(u) > 1 - u, most
+ * tokens are out of it without a logarithm, and those with p = 0 mostly without a number. */
+static int64_t winner_of(const float *probs, uint64_t key, int64_t vocab) {
+    double best = 0.0;
+    int64_t winner = 0;
+    for (int64_t begin = 0; begin < vocab; begin += HEAT) {
+        float last[HEAT] = {0};
+        const float *p = probs + begin;
+        if (vocab - begin < HEAT) p = memcpy(last, p, (vocab - begin) * sizeof(float));
+        int runs = 0;
+        for (int i = 0; i < HEAT; i++) runs |= p[i] > 0.0f;
+        if (!runs) continue;
+        uint64_t n[HEAT];
+        /* Unrolled, these loops would no longer be taken for vectors. */
+        #pragma GCC unroll 1
+        for (int i = 0; i < HEAT; i++) n[i] = mix(key + (uint64_t)(begin + i + 1) * WEYL) >> 12;
+        /* The highest score there can be, a little more than that for rounding, against the best so far. */
+        int64_t may_win[HEAT], any = 0;
+        #pragma GCC unroll 1
+        for (int i = 0; i < HEAT; i++)
+            may_win[i] = p[i] * (1.0 + 1e-12) >= best * to_unit_interval(ALL_52 - n[i]);
+        for (int i = 0; i < HEAT; i++) any |= may_win[i];
+        if (!any) continue;
+        for (int i = 0; i < HEAT; i++) {
+            if (!may_win[i] || !(p[i] > 0.0f)) continue;
+            const double score = p[i] / -log(to_unit_interval(n[i]));
+            if (score > best) {
+                best = score;
+                winner = begin + i;
+            }
+        }
+    }
+    return winner;
+}
+
+/* ids [sequences, positions]: what each row of probs [sequences, positions, vocab] draws with the noise of its
+ * sequence's seed, the first at its sequence's position + offset. */
+void race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
+          int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
+    const int64_t rows = sequences * positions;
+    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL)
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t sequence = row / positions, position = offset + row % positions;
+        const uint64_t key = key_of(seeds[sequence], first_positions[sequence] + position, RACE_STREAM);
+        ids[row] = winner_of(probs + row * vocab, key, vocab);
+    }
+}
+
+/* What one draw is proportional to: target alone, or max(scale * target - draft, 0) if there is a draft. */
+typedef struct {
+    const float *target, *draft;
+    double scale;
+} Weights;
+
+static inline ALWAYS double weight_at(Weights w, int64_t i, const int has_draft) {
+    if (!has_draft) return w.target[i];
+    const double left = w.scale * w.target[i] - w.draft[i];
+    return left > 0.0 ? left : 0.0;
+}
+
+static inline ALWAYS double sum_of(Weights w, int64_t begin, int64_t end, const int has_draft) {
+    double sum = 0.0;
+    for (int64_t i = begin; i < end; i++) sum += weight_at(w, i, has_draft);
+    return sum;
+}
+
+/* The first id up to which the weights add up to more than their share u; -1 if all are 0. */
+static inline ALWAYS int64_t id_at(Weights w, double u, int64_t size, const int has_draft) {
+    double total = 0.0, sum = 0.0;
+    for (int64_t begin = 0; begin < size; begin += CHUNK)
+        total += sum_of(w, begin, begin + CHUNK < size ? begin + CHUNK : size, has_draft);
+    int64_t last = -1;
+    for (int64_t begin = 0; begin < size; begin += CHUNK) {
+        const int64_t end = begin + CHUNK < size ? begin + CHUNK : size;
+        const double after = sum + sum_of(w, begin, end, has_draft);
+        if (after > sum && after >= u * total) {
+            for (int64_t i = begin; i < end; i++) {
+                const double weight = weight_at(w, i, has_draft);
+                if (!(weight > 0.0)) continue;
+                sum += weight;
+                last = i;
+                if (sum > u * total) return i;
+            }
+        }
+        sum = after;
+    }
+    /* Rounding has lifted the goal to the total. */
+    return last;
+}
+
+/* ids [rows] drawn from probs [rows, vocab] by uniforms [rows]. */
+void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
+                 int64_t num_threads) {
+    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL)
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t id = id_at((Weights){ probs + row * vocab, NULL, 1.0 }, uniforms[row], vocab, 0);
+        ids[row] = id < 0 ? 0 : id;
+    }
+}
+
+/* ids [rows] that follow num_accepted [rows] of num_draft [rows] drafted tokens: drawn from target [rows,
+ * positions + 1, vocab], less what draft [rows, positions, vocab] had if one was rejected, by uniforms [rows,
+ * positions + 1]. scale [rows] as in verify.py. */
+void draw_next(int64_t *ids, const float *target, const float *draft, const int64_t *num_draft,
+               const int64_t *num_accepted, const double *scale, const double *uniforms,
+               int64_t rows, int64_t positions, int64_t vocab, int64_t num_threads) {
+    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL)
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t at = num_accepted[row], next = row * (positions + 1) + at;
+        Weights w = { target + next * vocab, draft + (row * positions + at) * vocab, scale[row] };
+        int64_t id = -1;
+        if (at < num_draft[row]) id = id_at(w, uniforms[next], vocab, 1);
+        /* Equal rows leave rounding dust at most: the target's row is the limit. */
+        if (id < 0) id = id_at(w, uniforms[next], vocab, 0);
+        ids[row] = id < 0 ? 0 : id;
+    }
+}
