@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 # Both ways are compared on a vocabulary that fills no vector; every processor alone and with others.
 PROBE_VOCAB = 1003
+PROBE_DRAWS = 16  # of each row
 PROBE_PARAMS = [
     SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for temperature, top_k, top_p, min_p in (
@@ -142,19 +143,21 @@ def _agrees(draws: NativeDraws) -> bool:
     probs = reference.probs(logits, sampling)
     if not torch.allclose(draws.probs(logits, sampling), probs, rtol=0, atol=TOLERANCE):
         return False
+    probs = probs.repeat(PROBE_DRAWS, 1, 1)
     seeds = torch.arange(len(probs)) * 12345
     drawn = seeds, seeds % 100, 3
     if not torch.equal(draws.race(probs, *drawn), reference.race(probs, *drawn)):
         return False
-    positions = seeds[:, None] + torch.arange(2)
-    uniforms = reference.uniform(seeds[:, None], positions, Stream.RECOVER)
-    if not torch.equal(draws.uniform(seeds[:, None], positions, Stream.RECOVER), uniforms):
+    numbers = seeds[:, None], seeds[:, None] + torch.arange(2), Stream.RECOVER
+    uniforms = reference.uniform(*numbers)
+    if not torch.equal(draws.uniform(*numbers), uniforms):
         return False
-    if not torch.equal(
-        draws.inverse_cdf(probs[:, 0], uniforms[:, 0]), reference.inverse_cdf(probs[:, 0], uniforms[:, 0])
-    ):
+    first = probs[:, 0], uniforms[:, 0]
+    if not torch.equal(draws.inverse_cdf(*first), reference.inverse_cdf(*first)):
         return False
-    # As if each sequence had drafted from the next one's distributions: some accepted, some not.
-    num_accepted = seeds % 2
-    follow = probs, probs[:, :1].roll(1, 0), torch.ones_like(seeds), num_accepted, uniforms[:, 1], uniforms
+    # One token was drafted from a flatter distribution; every second row has accepted it.
+    draft = probs[:, :1].sqrt()
+    draft /= draft.sum(-1, keepdim=True)
+    weights = (1 + uniforms[:, 1]) / 2
+    follow = probs, draft, torch.ones_like(seeds), seeds % 2, weights, uniforms
     return torch.equal(draws.draw_next(*follow), reference.draw_next(*follow))
