@@ -105,7 +105,7 @@ def median_ratio(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
 
 
 def total_ratio(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
-    """Of all tokens in all the time: for many short runs, whose texts differ more than the machine's moods."""
+    """Of all tokens in all the time: for many short runs, whose texts differ more than the machine."""
     speed, base = (
         sum(run.num_tokens for run in some) / sum(run.seconds for run in some) for some in (runs, baseline)
     )

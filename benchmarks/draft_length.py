@@ -2,10 +2,10 @@
 
 For each pair an engine without speculation, one for each fixed length and one that chooses. All run the same
 prompts, so many at a time, in turns: in each cycle every engine makes as many tokens as plain decoding makes
-in a fraction of a second, so that a mood of the machine meets all of them; ratios of the tokens per second of
-all cycles. Pairs: the bundled one, synthetic ones whose acceptance is dialled, a model that drafts for itself,
-a draft that is never right. Prints a table, writes JSON and PNG with ``--save``. ``--target`` and ``--draft``
-take any pair instead.
+in a fraction of a second, so that a mood of the machine meets all of them; ratios of the tokens per second
+of all cycles. Pairs: the bundled one, synthetic ones whose acceptance is dialled, a model that drafts for
+itself, a draft that is never right. Prints a table, writes JSON and PNG with ``--save``. ``--target`` and
+``--draft`` take any pair instead.
 """
 
 import argparse

@@ -141,6 +141,7 @@ class DraftPlanner:
             method=offer.source,
             temperature=0.0 if sequence.greedy else sequence.params.temperature,
             limit=offer.num_tokens,
+            num_stored=len(sequence) - 1,
             lag=self.lag(sequence, offer.source),
             match=strength(offer.match_length),
         )

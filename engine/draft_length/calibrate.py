@@ -1,7 +1,8 @@
 """Measures at start what passes of different sizes cost, on scratch blocks that are given back.
 
-Short contexts only, and forwards without sampling: the moving averages bring the rest in. Bounded in time:
-a slow model gets fewer points, but always its smallest ones, as the shape matters more than the precision.
+Forwards without sampling: the moving averages bring the rest in. Bounded in time: a slow model gets fewer
+points, but always its smallest ones, as the shape matters more than the precision. Stored tokens are measured
+last, with one row of a long text.
 """
 
 import time
@@ -17,6 +18,8 @@ from engine.models.decoder_only import DecoderModel
 # Tokens in one pass, in the order of what they tell; larger ones are extrapolated.
 SIZES = (1, 5, 2, 9, 16, 3, 32, 64, 128)
 MIN_SIZES = 2
+# The most tokens of the long text.
+NUM_STORED = 1024
 MAX_REPEATS = 5
 # A row that is scored brings its pending token and some drafts.
 SCORE_TOKENS_PER_ROW = 5
@@ -37,8 +40,31 @@ def calibrate(
     padding = 0.0 if target.is_native else PADDING
     score = _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds / models)
     if draft is None or draft_pool is None:
-        return CostModel({}, score, padding)
-    return CostModel(_measure(draft, draft_pool, 1, max_tokens, seconds / models), score, padding)
+        costs = CostModel({}, score, padding)
+    else:
+        costs = CostModel(_measure(draft, draft_pool, 1, max_tokens, seconds / models), score, padding)
+        costs.draft.seconds_per_stored = _measure_stored(draft, draft_pool)
+    costs.score.seconds_per_stored = _measure_stored(target, target_pool)
+    return costs
+
+
+def _measure_stored(model: DecoderModel, pool: BlockPool) -> float:
+    """Seconds for each token in the cache; 0 where there is no room for a long text."""
+    room: int = min(pool.num_free * pool.block_size, model.max_position or NUM_STORED, NUM_STORED)
+    if model.has_encoder or room < NUM_STORED // 4:
+        return 0.0
+    table = BlockTable()
+    pool.reserve(table, room)
+    short: list[float] = []
+    long: list[float] = []
+    try:
+        for _ in range(1 + MAX_REPEATS):
+            for samples, stored in ((short, 1), (long, room - 1)):
+                table.num_computed_tokens = stored
+                samples.append(_forward_seconds(model, [(table, 1)]))
+    finally:
+        pool.release(table)
+    return max(0.0, median(long[1:]) - median(short[1:])) / (room - 2)
 
 
 def _measure(

@@ -7,7 +7,9 @@ Each is a curve over its size, measured at a few points at start and followed by
 engine runs. Nothing is assumed about a curve's shape except that more never costs less: on a CPU the step
 from one token to two is large and the next ones small, on a GPU nothing changes until a ridge.
 
-Contexts are not a parameter: what longer ones cost shows up in the moving averages, as does a busy machine.
+Stored tokens cost the same however many new ones look at them, so they are a term of their own
+(``CostCurve.stored_seconds``): the longer the texts, the cheaper is another token by comparison. A busy
+machine shows up in the moving averages.
 """
 
 import math
@@ -46,11 +48,14 @@ class CostCurve:
         falling = reversed(list(accumulate(reversed(seconds), min)))
         self._seconds = [math.sqrt(high * low) for high, low in zip(rising, falling, strict=True)]
         self._scale = 1.0  # of all points: what makes all of them slower touches one number
+        self.seconds_per_stored = 0.0
+        self.stored_seconds = 0.0  # of the tokens stored now
         self._num_measured = [0] * len(self._sizes)
 
     def __call__(self, size: float) -> float:
-        if size <= 0:
-            return 0.0
+        return self._of_size(size) + self.stored_seconds if size > 0 else 0.0
+
+    def _of_size(self, size: float) -> float:
         sizes, seconds = self._sizes, self._seconds
         right = bisect_left(sizes, size)
         if right == 0:
@@ -72,6 +77,8 @@ class CostCurve:
     def follow(self, size: float, surprise: float) -> None:
         """A pass of this size took exp(``surprise``) times what the curve says."""
         surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
+        share = self.stored_seconds / self(size)
+        self.seconds_per_stored *= math.exp(RATE * share * surprise)
         index = self._point(size)
         rate = max(RATE, 1 / (2 + self._num_measured[index]))
         self._num_measured[index] += 1
@@ -86,7 +93,7 @@ class CostCurve:
         closest = min(near, key=lambda i: abs(self._sizes[i] - size))
         if abs(self._sizes[closest] - size) <= NEAR * size:
             return closest
-        seconds = self(size) / self._scale
+        seconds = self._of_size(size) / self._scale
         self._sizes.insert(index, size)
         self._seconds.insert(index, seconds)
         self._num_measured.insert(index, 0)
@@ -123,6 +130,11 @@ class CostModel:
         self.draft_start = 0.0
         self.lookup_seconds = 0.0  # of a row that drafts without a model
         self._num_starts = 0
+
+    def look_at(self, num_stored: int) -> None:
+        """The rows of the next rounds have so many tokens in the cache, together."""
+        for curve in (self.draft, self.score):
+            curve.stored_seconds = curve.seconds_per_stored * num_stored
 
     def observe_round(
         self,
@@ -164,6 +176,7 @@ class CostModel:
             "draft_start_ms": round(1000 * self.draft_start, 4),
             "draft_ms_by_tokens": _milliseconds(self.draft),
             "score_ms_by_tokens": _milliseconds(self.score),
+            "score_ms_per_1000_stored": round(1e6 * self.score.seconds_per_stored, 4),
             "host_ms_by_rows": _milliseconds(self.host),
             "lookup_ms": round(1000 * self.lookup_seconds, 4),
         }

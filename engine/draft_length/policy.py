@@ -31,15 +31,18 @@ from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
 # A new plan replaces the last one when it promises this much more. Little: what it saves is a draft cache
 # that lags a token or two, and sitting on a plan that is 5 % worse is a loss of 5 %.
 HYSTERESIS = 0.01
-# The search is repeated after so many rounds, and at once when rows, limits or prompts change.
-SEARCH_EVERY = 4
-# Of so many searches in a batch, one looks for uneven lengths; all do while the lengths are uneven.
-UNEVEN_EVERY = 4
+# The search is repeated after so many rounds, after twice as many where it found the same again, and at once
+# when rows, limits or prompts change and after a probe.
+SEARCH_EVERY, MAX_SEARCH_EVERY = 4, 16
+# Uneven lengths in a batch are looked for after so many rounds, and in every search while they are uneven.
+UNEVEN_EVERY = 16
 # Switching on must earn within so many rounds what it takes to bring the draft's cache up to date.
-CATCH_UP_ROUNDS = 32
-# Costs are followed in every round at first, then in one of three and in those that try something else: it
-# takes a while itself, and three has no rhythm in common with anything above.
-COSTS_EVERY, NEW_ROUNDS = 3, 256
+CATCH_UP_ROUNDS = 128
+# Costs are followed in every round at first, then in one of seven and in those that try something else: it
+# takes a while itself, and seven has no rhythm in common with anything above.
+COSTS_EVERY, NEW_ROUNDS = 7, 256
+# So many rows of a round, in turns, tell how far drafts survive.
+LEARN_ROWS = 8
 # While drafting does not pay, prompts are computed for a draft model that takes less than this share of the
 # target's time over so many tokens. A dearer one catches up if it is needed.
 CHEAP_DRAFT, TYPICAL_CHUNK = 0.1, 64
@@ -60,7 +63,9 @@ class DraftLengthPolicy:
         self._signature: tuple[object, ...] = ()
         self._last_search: Search | None = None
         self._next_search = 0
-        self._num_searches = 0
+        self._search_every = SEARCH_EVERY
+        self._next_uneven = 0
+        self._next_learned = 0
         self._asked: dict[Hashable, tuple[Candidate, int]] = {}
         self._patience: dict[Hashable, Patience] = {}
 
@@ -73,8 +78,12 @@ class DraftLengthPolicy:
         signature = (num_prompt_tokens, *((row.key, row.label, row.limit) for row in rows))
         if self._last_search is None or signature != self._signature or self._round >= self._next_search:
             self._signature = signature
-            self._next_search = self._round + SEARCH_EVERY
+            self.costs.look_at(sum(row.num_stored for row in rows))
+            before = self._last_search
             self._last_search = self._search(rows, sequences, num_prompt_tokens)
+            is_same = before is not None and before.best.lengths == self._last_search.best.lengths
+            self._search_every = min(2 * self._search_every, MAX_SEARCH_EVERY) if is_same else SEARCH_EVERY
+            self._next_search = self._round + self._search_every
         found = self._last_search
         lengths, self._patience = found.best.lengths, {}
         if num_prompt_tokens == 0 and self.probes.may_run(self._round, found):
@@ -108,6 +117,8 @@ class DraftLengthPolicy:
             if is_new or self._round % COSTS_EVERY == 0:
                 self._observe_costs(outcomes, seconds)
             self.report.count(found, lengths, num_emitted, seconds.draft + seconds.score + seconds.host)
+        if self.probes.is_running:
+            self._next_search = self._round + 1
         self.probes.settle(self._round, found, num_emitted)
 
     def forget(self, key: Hashable) -> None:
@@ -143,8 +154,9 @@ class DraftLengthPolicy:
             min(sequence.num_draft_tokens, max(0, row.limit))
             for row, sequence in zip(rows, sequences, strict=True)
         ]
-        self._num_searches += 1
-        may_be_uneven = self._num_searches % UNEVEN_EVERY == 0 or len(set(previous)) > 1
+        may_be_uneven = self._round >= self._next_uneven or len(set(previous)) > 1
+        if may_be_uneven:
+            self._next_uneven = self._round + UNEVEN_EVERY
         found = search(outlooks, self.costs, num_prompt_tokens, may_be_uneven)
         if any(previous) and previous != found.best.lengths:
             kept = evaluate(outlooks, previous, self.costs, num_prompt_tokens)
@@ -191,7 +203,7 @@ class DraftLengthPolicy:
         outlooks = _outlooks(rows, sequences)
         ages = [sequence.age(self._round) for sequence in sequences]
         limits = [max(0, row.limit) for row in rows]
-        for lengths in self.probes.candidates(found, limits, ages):
+        for lengths in self.probes.candidates(found, limits, ages, [row.lag for row in rows]):
             plan = evaluate(outlooks, lengths, self.costs, 0, _lag(rows, lengths))
             again = evaluate(outlooks, lengths, self.costs, 0)
             if self.probes.begin(plan, again.seconds, found.best):
@@ -200,10 +212,15 @@ class DraftLengthPolicy:
         return None
 
     def _learn(self, outcomes: Sequence[Outcome]) -> None:
-        for outcome in outcomes:
+        drafted = [outcome for outcome in outcomes if self._asked[outcome.key][1]]
+        if len(drafted) > LEARN_ROWS:
+            first = self._next_learned = self._next_learned % len(drafted)
+            drafted = [*drafted[first:], *drafted[:first]][:LEARN_ROWS]
+            self._next_learned += LEARN_ROWS
+        for outcome in drafted:
             row, num_asked = self._asked[outcome.key]
             by_label = self._sequences.get(outcome.key)
-            if by_label is not None and num_asked:
+            if by_label is not None:
                 by_label[row.label].learn(
                     self._round,
                     num_asked,
@@ -229,8 +246,10 @@ class DraftLengthPolicy:
         lengths = [outcome.num_draft_tokens for outcome in outcomes]
         num_drafted = sum(lengths)
         padded = padding(self.costs, max(lengths), len(outcomes), num_drafted)
+        # A pass that caught up with a pause was many times larger than any round's: no news about those.
+        is_usual = lag <= len(by_model)
         self.costs.observe_round(
-            draft_sizes=draft_sizes(by_model, lag),
+            draft_sizes=draft_sizes(by_model, lag) if is_usual else [],
             num_lookups=num_lookups,
             num_rows=len(outcomes),
             num_score_tokens=len(outcomes) + num_drafted + padded,

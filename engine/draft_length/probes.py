@@ -33,13 +33,13 @@ KINDS = ("rest", "longer", "plain")
 
 class Probes:
     def __init__(self) -> None:
-        self.credit = 0.0
+        self.credit: float | None = None  # full at first: nothing is known about the text yet
         self.num_run = 0
         self._running: Plan | None = None
         self._seconds_again = 0.0
         self._repeat: list[int] = []  # lengths to try once more
         self._succeeded = False
-        self._next_round, self._last_round = INTERVAL, 0
+        self._next_round, self._last_round = RETRY, 0
         self._kind = 0
         self._repeats = 0
 
@@ -53,20 +53,23 @@ class Probes:
             return current_round >= min(self._next_round, self._last_round + RETRY)
         return current_round >= self._next_round
 
-    def candidates(self, found: Search, limits: list[int], ages: list[int]) -> Iterator[list[int]]:
-        """What to try, the most telling first. ``ages``: rounds since a row, or all like it, drafted."""
+    def candidates(
+        self, found: Search, limits: list[int], ages: list[int], lags: list[int]
+    ) -> Iterator[list[int]]:
+        """What to try, the most telling first. ``ages``: rounds since a row, or all like it, drafted.
+        ``lags``: tokens that its draft cache misses."""
         lengths = found.best.lengths
-        if len(self._repeat) == len(lengths):
+        if len(self._repeat) == len(lengths) and (self._repeats or not any(lengths)):
             yield [min(length, limit) for length, limit in zip(self._repeat, limits, strict=True)]
         if not any(lengths):
             if found.best_drafting is not None and is_close(found):
                 yield found.best_drafting.lengths
-            yield from _wake(lengths, limits, ages)
+            yield from _wake(lengths, limits, ages, lags)
             return
         for turn in range(len(KINDS)):
             kind = KINDS[(self._kind + turn) % len(KINDS)]
             if kind == "rest":
-                yield from _wake(lengths, limits, ages)
+                yield from _wake(lengths, limits, ages, lags)
             elif kind == "longer":
                 longer = [
                     max(length, min(length + PROBE_LENGTH, limit)) if length else 0
@@ -81,7 +84,7 @@ class Probes:
         """Run ``plan`` this round if the account covers what it is expected to lose, or if it has just
         succeeded. ``seconds_again``: what it would take the next time, with nothing to catch up with."""
         on_credit = self._succeeded and plan.lengths == self._repeat
-        if plan.seconds - plan.tokens / best.rate > self.credit and not on_credit:
+        if self.credit is None or (plan.seconds - plan.tokens / best.rate > self.credit and not on_credit):
             return False
         self._running, self._seconds_again = plan, seconds_again
         self.num_run += 1
@@ -95,7 +98,8 @@ class Probes:
     def settle(self, current_round: int, found: Search, num_emitted: int) -> None:
         """After every round: save, and pay for the probe if this was one."""
         best = found.best
-        self.credit = min(self.credit + SHARE * best.seconds, SHARE * SAVED_ROUNDS * best.seconds)
+        full = SHARE * SAVED_ROUNDS * best.seconds
+        self.credit = full if self.credit is None else min(self.credit + SHARE * best.seconds, full)
         if self._running is None:
             return
         worth = num_emitted / best.rate
@@ -113,12 +117,16 @@ class Probes:
             self._next_round = current_round + 1
             self._repeat = lengths
         else:
-            self._next_round = current_round + INTERVAL
+            # One that keeps succeeding while drafting is off goes on soon, as far as the account pays for it.
+            goes_on = self._succeeded and is_off
+            self._next_round = current_round + (RETRY if goes_on else INTERVAL)
+            self._repeat = lengths if goes_on else []
+            self._succeeded = False
             self._kind += 1
             self._repeats = 0
 
     def state(self) -> dict[str, object]:
-        return {"num_run": self.num_run, "credit_ms": round(1000 * self.credit, 3)}
+        return {"num_run": self.num_run, "credit_ms": round(1000 * (self.credit or 0.0), 3)}
 
 
 def is_close(found: Search) -> bool:
@@ -127,8 +135,9 @@ def is_close(found: Search) -> bool:
     return found.best is found.plain and drafting is not None and drafting.rate > CLOSE * found.plain.rate
 
 
-def _wake(lengths: list[int], limits: list[int], ages: list[int]) -> Iterator[list[int]]:
-    """Short drafts for rows that have been off for long: all of them, or the one that has been longest."""
+def _wake(lengths: list[int], limits: list[int], ages: list[int], lags: list[int]) -> Iterator[list[int]]:
+    """Short drafts for rows that have been off for long: all of them, or one. The one with the least to catch
+    up with, which thus never has much: a scout that stays affordable however long drafting has been off."""
     due = [
         i
         for i, (length, limit, age) in enumerate(zip(lengths, limits, ages, strict=True))
@@ -138,7 +147,7 @@ def _wake(lengths: list[int], limits: list[int], ages: list[int]) -> Iterator[li
         if due:
             yield _with(lengths, due, length, limits)
     if len(due) > 1:
-        yield _with(lengths, [max(due, key=lambda i: ages[i])], PROBE_LENGTH, limits)
+        yield _with(lengths, [min(due, key=lambda i: lags[i])], PROBE_LENGTH, limits)
 
 
 def _with(lengths: list[int], rows: list[int], length: int, limits: list[int]) -> list[int]:

@@ -11,8 +11,9 @@ DRAFT_MODEL = "draft_model"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One drawing row. ``limit``: the most it may draft. ``lag``: tokens that its draft cache misses.
-    ``match`` names how good the match is that a look-up goes on from: likely drafts apart from others."""
+    """One drawing row. ``limit``: the most it may draft. ``num_stored``: tokens in the target's cache.
+    ``lag``: tokens that its draft cache misses. ``match`` names how good the match is that a look-up goes on
+    from: likely drafts apart from others."""
 
     key: Hashable
     method: str
@@ -20,6 +21,7 @@ class Candidate:
     limit: int
     lag: int = 0
     match: str = ""
+    num_stored: int = 0
 
     @property
     def label(self) -> str:

@@ -12,6 +12,8 @@ from engine.draft_length.confidence import ConfidenceTable, Patience
 GROUP_DECAY, SEQUENCE_DECAY = 0.99, 0.98
 # What was known before a pause of so many rounds is old, and the first draft after it counts for more.
 PAUSE, PAUSED_DECAY = 16, 0.7
+# A round long before the first one.
+NEVER = -1_000_000
 # The first draft of all starts optimistic; being wrong costs a few rounds.
 FIRST_RATE = 0.6
 # How many drafts the assumptions are worth: of a group that the next position is like the last, of a
@@ -88,7 +90,7 @@ class GroupAcceptance:
         self.counts = AcceptanceCounts()
         self.confidence = ConfidenceTable()
         self.fill = 1.0
-        self.last_drafted = 0  # round
+        self.last_drafted = NEVER  # round
         self._rates: list[float] | None = None
 
     def add(

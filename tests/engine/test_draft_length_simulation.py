@@ -8,7 +8,7 @@ luck in the drawing does not decide.
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -51,6 +51,7 @@ class Machine:
     draft: Shape
     draft_cost: float
     draft_start: float = 0.0
+    padding: float = PADDING
 
     def score_seconds(self, size: int) -> float:
         return UNIT * self.target(size)
@@ -67,7 +68,7 @@ class Machine:
             seconds: {size: seconds(size) * rng.uniform(0.92, 1.08) for size in CALIBRATED_SIZES}
             for seconds in (self.draft_seconds, self.score_seconds)
         }
-        return CostModel(noisy[self.draft_seconds], noisy[self.score_seconds])
+        return CostModel(noisy[self.draft_seconds], noisy[self.score_seconds], self.padding)
 
 
 MACHINES = [
@@ -160,7 +161,7 @@ class Simulation:
             active = [row for row, length in zip(rows, passes, strict=True) if length > position]
             lag = sum(row.lag for row in active) if position == 0 else 0
             drafting += machine.draft_seconds(len(active) + lag) if self.method == "draft_model" else 0.0
-        padded = len(rows) + sum(chosen) + PADDING * (max(chosen) * len(rows) - sum(chosen))
+        padded = len(rows) + sum(chosen) + machine.padding * (max(chosen) * len(rows) - sum(chosen))
         score = machine.score_seconds(padded)
         return drafting, score, machine.host_seconds(len(rows))
 
@@ -282,6 +283,21 @@ def test_acceptance_jumps_are_followed_within_200_rounds(machine: Machine, num_r
     assert auto.rate(700, 1000) >= 0.96 * hard
     # Eight rows take longer to find how much further they may go.
     assert auto.rate(1200, 1500) >= (0.96 if num_rows == 1 else 0.93) * easy
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("num_rows", [8, 16])
+def test_drafting_comes_back_however_far_the_draft_has_fallen_behind(num_rows: int, seed: int) -> None:
+    def alpha(step: int, _: int) -> float:
+        return 0.05 if 500 <= step < 1000 else 0.9
+
+    machine = replace(MACHINES[0], padding=0.0)
+    auto = simulate(machine, None, alpha, lambda _: num_rows, 1500, seed)
+    easy = max(
+        simulate(machine, FixedDraftLength(length), lambda *_: 0.9, lambda _: num_rows, 120).rate(20)
+        for length in range(MAX_DRAFT + 1)
+    )
+    assert auto.rate(1400) >= 0.96 * easy
 
 
 def test_rows_of_one_step_get_their_own_lengths() -> None:
