@@ -81,7 +81,7 @@ class DraftChain:
         rows: Sequence[DrawRow],
     ) -> torch.Tensor | None:
         """The ids drawn after ``first_ids`` [rows], on the device: int64 [rows, most passes], with zeros
-        behind the ends of shorter rows. None if no captured chain holds them.
+        behind the ends of shorter rows; good until the next chain. None if no captured chain holds them.
 
         Row i stores ``num_passes[i]`` tokens, which are counted as computed; room must be reserved.
         """
@@ -113,7 +113,7 @@ class DraftChain:
         self.num_done.zero_()
         for bucket in buckets:
             self.replays[bucket]()
-        return self.drawn[: max(num_passes), : len(rows)].t().clone()
+        return self.drawn[: max(num_passes), : len(rows)].t()
 
     @torch.inference_mode()
     def add(self, bucket: ChainBucket) -> None:
@@ -213,8 +213,9 @@ def _is_right(model: DecoderModel, chain: DraftChain, bucket: ChainBucket, texts
     slots = _new_slots(model, texts)
     stored = _stored(model, slots)
     expected = model.forward([Span(t, i[:n], 1) for t, i, n in zip(tables, ids, num_passes, strict=True)])
-    ours = [*stored, logits]
-    theirs = [*_stored(model, slots), in_width(expected[:1], chain.vocab_size)]
+    known = min(model.vocab_size, chain.vocab_size)  # beyond, one of both has no logits
+    ours = [*stored, logits[:, :known]]
+    theirs = [*_stored(model, slots), expected[:1, :known]]
     return all(same_logits(*pair, model.dtype) for pair in zip(ours, theirs, strict=True))
 
 
