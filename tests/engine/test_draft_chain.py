@@ -20,6 +20,7 @@ from engine.messages import SamplingParams
 from engine.models import draft_chain
 from engine.models.chain_inputs import ChainBucket, ChainInputs, ChainPass, ChainShape, fitting, plan_chains
 from engine.models.draft_chain import DraftChain
+from engine.models.graph_capture import Capture
 from engine.models.step_graphs import StepGraphs
 from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling import captured_draw
@@ -54,10 +55,15 @@ def make_engine(target: str, draft: str, **config: Any) -> EngineCore:
     return tests.models.make_engine(target, draft, **{**SETTINGS, **config})
 
 
-def make_engines(models: Models, make: Callable[..., EngineCore] = make_engine, **config: Any) -> Engines:
+def make_engines(
+    models: Models,
+    make: Callable[..., EngineCore] = make_engine,
+    capture: Callable[[torch.device], Capture | None] = TapeCapture,
+    **config: Any,
+) -> Engines:
     """One with chains, and one without that is the same otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph_plan, "make_capture", TapeCapture)
+        patch.setattr(graph_plan, "make_capture", capture)
         chained = make(models.target, models.close_draft, **config)
         patch.setattr(graph_plan, "plan_chains", lambda *_: [])
         loop = make(models.target, models.close_draft, **config)
@@ -436,10 +442,14 @@ def test_captured_noise_is_the_noise() -> None:
 @pytest.mark.parametrize("vocab_size", [20, 3000])
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 def test_captured_draws_are_the_samplers(vocab_size: int, spread: float) -> None:
+    draws_are_the_samplers(vocab_size, spread, torch.device("cpu"))
+
+
+def draws_are_the_samplers(vocab_size: int, spread: float, device: torch.device) -> None:
     """Flat logits too, whose top-p needs more tokens than the usual way looks at first."""
     params = [GREEDY, WARM, *CUTS, msgspec.structs.replace(WARM, top_p=0.99)] * 8
-    device = torch.device("cpu")
     logits = torch.randn(len(params), vocab_size, generator=torch.Generator().manual_seed(1)) * spread
+    logits = logits.to(device)
     rows = [
         Row(
             Rule.COUPLED if p.temperature else Rule.EXACT_MATCH,
@@ -449,10 +459,10 @@ def test_captured_draws_are_the_samplers(vocab_size: int, spread: float) -> None
         for number, p in enumerate(params)
     ]
     sampler = Sampler(rows, vocab_size, device)
-    expected = sampler.draw_drafts(logits, torch.zeros(len(rows), 2, dtype=torch.int64)).ids
+    expected = sampler.draw_drafts(logits, torch.zeros(len(rows), 2, dtype=torch.int64, device=device)).ids
     numbers = captured_draw.draw_rows(sampler)
     assert numbers is not None
-    tensors = DrawTensors(*(torch.tensor(column) for column in zip(*numbers, strict=True)))
+    tensors = DrawTensors(*(torch.tensor(column, device=device) for column in zip(*numbers, strict=True)))
     drawn = captured_draw.captured_draw(
         DrawKind.CUT, logits, tensors, sampler.positions + 2, counters(vocab_size, device)
     )
