@@ -72,6 +72,7 @@ class DraftChain:
         self.replays: dict[ChainBucket, Callable[[], None]] = {}
         self.num_replays = 0
         self.num_misses = 0
+        self._chosen: dict[tuple[DrawKind, int, int, int], list[ChainBucket]] = {}
 
     def __call__(
         self,
@@ -89,9 +90,11 @@ class DraftChain:
             return None
         ends = [table.num_computed_tokens + count for table, count in zip(tables, num_passes, strict=True)]
         blocks = -(-max(ends) // self.steps.block_size)
-        kind, most = max(row.kind for row in rows), max(num_passes)
-        buckets = fitting(self.replays, kind, len(rows), blocks, most) if most <= MAX_PASSES else []
-        if not buckets:
+        wanted = max(row.kind for row in rows), len(rows), blocks, max(num_passes)
+        if wanted not in self._chosen:
+            self._chosen[wanted] = fitting(self.replays, *wanted)
+        buckets = self._chosen[wanted]
+        if not buckets or max(num_passes) > MAX_PASSES:
             self.num_misses += 1
             return None
         self.num_replays += len(buckets)
@@ -118,10 +121,9 @@ class DraftChain:
     @torch.inference_mode()
     def add(self, bucket: ChainBucket) -> None:
         """Capture one more. Raises whatever the device's library does."""
-        self.inputs.send(
-            bucket.shape, [], [], []
-        )  # the runs before the capture are real: nothing but padding
+        self.inputs.send(bucket.shape, [], [], [])  # as in ``StepGraphs.add``
         self.replays[bucket] = self.steps.capture.record(partial(self._passes, bucket))
+        self._chosen.clear()
 
     def _passes(self, bucket: ChainBucket) -> None:
         """What is captured: no Python decision here or below depends on the inputs' values."""
