@@ -17,7 +17,7 @@ from engine import graph_plan
 from engine.block_manager import BlockTable
 from engine.core import EngineCore
 from engine.messages import SamplingParams
-from engine.models import draft_chain
+from engine.models import draft_chain, step_buckets
 from engine.models.chain_inputs import ChainBucket, ChainInputs, ChainPass, ChainShape, fitting, plan_chains
 from engine.models.draft_chain import DraftChain
 from engine.models.graph_capture import Capture
@@ -64,6 +64,7 @@ def make_engines(
     """One with chains, and one without that is the same otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_plan, "make_capture", capture)
+        patch.setattr(step_buckets, "QUERIES", (1, 2))
         chained = make(models.target, models.close_draft, **config)
         patch.setattr(graph_plan, "plan_chains", lambda *_: [])
         loop = make(models.target, models.close_draft, **config)
@@ -82,6 +83,7 @@ def engines(models: Models) -> Engines:
 @pytest.fixture
 def taped(monkeypatch: Patch) -> None:
     monkeypatch.setattr(graph_plan, "make_capture", TapeCapture)
+    monkeypatch.setattr(step_buckets, "QUERIES", (1, 2))  # the chains are what matters here
 
 
 @pytest.fixture
@@ -101,7 +103,11 @@ def test_draft_with_another_vocabulary(draft: str, models: Models, taped: None) 
 
 
 def test_the_longest_draft(models: Models) -> None:
-    params = [msgspec.structs.replace(p, max_tokens=36) for p in (GREEDY, WARM, GREEDY, WARM, GREEDY)]
+    lengths = [36, 36, 1, 1, 1]
+    params = [
+        msgspec.structs.replace(p, max_tokens=length)
+        for p, length in zip([GREEDY, WARM] * 3, lengths, strict=False)
+    ]
     same_drafts_and_tokens(*make_engines(models, num_speculative_tokens=32, max_num_sequences=1), params)
 
 
