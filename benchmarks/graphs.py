@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.common import Run
 from benchmarks.engine_runs import Variants
 from engine.core import EngineCore
+from engine.models.draft_chain import DraftChain
 from engine.models.step_graphs import StepGraphs
 from engine.proposers.draft_model import DraftModelProposer
 
@@ -28,7 +29,12 @@ def graphs_of(core: EngineCore) -> dict[str, StepGraphs]:
 
 
 def facts(core: EngineCore) -> list[dict[str, Any]]:
-    """``misses`` are passes over a few tokens of a shape that was not captured; prompts count as neither."""
+    """``misses`` are passes over a few tokens of a shape that was not captured; prompts count as neither. Of
+    draft chains they are chains."""
+    captured: dict[str, StepGraphs | DraftChain] = dict(graphs_of(core))
+    draft = core.proposer.proposers.get("draft_model")
+    if isinstance(draft, DraftModelProposer) and isinstance(draft.model.draft_chain, DraftChain):
+        captured["draft chains"] = draft.model.draft_chain
     return [
         {
             "model": name,
@@ -36,7 +42,7 @@ def facts(core: EngineCore) -> list[dict[str, Any]]:
             "replays": graphs.num_replays,
             "misses": graphs.num_misses,
         }
-        for name, graphs in graphs_of(core).items()
+        for name, graphs in captured.items()
     ]
 
 

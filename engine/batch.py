@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from engine.block_manager import BlockTable
+from engine.host_to_device import on_device
 
 # Rows with up to this many query tokens share one padded attention call; longer chunks get their own.
 MAX_GROUPED_QUERIES = 33
@@ -120,7 +121,7 @@ class ForwardBatch:
             slots += new_slots(span, block_size)
             logits_index += range(len(token_ids) - span.num_logits, len(token_ids))
         # One tensor, one copy to the device.
-        numbers = torch.tensor([*token_ids, *positions, *slots, *logits_index], dtype=torch.int64).to(device)
+        numbers = on_device([*token_ids, *positions, *slots, *logits_index], device)
         sizes = len(token_ids), len(token_ids), len(token_ids), len(logits_index)
         packed_ids, packed_positions, packed_slots, index = numbers.split_with_sizes(sizes)
         return cls(spans, block_size, packed_ids[None], packed_positions[None], packed_slots, index)

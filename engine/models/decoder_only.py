@@ -6,15 +6,22 @@ from typing import Any
 import torch
 
 from engine.batch import ForwardBatch, Span
+from engine.block_manager import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.layer_probe import LayerProbe, probe_layers
+from engine.sampling.captured_draw import DrawRow
 from engine.sampling.rules import NO_RULES
 
 # Logits [len(logits_index), vocab] of a batch; its keys and values go into the cache.
 Forward = Callable[[ForwardBatch, KVCache], torch.Tensor]
 # The same for spans as they are, float32; None if it has no pass for them.
 CapturedForward = Callable[[list[Span]], torch.Tensor | None]
+# Tables, numbers of passes, first ids [rows] and how each row draws, to the ids [rows, most passes] that a
+# draft model goes on with; None as well.
+CapturedChain = Callable[
+    [Sequence[BlockTable], Sequence[int], torch.Tensor, Sequence[DrawRow]], torch.Tensor | None
+]
 
 
 class DecoderModel:
@@ -40,6 +47,7 @@ class DecoderModel:
         self.short_forward: Forward | None = None  # in place of the module's own
         self.is_native = False  # whether that runs the kernels in C: they need no padding, few threads pay
         self.graphs: CapturedForward | None = None  # asked first
+        self.draft_chain: CapturedChain | None = None  # likewise, by who drafts with it
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = self._probe_layers()
         self.cache: KVCache | None = None
@@ -56,7 +64,7 @@ class DecoderModel:
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.cache = KVCache(self.layers, num_blocks * block_size, self.dtype)
-        self.graphs = None  # those of another cache
+        self.graphs = self.draft_chain = None  # those of another cache
 
     @torch.inference_mode()
     def forward(self, spans: list[Span]) -> torch.Tensor:

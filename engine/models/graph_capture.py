@@ -32,6 +32,24 @@ class Capture(Protocol):
         ...
 
 
+class SentNumbers:
+    """int64 ``numbers`` [size] in one place on the device, filled in ``host`` and sent without waiting."""
+
+    def __init__(self, size: int, device: torch.device, capture: Capture) -> None:
+        self.capture = capture
+        self.host = capture.host_buffer(size)
+        self.numbers = torch.zeros(size, dtype=torch.int64, device=device)
+        self._wait: Callable[[], None] = lambda: None
+
+    def wait(self) -> None:
+        """Until ``host`` may be written again."""
+        self._wait()
+
+    def send(self, size: int) -> None:
+        """The first ``size`` of them."""
+        self._wait = self.capture.send(self.numbers[:size], self.host[:size])
+
+
 class CudaCapture:
     """For all models of one engine: their replays follow each other on one stream, so one pool of memory
     serves them all. What a replay leaves in the pool is gone with the next one."""

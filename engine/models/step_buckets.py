@@ -41,9 +41,9 @@ def plan_buckets(max_rows: int, max_keys: int, block_size: int, usual_queries: i
     on in all three directions at once."""
     queries = [1, usual_queries, *QUERIES] if usual_queries <= MAX_GROUPED_QUERIES else [*QUERIES]
     levels = [
-        _powers(1, max_rows),
+        powers(1, max_rows),
         list(dict.fromkeys(queries)),
-        list(dict.fromkeys(-(-keys // block_size) for keys in _powers(MIN_KEYS, max_keys))),
+        list(dict.fromkeys(-(-keys // block_size) for keys in powers(MIN_KEYS, max_keys))),
     ]
     places = product(*(range(len(level)) for level in levels))
     buckets = [
@@ -73,7 +73,7 @@ def smallest(shape: tuple[int, int, int], buckets: Iterable[Bucket]) -> Bucket |
     return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.rows * bucket.blocks), default=None)
 
 
-def _powers(first: int, last: int) -> list[int]:
+def powers(first: int, last: int) -> list[int]:
     """``first`` times powers of two below ``last``, then ``last`` itself."""
     powers = []
     while first < last:

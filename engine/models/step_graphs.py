@@ -112,7 +112,7 @@ def capture_steps(
         for number, bucket in enumerate(planned):
             if time.monotonic() > deadline or capture.free_memory() < min_free:
                 break
-            texts = _check_texts(model, bucket, num_blocks, number)
+            texts = check_texts(model, bucket, num_blocks, number)
             if not texts:
                 continue  # such a batch does not fit into the cache
             graphs.add(bucket)
@@ -129,13 +129,15 @@ def capture_steps(
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class Text:
+    """A text to compare passes on: ``context`` is in the cache, ``new`` is what they bring."""
+
     table: BlockTable
     context: list[int]
     new: list[int]
 
 
-def _check_texts(model: DecoderModel, bucket: Bucket, num_blocks: int, number: int) -> list[_Text]:
+def check_texts(model: DecoderModel, bucket: Bucket, num_blocks: int, number: int) -> list[Text]:
     """Texts of different lengths for ``bucket``, in every other one a row less than it has; as many as fit
     into the cache. ``number`` makes them differ from those whose keys lie there still."""
     room = min(bucket.blocks * model.block_size, model.max_position or CHECK_CONTEXT + bucket.queries)
@@ -155,11 +157,11 @@ def _check_texts(model: DecoderModel, bucket: Bucket, num_blocks: int, number: i
             (7 * i * i + 3 * i + 11 * row + 13 * number + 1) % model.vocab_size
             for i in range(length + bucket.queries - row % bucket.queries)
         ]
-        texts.append(_Text(table, ids[:length], ids[length:]))
+        texts.append(Text(table, ids[:length], ids[length:]))
     return texts
 
 
-def _is_right(model: DecoderModel, graphs: StepGraphs, bucket: Bucket, texts: list[_Text]) -> bool:
+def _is_right(model: DecoderModel, graphs: StepGraphs, bucket: Bucket, texts: list[Text]) -> bool:
     model.forward([Span(text.table, text.context, 1) for text in texts])
     spans = [Span(text.table, text.new, len(text.new)) for text in texts]
     # First, as the usual pass stores what this one should have stored.

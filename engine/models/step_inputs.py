@@ -4,12 +4,12 @@ A replay reads the same addresses again and again. So all inputs lie in one stat
 what can be computed from fewer numbers (where the keys lie, who sees what) is computed there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from engine.batch import AttentionGroup, ForwardBatch, Span, new_slots
-from engine.models.graph_capture import Capture
+from engine.models.graph_capture import Capture, SentNumbers
 from engine.models.step_buckets import Bucket
 
 
@@ -29,18 +29,14 @@ class StepInputs:
     ) -> None:
         self.block_size = block_size
         self.scratch_block = scratch_block
-        self.capture = capture
-        size = max(sum(_sizes(bucket)) for bucket in buckets)
-        self.host = capture.host_buffer(size)
-        self.numbers = torch.zeros(size, dtype=torch.int64, device=device)
-        self._wait_until_sent: Callable[[], None] = lambda: None
+        self.sent = SentNumbers(max(sum(_sizes(bucket)) for bucket in buckets), device, capture)
+        self.host, self.numbers = self.sent.host, self.sent.numbers
 
     def send(self, bucket: Bucket, spans: Sequence[Span]) -> int:
         """Fill in ``spans`` and start the copy to the device; returns the number of rows with logits."""
-        self._wait_until_sent()
+        self.sent.wait()
         num_logits = self._fill(bucket, spans)
-        size = sum(_sizes(bucket))
-        self._wait_until_sent = self.capture.send(self.numbers[:size], self.host[:size])
+        self.sent.send(sum(_sizes(bucket)))
         return num_logits
 
     def _fill(self, bucket: Bucket, spans: Sequence[Span]) -> int:
@@ -80,33 +76,50 @@ class StepInputs:
         return num_logits
 
     def batch(self, bucket: Bucket) -> ForwardBatch:
-        """The static inputs as a batch: every call computes its keys' slots on the device. Static shapes,
-        and nothing that depends on the numbers: this is captured."""
-        rows, blocks, keys = bucket.rows, bucket.blocks, bucket.blocks * self.block_size
+        """The static inputs as a batch. Static shapes, and nothing that depends on the numbers: this is
+        captured."""
         sizes = _sizes(bucket)
         parts = self.numbers[: sum(sizes)].split_with_sizes(sizes)
         ids, positions, slots, logits_rows, last, tables = parts
-        device = self.numbers.device
-        offsets = torch.arange(self.block_size, device=device)
-        key_slots = (tables.view(rows, blocks, 1) * self.block_size + offsets).view(rows, keys)
-        # Beyond a row's own keys stands its first one, again and again. They are masked, but a mask does not
-        # silence what others may have left in a block: infinities times zero.
-        is_own = torch.arange(keys, device=device) <= last[:, None]
-        key_slots = torch.where(is_own, key_slots, key_slots[:, :1])
-        batch = ForwardBatch([], self.block_size, ids[None], positions[None], slots, logits_rows)
-        batch.groups = [
-            AttentionGroup(
-                rows=rows,
-                queries=bucket.queries,
-                keys=keys,
-                query_index=None,
-                output_index=None,
-                key_slots=key_slots.view(-1),
-                query_positions=positions.view(rows, bucket.queries),
-                keys_are_padded=True,
-            )
-        ]
-        return batch
+        tables = tables.view(bucket.rows, bucket.blocks)
+        return captured_batch(ids, positions, slots, logits_rows, last, tables, self.block_size)
+
+
+def captured_batch(
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    logits_rows: torch.Tensor,
+    last: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
+) -> ForwardBatch:
+    """A batch of equally many tokens in each row, whose keys' slots are computed on the device.
+
+    ``ids``, ``positions`` and ``slots`` [tokens], row after row; ``logits_rows`` index them; ``last`` [rows]
+    is each row's last position, ``tables`` [rows, blocks] where its keys lie.
+    """
+    rows, keys, device = len(tables), tables.shape[1] * block_size, tables.device
+    offsets = torch.arange(block_size, device=device)
+    key_slots = (tables[..., None] * block_size + offsets).view(rows, keys)
+    # Beyond a row's own keys stands its first one, again and again. They are masked, but a mask does not
+    # silence what others may have left in a block: infinities times zero.
+    is_own = torch.arange(keys, device=device) <= last[:, None]
+    key_slots = torch.where(is_own, key_slots, key_slots[:, :1])
+    batch = ForwardBatch([], block_size, ids[None], positions[None], slots, logits_rows)
+    batch.groups = [
+        AttentionGroup(
+            rows=rows,
+            queries=len(ids) // rows,
+            keys=keys,
+            query_index=None,
+            output_index=None,
+            key_slots=key_slots.view(-1),
+            query_positions=positions.view(rows, -1),
+            keys_are_padded=True,
+        )
+    ]
+    return batch
 
 
 def _sizes(bucket: Bucket) -> list[int]:

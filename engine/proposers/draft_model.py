@@ -8,12 +8,15 @@ in the first pass of a round.
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 
 from engine.batch import Span
+from engine.block_manager import BlockTable
 from engine.draft_length.confidence import Patience
+from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
+from engine.models.draft_chain import in_width
+from engine.sampling.captured_draw import draw_rows
 from engine.sampling.sampler import DraftDraw, Drafts, Sampler
 from engine.scheduler import Scheduled
 
@@ -44,19 +47,25 @@ class DraftModelProposer:
         patience = [part.patience for part in completing]
         with_confidence = any(patience)
         active = [row for row, length in enumerate(lengths) if length > 0]
-        drawing = sampler.select(active)
-        last: dict[int, int] = {}  # each row's latest draft
+        members: slice | torch.Tensor
+        drawing, members = sampler, slice(None)  # the rows that draft, and where they are among all
         for position in range(num_positions):
-            if position > 0:
-                logits = self._forward(
-                    [Span(completing[row].sequence.draft_blocks, [last[row]], 1) for row in active]
-                )
             if len(active) < len(drawing.rows):
-                drawing = sampler.select(active)
-            members = active if len(active) < len(lengths) else slice(None)
+                drawing, members = sampler.select(active), on_device(active, sampler.device)
+            tables = [completing[row].sequence.draft_blocks for row in active]
+            if position == 1 and not with_confidence:
+                num_passes = [lengths[row] - 1 for row in active]
+                rest = self._draft_at_once(tables, num_passes, token_ids[members, 0], drawing)
+                if rest is not None:
+                    token_ids[members, 1:] = rest
+                    break
+            if position > 0:
+                last = token_ids[members, position - 1].tolist()
+                logits = self._forward(
+                    [Span(table, [token_id], 1) for table, token_id in zip(tables, last, strict=True)]
+                )
             draw = drawing.draw_drafts(logits, token_ids[members, :position], with_confidence)
             token_ids[members, position] = draw.ids
-            last = dict(zip(active, draw.ids.tolist(), strict=True))
             if probs is not None and draw.probs is not None:
                 probs[members, position] = draw.probs
             active = rows_going_on(patience, lengths, active, position, draw)
@@ -64,6 +73,17 @@ class DraftModelProposer:
                 break
         longest = max(lengths)
         return Drafts(token_ids[:, :longest], None if probs is None else probs[:, :longest], lengths)
+
+    def _draft_at_once(
+        self, tables: list[BlockTable], num_passes: list[int], first_ids: torch.Tensor, drawing: Sampler
+    ) -> torch.Tensor | None:
+        """The drafts after ``first_ids`` [rows], int64 [rows, most passes], without a look at any of them;
+        None if it takes the loop."""
+        chain = self.model.draft_chain
+        rows = draw_rows(drawing) if chain is not None else None
+        if chain is None or rows is None:
+            return None
+        return chain(tables, num_passes, first_ids, rows)
 
     def _catch_up(self, part: Scheduled) -> Span | None:
         """What the draft is to store in its first pass: of a prompt all that the target will have stored
@@ -92,11 +112,7 @@ class DraftModelProposer:
                 replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
                 for span in spans
             ]
-        logits = self.model.forward(spans)
-        missing = self.vocab_size - logits.shape[-1]
-        if missing > 0:
-            return F.pad(logits, (0, missing), value=-torch.inf)
-        return logits if missing == 0 else logits[:, : self.vocab_size]
+        return in_width(self.model.forward(spans), self.vocab_size)
 
 
 def rows_going_on(
@@ -107,12 +123,12 @@ def rows_going_on(
     The distribution decides, whichever token was drawn from it: one that is not kept has never been looked
     at, and its random number is free for the token that takes its place.
     """
-    for i, row in enumerate(active):
+    confidences = [] if draw.confidence is None else draw.confidence.tolist()
+    for row, confidence in zip(active, confidences, strict=False):
         row_patience = patience[row]
         if row_patience is None:
             continue
-        assert draw.confidence is not None
-        if not row_patience.keeps(float(draw.confidence[i])):
+        if not row_patience.keeps(confidence):
             lengths[row] = position
         elif not row_patience.goes_on():
             lengths[row] = position + 1

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.draft_length.sources import Offer
+from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.proposers.base import LookUp, Proposer
 from engine.proposers.translated import TranslatedDraftProposer
@@ -64,7 +65,7 @@ def _merge(parts: list[Drafts], sampler: Sampler) -> Drafts:
         return Drafts(token_ids, None, lengths)
     probs = torch.zeros(len(lengths), width, sampler.vocab_size, device=sampler.device)
     for part in parts:
-        drew = torch.tensor([length > 0 for length in part.lengths], device=sampler.device)
+        drew = on_device([row for row, length in enumerate(part.lengths) if length], sampler.device)
         part_probs = part.probs
         if part_probs is None:
             part_probs = F.one_hot(part.token_ids, sampler.vocab_size).float()

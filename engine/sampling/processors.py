@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine.host_to_device import on_device
 from engine.messages import SamplingParams
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
@@ -31,6 +32,7 @@ class SamplingTensors(NamedTuple):
     any_top_p: bool
     any_min_p: bool
     any_uncut: bool  # a row has neither top-k nor top-p
+    is_captured: bool = False  # by a graph: no decision may depend on a number on the device
 
     @classmethod
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
@@ -46,7 +48,7 @@ def _sampling_tensors(
     temperature, top_k, top_p, min_p = zip(*rows, strict=True)
 
     def column(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+        return on_device(values, device, dtype)[:, None]
 
     return SamplingTensors(
         temperature=column(tuple(t or 1.0 for t in temperature), torch.float32).clamp(min=SMALLEST),
@@ -98,6 +100,8 @@ def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
 
 def _likeliest(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """The highest probabilities in falling order, as many as the cuts may look at."""
+    if sampling.is_captured:
+        return probs.sort(-1, descending=True).values
     vocab_size = probs.shape[-1]
     num_candidates = max(1, sampling.largest_top_k)
     if sampling.any_top_p:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from engine.host_to_device import on_device
 from engine.messages import SamplingParams
 from engine.sampling.adjust import History, adjust_logits
 from engine.sampling.draw import argmax
@@ -138,11 +139,11 @@ class Sampler:
 
     @cached_property
     def seeds(self) -> torch.Tensor:
-        return torch.tensor([row.seed for row in self.rows], dtype=torch.int64, device=self.device)
+        return on_device([row.seed for row in self.rows], self.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        return torch.tensor([row.position for row in self.rows], dtype=torch.int64, device=self.device)
+        return on_device([row.position for row in self.rows], self.device)
 
     def select(self, indices: list[int]) -> "Sampler":
         if len(indices) == len(self.rows):
@@ -191,7 +192,7 @@ class Sampler:
     def verify(self, logits: torch.Tensor, drafts: Drafts) -> Judgement:
         """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row."""
         padded, broken = self._target_logits(logits, drafts)
-        num_draft = torch.tensor(drafts.lengths, dtype=torch.int64, device=self.device)
+        num_draft = on_device(drafts.lengths, self.device)
         if len(self.groups) == 1:
             ((rule, indices),) = self.groups.items()
             verdict = self._judge(rule, indices, padded, drafts, num_draft)
@@ -281,7 +282,7 @@ class Sampler:
     def _index(self, indices: list[int]) -> slice | torch.Tensor:
         if len(indices) == len(self.rows):
             return slice(None)
-        return torch.tensor(indices, device=self.device)
+        return on_device(indices, self.device)
 
 
 def _lead(logits: torch.Tensor) -> torch.Tensor:
@@ -308,4 +309,4 @@ def _pad_rows(logits: torch.Tensor, lengths: list[int], num_positions: int) -> t
     for length in lengths:
         index.append([start + min(j, length) for j in range(num_positions)])
         start += length + 1
-    return logits[torch.tensor(index, device=logits.device)]
+    return logits[on_device(index, logits.device)]

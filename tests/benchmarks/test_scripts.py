@@ -77,7 +77,7 @@ def test_gpu_with_and_without_graphs(benchmark: Benchmark, monkeypatch: pytest.M
     """On the CPU tapes stand in for graphs, so that all of it is run."""
     monkeypatch.setattr(graph_plan, "make_capture", TapeCapture)
     monkeypatch.setattr(gpu, "read_prompts", lambda _: ["Once upon a time"])
-    settings, on_tape = graphs.settings, {"cuda_graph_seconds": 1, "native_kernels": False}
+    settings, on_tape = graphs.settings, {"cuda_graph_seconds": 2, "native_kernels": False}
     monkeypatch.setattr(graphs, "settings", lambda given: settings(given) | on_tape)
     arguments = ("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 2, *SMALL, "--cache-memory", "16MiB")
     arguments += ("--no-tests", "--no-transformers", "--minutes", 2)
@@ -90,6 +90,7 @@ def test_gpu_with_and_without_graphs(benchmark: Benchmark, monkeypatch: pytest.M
     assert [(row["model"], row["captured"] > 10, row["replays"] > 10) for row in document["graphs"]] == [
         ("target", True, True),
         ("draft", True, True),
+        ("draft chains", True, True),
     ]
     assert benchmark(*arguments, "--graphs", "off")["graphs"] == []
 

@@ -24,6 +24,7 @@ from engine.core import EngineCore
 from engine.kv_cache import KVCache
 from engine.messages import SamplingParams
 from engine.models import step_graphs, step_inputs
+from engine.models.draft_chain import DraftChain
 from engine.models.step_buckets import MAX_TOKENS, Bucket, plan_buckets, shape_of, smallest
 from engine.models.step_graphs import StepGraphs
 from engine.models.step_inputs import StepInputs
@@ -343,13 +344,16 @@ def test_what_the_time_does_not_allow_runs_as_before(models: Models, taped: None
 def test_time_and_memory_end_the_capturing(models: Models, taped: None, monkeypatch: Patch) -> None:
     recorded: list[int] = []
     monkeypatch.setattr(TapeCapture, "free_memory", lambda self: -self.num_recorded << 20)
-    monkeypatch.setattr(graph_plan, "_memory", lambda *_: 3 << 20)
+    for part in ("_memory", "_memory_of_chains"):
+        monkeypatch.setattr(graph_plan, part, lambda *_: 3 << 20)
     core = make_engine(models.target, models.close_draft)
     draft = core.proposer.proposers["draft_model"].model  # type: ignore[attr-defined]
     for model in (draft, core.target):
         assert isinstance(model.graphs, StepGraphs)
         recorded.append(len(model.graphs.replays))
-    assert recorded == [4, 3]  # the first that is one too many ends it
+    assert isinstance(draft.draft_chain, DraftChain)
+    recorded.insert(1, len(draft.draft_chain.replays))
+    assert recorded == [4, 3, 3]  # the first that is one too many ends it
     graph_gates.still_says_the_same(models.target, core)
 
 
