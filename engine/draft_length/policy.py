@@ -66,6 +66,9 @@ class DraftLengthPolicy:
         self._search_every = SEARCH_EVERY
         self._next_uneven = 0
         self._next_learned = 0
+        self._least: tuple[float, float] | None = (
+            None  # what a lone row's drafts must be worth, by last search
+        )
         self._asked: dict[Hashable, tuple[Candidate, int]] = {}
         self._patience: dict[Hashable, Patience] = {}
 
@@ -79,7 +82,7 @@ class DraftLengthPolicy:
         if self._last_search is None or signature != self._signature or self._round >= self._next_search:
             self._signature = signature
             self.costs.look_at(sum(row.num_stored for row in rows))
-            before = self._last_search
+            before, self._least = self._last_search, None
             self._last_search = self._search(rows, sequences, num_prompt_tokens)
             is_same = before is not None and before.best.lengths == self._last_search.best.lengths
             self._search_every = min(2 * self._search_every, MAX_SEARCH_EVERY) if is_same else SEARCH_EVERY
@@ -186,14 +189,14 @@ class DraftLengthPolicy:
         (row, sequence), *others = zip(rows, sequences, strict=True)
         if others or not best.lengths[0] or row.method != DRAFT_MODEL:
             return best.lengths
-        costs, longest = self.costs, max(2, row.limit)
-        score_seconds = (costs.score(1 + longest) - costs.score(2)) / (longest - 1)
-        usual_rate = max(0.1, sequence.survival(1, 0.0)[0])
-        self._patience[row.key] = Patience(
-            sequence.group.confidence,
-            least_to_score=best.rate * score_seconds,
-            least_to_draft=best.rate * (score_seconds + costs.draft(1)) / usual_rate,
-        )
+        if self._least is None:
+            costs, longest = self.costs, max(2, row.limit)
+            score_seconds = (costs.score(1 + longest) - costs.score(2)) / (longest - 1)
+            usual_rate = max(0.1, sequence.survival(1, 0.0)[0])
+            to_draft = best.rate * (score_seconds + costs.draft(1)) / usual_rate
+            self._least = best.rate * score_seconds, to_draft
+        to_score, to_draft = self._least
+        self._patience[row.key] = Patience(sequence.group.confidence, to_score, to_draft)
         return [row.limit]
 
     def _probe(

@@ -17,6 +17,9 @@ SAVED_ROUNDS = 128
 # Rounds between probes that did not pay, and until one that is too expensive is looked at again.
 INTERVAL = 64
 RETRY = 8
+# While drafting is on, every round tells how far drafts survive. What is left to learn are the costs of other
+# lengths, which change slowly: after so many probes they come seldom.
+NEW_PROBES, SELDOM = 8, 256
 # Tokens that a probe drafts for rows that are off, and adds for rows that are on. Two: the second token
 # tells whether it is worth getting past the first.
 PROBE_LENGTH = 2
@@ -119,7 +122,8 @@ class Probes:
         else:
             # One that keeps succeeding while drafting is off goes on soon, as far as the account pays for it.
             goes_on = self._succeeded and is_off
-            self._next_round = current_round + (RETRY if goes_on else INTERVAL)
+            is_seldom = not is_off and self.num_run >= NEW_PROBES
+            self._next_round = current_round + (RETRY if goes_on else SELDOM if is_seldom else INTERVAL)
             self._repeat = lengths if goes_on else []
             self._succeeded = False
             self._kind += 1
