@@ -66,9 +66,7 @@ class DraftLengthPolicy:
         self._search_every = SEARCH_EVERY
         self._next_uneven = 0
         self._next_learned = 0
-        self._least: tuple[float, float] | None = (
-            None  # what a lone row's drafts must be worth, by last search
-        )
+        self._least: tuple[float, float] | None = None  # what a lone row drafts must be worth
         self._asked: dict[Hashable, tuple[Candidate, int]] = {}
         self._patience: dict[Hashable, Patience] = {}
 
@@ -165,6 +163,8 @@ class DraftLengthPolicy:
             kept = evaluate(outlooks, previous, self.costs, num_prompt_tokens)
             if kept.rate * (1 + HYSTERESIS) > found.best.rate and kept.rate > found.plain.rate:
                 found = Search(found.plain, kept, found.best_drafting)
+        elif not any(previous) and found.best.rate < (1 + HYSTERESIS) * found.plain.rate:
+            found = Search(found.plain, found.plain, found.best_drafting)
         if any(found.best.lengths) and not self._worth_catching_up(rows, found):
             found = Search(found.plain, found.plain, found.best_drafting)
         for sequence, length in zip(sequences, found.best.lengths, strict=True):

@@ -19,7 +19,7 @@ INTERVAL = 64
 RETRY = 8
 # While drafting is on, every round tells how far drafts survive. What is left to learn are the costs of other
 # lengths, which change slowly: after so many probes they come seldom.
-NEW_PROBES, SELDOM = 8, 256
+NEW_PROBES, SELDOM = 8, 128
 # Tokens that a probe drafts for rows that are off, and adds for rows that are on. Two: the second token
 # tells whether it is worth getting past the first.
 PROBE_LENGTH = 2
