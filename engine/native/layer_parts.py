@@ -1,4 +1,4 @@
-"""What a Llama-shaped layer does between its matrix products, in C (``kernels.c``): float32 on a CPU.
+"""What a Llama-shaped layer does between its matrix products, in C (``layers.c``): float32 on a CPU.
 
 Long prompt chunks are attended by torch, whose kernel is made for them.
 """

@@ -1,4 +1,4 @@
-"""Compiles ``kernels.c`` and ``sampling.c`` for this processor, once, and loads them.
+"""Compiles the C files of this folder for this processor, once, and loads them.
 
 C files and the compiler at hand instead of a binary for everybody: the loops are then made for the vector
 instructions that are there. It takes a second; the result is kept in the user's cache folder, under a name
@@ -16,8 +16,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parent / "kernels.c"
-SAMPLING_SOURCE = Path(__file__).parent / "sampling.c"
+FOLDER = Path(__file__).parent
+HEADER = FOLDER / "vectors.h"
+SOURCES = [FOLDER / name for name in ("layers.c", "product.c", "sampling.c")]
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
@@ -31,7 +32,7 @@ Integer = ctypes.c_int64
 
 
 class Spans(ctypes.Structure):
-    """As in ``kernels.c``, where the fields are explained."""
+    """As in ``layers.c``, where the fields are explained."""
 
     _fields_ = (
         *((name, Integer) for name in ("num_spans", "num_tokens", "block_size", "max_queries")),
@@ -41,7 +42,7 @@ class Spans(ctypes.Structure):
 
 
 class Product(ctypes.Structure):
-    """As in ``kernels.c``."""
+    """As in ``product.c``."""
 
     _fields_ = (
         ("in_features", Integer),
@@ -54,7 +55,7 @@ class Product(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """As in ``kernels.c``."""
+    """As in ``layers.c``."""
 
     _fields_ = (
         *((name, Integer) for name in ("num_heads", "num_kv_heads", "head_size", "window")),
@@ -110,7 +111,8 @@ def _compiled() -> Path:
     # Another worker may be doing the same: whoever is last replaces what is equal.
     with tempfile.TemporaryDirectory(dir=made.parent) as work:
         new = Path(work) / made.name
-        command = [*compiler.split(), *FLAGS, str(SOURCE), str(SAMPLING_SOURCE), "-o", str(new), "-lm"]
+        sources = map(str, SOURCES)
+        command = [*compiler.split(), *FLAGS, f"-I{FOLDER}", *sources, "-o", str(new), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
         new.replace(made)
     return made
@@ -125,7 +127,8 @@ def _key(compiler: str) -> str:
     version = subprocess.run(
         [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
-    parts = [SOURCE.read_text(), SAMPLING_SOURCE.read_text(), compiler, *FLAGS, version.stdout, _processor()]
+    code = [path.read_text() for path in (HEADER, *SOURCES)]
+    parts = [*code, compiler, *FLAGS, version.stdout, _processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Linear layers in C (``kernels.c``): weights in float32 or float16, float32 rows and sums.
+"""Linear layers in C (``product.c``): weights in float32 or float16, float32 rows and sums.
 
 The libraries' calls take ten microseconds before they multiply anything, which is most of what a small
 product of few rows takes; this one starts in three. Of large weights it keeps the memory busier than oneDNN

@@ -19,6 +19,7 @@ from engine.sampling.random import Stream, exponential_noise, uniform
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests.engine import gates, simulation
 from tests.engine.conftest import Models
+from tests.engine.test_native import plant as plant_in
 from tests.engine.test_processors import GRID
 from tests.models import make_engine
 from tests.naive import distribution
@@ -323,11 +324,7 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeDraws], None]]] = {
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], NativeDraws]]:
     def planted(right: str, wrong: str) -> NativeDraws:
-        source = library.SAMPLING_SOURCE.read_text()
-        assert source.count(right) == 1
-        path = tmp_path / "sampling.c"
-        path.write_text(source.replace(right, wrong))
-        monkeypatch.setattr(library, "SAMPLING_SOURCE", path)
+        monkeypatch.setattr(library, "SOURCES", plant_in(library.SOURCES, right, wrong, tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(library, "FLAGS", ["-O1", *(flag for flag in library.FLAGS if flag != "-O3")])
         library.load_library.cache_clear()

@@ -7,29 +7,12 @@
  * All arrays are float32 and row-major. "library.py" compiles this file and says what it is called with.
  */
 
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 /* Cached tokens that are looked at together. */
 #define CHUNK 32
-/* Numbers in a vector register; head sizes are multiples of 16. */
-#ifdef __AVX512F__
-#define LANES 16
-#elif defined(__AVX__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-/* Below so many multiplications, some 10 microseconds, other threads are not woken: it takes as long. */
-#define MIN_PARALLEL (1 << 19)
+/* A head of 256; head sizes are multiples of 16. */
+#define MAX_WIDTH (256 / LANES)
 
 /* The new tokens of some sequences, one after the other, and where their caches lie. */
 typedef struct {
@@ -44,14 +27,6 @@ typedef struct {
     const float *cos, *sin;       /* [rows, head_size]; sin is negative in the first half */
 } Spans;
 
-/* A linear layer with weights in float16 or float32. */
-typedef struct {
-    int64_t in_features, out_features, is_half;
-    const void *weights;          /* [panels, in_features, PANEL], zeros past the last column */
-    float scale;                  /* of all sums: float16 weights are kept near the largest there is */
-    const float *bias;            /* [out_features] or NULL */
-} Product;
-
 typedef struct {
     int64_t num_heads, num_kv_heads, head_size;
     int64_t window;               /* keys that a query sees, itself included; 0: all */
@@ -59,19 +34,6 @@ typedef struct {
     const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
     float *keys, *values;         /* [slots, num_kv_heads, head_size] */
 } Layer;
-
-/* A head of 256. */
-#define MAX_WIDTH (256 / LANES)
-#define UNROLL _Pragma("GCC unroll 12")
-#define ALWAYS __attribute__((always_inline))
-
-/* Columns and rows of a product that are summed up together: as many as there are registers for. */
-#define PANEL (2 * LANES)
-#if LANES == 16 || defined(__aarch64__)
-#define MAX_ROWS 12
-#else
-#define MAX_ROWS 6
-#endif
 
 /* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
 static inline ALWAYS float fast_exp(float x) {
@@ -112,115 +74,6 @@ void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size) {
         for (int64_t i = 0; i < size; i++) to[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
     }
 }
-
-/* LANES float16 numbers as float32. */
-static inline ALWAYS vec widen(const uint16_t *half) {
-    vec out;
-#if LANES == 16
-    out = (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
-#elif defined(__F16C__) && LANES == 8
-    out = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
-#else
-    for (int i = 0; i < LANES; i++) out[i] = (float)((const _Float16 *)half)[i];
-#endif
-    return out;
-}
-
-/* A panel's columns for some rows, whose sums stay in registers; x [in_features, num_rows]. */
-static inline ALWAYS void multiply_rows(
-    float *out, const float *x, const Product *product, const float *residual, int64_t column,
-    const int is_half, const int num_rows) {
-    const int64_t in = product->in_features, width = product->out_features;
-    const uint16_t *half = (const uint16_t *)product->weights + column * in;
-    const float *whole = (const float *)product->weights + column * in;
-    vec sum[MAX_ROWS][PANEL / LANES];
-    for (int row = 0; row < num_rows; row++)
-        for (int i = 0; i < PANEL / LANES; i++) sum[row][i] = (vec){0};
-    for (int64_t k = 0; k < in; k++) {
-        vec weight[PANEL / LANES];
-        UNROLL
-        for (int i = 0; i < PANEL / LANES; i++) {
-            const int64_t at = k * PANEL + i * LANES;
-            weight[i] = is_half ? widen(half + at) : *(const vec *)(whole + at);
-        }
-        UNROLL
-        for (int row = 0; row < num_rows; row++) {
-            const float factor = x[k * num_rows + row];
-            UNROLL
-            for (int i = 0; i < PANEL / LANES; i++) sum[row][i] += weight[i] * factor;
-        }
-    }
-    const int64_t end = width - column < PANEL ? width - column : PANEL;
-    for (int row = 0; row < num_rows; row++) {
-        const float *from = (const float *)sum[row];
-        float *to = out + row * width + column;
-        for (int64_t i = 0; i < end; i++) to[i] = from[i] * product->scale;
-        if (product->bias)
-            for (int64_t i = 0; i < end; i++) to[i] += product->bias[column + i];
-        if (residual)
-            for (int64_t i = 0; i < end; i++) to[i] += residual[row * width + column + i];
-    }
-}
-
-/* Room for so many numbers, kept from call to call; NULL if there is no memory. */
-static float *room_for(int64_t length) {
-    static _Thread_local float *room;
-    static _Thread_local int64_t size;
-    if (size < length) {
-        free(room);
-        room = malloc(length * sizeof(float));
-        size = room ? length : 0;
-    }
-    return room;
-}
-
-/* Parts of x [rows, size] as [size, rows of the part]: what is needed together lies together, and not all in
- * the same few cache lines, as it would if rows were a power of two long. */
-static void interleave(float *to, const float *x, int64_t rows, int64_t size, int64_t num_parts) {
-    #pragma omp parallel for if (rows * size * 8 > MIN_PARALLEL)
-    for (int64_t part = 0; part < num_parts; part++) {
-        const int64_t first = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - first;
-        float *out = to + first * size;
-        const float *from = x + first * size;
-        for (int64_t k = 0; k < size; k++)
-            for (int64_t row = 0; row < num_rows; row++) *out++ = from[row * size + k];
-    }
-}
-
-/* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
- * which may be out itself. */
-void multiply(const Product *product, float *out, const float *x, const float *residual, int64_t rows) {
-    const int64_t in = product->in_features, width = product->out_features;
-    int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    float *room = num_parts < rows ? room_for(rows * in) : NULL;
-    if (room) {
-        interleave(room, x, rows, in, num_parts);
-        x = room;
-    } else {
-        num_parts = rows; /* single rows are in order as they are */
-    }
-    #pragma omp parallel for if (in * width * rows > MIN_PARALLEL)
-    for (int64_t column = 0; column < width; column += PANEL) {
-        for (int64_t part = 0; part < num_parts; part++) {
-            const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
-            float *to = out + row * width;
-            const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
-            switch (num_rows + (product->is_half ? MAX_ROWS : 0)) {
-#define CASE(n) \
-                case n: multiply_rows(to, from, product, add, column, 0, n); break; \
-                case MAX_ROWS + n: multiply_rows(to, from, product, add, column, 1, n); break;
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if MAX_ROWS == 12
-                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-#undef CASE
-            }
-        }
-    }
-}
-
-/* Columns of a Product's weights together, panel by panel: what the weights must be laid out as. */
-int64_t panel_size(void) { return PANEL; }
 
 /* Slots of ``length`` positions of a span, from ``begin`` on. */
 static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, int64_t begin, int64_t length) {
