@@ -10,6 +10,8 @@ from engine.draft_length.confidence import ConfidenceTable, Patience
 
 # Decay of the counts per draft: a group remembers about 100 drafts, a sequence about 50.
 GROUP_DECAY, SEQUENCE_DECAY = 0.99, 0.98
+# The same for further drafts of one round: many rows must not make a group forget within a few rounds.
+SAME_ROUND_DECAY = 0.9975
 # What was known before a pause of so many rounds is old, and the first draft after it counts for more.
 PAUSE, PAUSED_DECAY = 16, 0.7
 # A round long before the first one.
@@ -100,7 +102,8 @@ class GroupAcceptance:
             self.counts.fade(PAUSED_DECAY)
         if num_drafted:
             self.counts.notice_change(num_accepted > 0, self.counts.rate(0, FIRST_RATE, GROUP_WEIGHT))
-        self.counts.add(num_drafted, num_accepted, GROUP_DECAY, refused_rate)
+        decay = SAME_ROUND_DECAY if current_round == self.last_drafted else GROUP_DECAY
+        self.counts.add(num_drafted, num_accepted, decay, refused_rate)
         self._rates = None
 
     def rates(self) -> list[float]:
