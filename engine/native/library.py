@@ -88,12 +88,13 @@ def load_library() -> ctypes.CDLL | None:
     library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
     library.uniform.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
+    library.likeliest.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
     for function in (library.rms_norm, library.gated_silu, library.attend, library.multiply):
         function.restype = None
     for function in (library.process, library.race, library.race_uniforms, library.uniform):
         function.restype = None
-    for function in (library.inverse_cdf, library.draw_next):
+    for function in (library.inverse_cdf, library.likeliest, library.draw_next):
         function.restype = None
     library.panel_size.restype = Integer
     return library

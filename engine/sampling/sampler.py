@@ -159,8 +159,7 @@ class Sampler:
             logits = self._adjust(logits[:, None], drafted, offset)[:, 0]
         # A draft model that has lost its mind may still be asked: any guess is a guess.
         if self.all_greedy:
-            ids = argmax(logits)
-            confidence = _lead(logits) if with_confidence else None
+            ids, confidence = self._draws.likeliest(logits) if with_confidence else (argmax(logits), None)
             one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
             return DraftDraw(ids, one_hot, confidence)
         logits, _ = _replace_broken(logits)
@@ -182,7 +181,10 @@ class Sampler:
                     uniforms = self._draws.uniform(seeds, positions, Stream.DRAFT)
                     ids[members] = self._draws.inverse_cdf(rule_probs, uniforms)
             if confidence is not None:
-                confidence[members] = _lead(logits[members]) if rule_probs is None else rule_probs.amax(-1)
+                likeliest = self._draws.likeliest
+                confidence[members] = (
+                    likeliest(logits[members])[1] if rule_probs is None else rule_probs.amax(-1)
+                )
             if probs is not None:
                 if rule_probs is None:
                     rule_probs = F.one_hot(ids[members], self.vocab_size).float()
@@ -283,12 +285,6 @@ class Sampler:
         if len(indices) == len(self.rows):
             return slice(None)
         return on_device(indices, self.device)
-
-
-def _lead(logits: torch.Tensor) -> torch.Tensor:
-    """How sure the likeliest ids of ``logits`` [B, V] are against the next: [B]."""
-    first, second = logits.topk(2).values.unbind(-1)
-    return torch.sigmoid(first - second)
 
 
 def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -120,6 +120,19 @@ def test_extreme_logits_and_parameters(native: NativeDraws) -> None:
         assert not probs[logits == -torch.inf].any()
 
 
+@pytest.mark.parametrize("vocab_size", [2, 15, 64, 65, 1003, 3000])
+def test_the_likeliest_ids_and_their_lead_are_torchs(native: NativeDraws, vocab_size: int) -> None:
+    logits = random_logits(60, 1, vocab_size)[:, 0]
+    logits[10:20] = (logits[10:20] * 2).round()  # ties
+    logits[20:30, 1:] = -torch.inf
+    logits[30:40, -1] = 9.0
+    for row in range(40, 50):  # the two highest in one lane of the vectors, in either order
+        logits[row, row % vocab_size], logits[row, (row + 64) % vocab_size] = 7.0, 7.0 + row % 3 - 1
+    (ids, lead), (expected_ids, expected_lead) = native.likeliest(logits), TORCH().likeliest(logits)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(lead, expected_lead, atol=1e-6, rtol=0)
+
+
 # --- draws
 
 
