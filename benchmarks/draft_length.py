@@ -57,7 +57,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4, 8], help="0 is always there")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=256, help="of each sequence")
-    parser.add_argument("--cycles", type=int, default=40)
+    parser.add_argument("--cycles", type=int, default=20, help="of each time the engines are built")
+    parser.add_argument(
+        "--builds",
+        type=int,
+        default=3,
+        help="build the engines so often: where weights and caches lie in memory makes some 2 %% of speed",
+    )
     parser.add_argument("--warm-up", type=int, default=5, help="cycles that are not counted")
     parser.add_argument("--seconds", type=float, default=0.2, help="of plain decoding, in a cycle")
     parser.add_argument("--threads", type=int, default=0, help="default: as the engine chooses")
@@ -148,13 +154,18 @@ def main() -> None:
                 pair = Pair("named", arguments.target, arguments.draft)
             else:
                 pair = folders(name, arguments.shape, Path(work))
-            engines = build_engines(pair, arguments.lengths, arguments.threads)
             prompts = prompt_ids(pair, max(arguments.concurrency), PROMPT_LENGTH)
-            for concurrency in arguments.concurrency:
-                note(f"{name}, {concurrency} at a time")
-                rows.append(summarise(name, concurrency, measure(engines, prompts, concurrency, arguments)))
-                note(str(rows[-1]))
-    facts = {**machine(), "busy": busy, "temperature": arguments.temperature, "cycles": arguments.cycles}
+            runs: dict[int, dict[str, list[Run]]] = {}
+            for build in range(arguments.builds):
+                engines = build_engines(pair, arguments.lengths, arguments.threads)
+                for concurrency in arguments.concurrency:
+                    note(f"{name}, {concurrency} at a time, {build + 1}/{arguments.builds}")
+                    measured = measure(engines, prompts, concurrency, arguments)
+                    for length, some in measured.items():
+                        runs.setdefault(concurrency, {}).setdefault(length, []).extend(some)
+            rows += [summarise(name, concurrency, by_length) for concurrency, by_length in runs.items()]
+    settings = {name: getattr(arguments, name) for name in ("temperature", "builds", "cycles", "seconds")}
+    facts = {**machine(), "busy": busy, **settings}
     print_facts(facts)
     print_table(rows, f"multiples of plain decoding, temperature {arguments.temperature:g}")
     print(f"lowest of auto to best: {min(row['auto to best'] for row in rows):.3f}")

@@ -6,6 +6,7 @@ chunk. Nothing is padded in the model's linear layers; only attention groups row
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -160,7 +161,7 @@ class ForwardBatch:
     def lone_group(self, member: int) -> AttentionGroup:
         """One span of a decoder-only model, as if nothing else was in the batch."""
         span = self.spans[member]
-        first, length = int(self.offsets[member]), len(span.token_ids)
+        first, length = self.offsets[member], len(span.token_ids)
         keys = span.table.num_computed_tokens + length
         blocks = span.table.block_ids[: -(-keys // self.block_size)]
         # Blocks that lie one after the other need no index.
@@ -181,9 +182,9 @@ class ForwardBatch:
         return [len(span.token_ids) for span in self.spans]
 
     @cached_property
-    def offsets(self) -> np.ndarray:
+    def offsets(self) -> list[int]:
         """Where each span's tokens begin in the packed ones, and where the last ones end."""
-        return np.cumsum([0, *self._lengths()])
+        return list(accumulate(self._lengths(), initial=0))
 
 
 def new_slots(span: Span, block_size: int) -> list[int]:
@@ -206,7 +207,7 @@ def _group_members(lengths: list[int]) -> list[list[int]]:
 
 
 def _cross_groups(
-    lengths: list[int], offsets: np.ndarray, slots: list[np.ndarray], device: torch.device
+    lengths: list[int], offsets: list[int], slots: list[np.ndarray], device: torch.device
 ) -> list[AttentionGroup]:
     """Every query looks at all that its sequence's encoder has stored, as if it stood at its last token."""
     positions = [np.full(length, len(s) - 1) for length, s in zip(lengths, slots, strict=True)]
@@ -215,7 +216,7 @@ def _cross_groups(
 
 def _group(
     members: list[int],
-    offsets: np.ndarray,
+    offsets: list[int],
     positions: list[np.ndarray],
     slots: list[np.ndarray],
     device: torch.device,

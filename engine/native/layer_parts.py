@@ -5,6 +5,7 @@ Long prompt chunks are attended by torch, whose kernel is made for them.
 
 import ctypes
 from ctypes import byref
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class NativeParts:
         self.batch = batch
         self.cache = cache
         lengths = [len(span.token_ids) for span in batch.spans]
-        self.first_token = batch.offsets.tolist()
+        self.first_token = batch.offsets
         self.long = [i for i, length in enumerate(lengths) if length > MAX_GROUPED_QUERIES]
         num_blocks = [len(span.table.block_ids) for span in batch.spans]
         # Kept as long as the pointers into it are used.
@@ -69,7 +70,7 @@ class NativeParts:
             [
                 *self.first_token,
                 *(span.table.num_computed_tokens for span in batch.spans),
-                *np.cumsum([0, *num_blocks[:-1]]).tolist(),
+                *accumulate(num_blocks[:-1], initial=0),
                 *(block for span in batch.spans for block in span.table.block_ids),
             ],
             dtype=np.int64,
