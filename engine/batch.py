@@ -93,6 +93,16 @@ class AttentionGroup:
         return torch.arange(self.keys, device=self.query_positions.device)
 
 
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Spans of up to ``MAX_GROUPED_QUERIES`` new tokens, to be attended without gathering their keys."""
+
+    tables: torch.Tensor  # [rows, blocks] block ids; behind a row's own ones any that exist
+    first_tokens: torch.Tensor  # [rows] into the packed tokens
+    counts: torch.Tensor  # [rows] new tokens
+    queries: int  # the largest count
+
+
 @dataclass
 class ForwardBatch:
     """Packed inputs of one forward: ``tokens`` is the sum of all spans' new tokens.
@@ -156,6 +166,30 @@ class ForwardBatch:
             for span, first in zip(self.spans, encoded, strict=True)
         ]
         return _cross_groups(self._lengths(), self.offsets, slots, self.slots.device)
+
+    @cached_property
+    def short_rows(self) -> PagedRows | None:
+        """The spans of a decoder-only model that are not in ``long_spans``; None if there are none."""
+        short = [i for i, n in enumerate(self._lengths()) if n <= MAX_GROUPED_QUERIES]
+        if not short:
+            return None
+        ends = [self.spans[i].table.num_computed_tokens + len(self.spans[i].token_ids) for i in short]
+        num_blocks = [-(-end // self.block_size) for end in ends]
+        counts = [len(self.spans[i].token_ids) for i in short]
+        width = max(num_blocks)
+        numbers = np.zeros(len(short) * (width + 2), dtype=np.int64)
+        tables = numbers[: len(short) * width].reshape(len(short), width)
+        for row, (i, used) in enumerate(zip(short, num_blocks, strict=True)):
+            tables[row, :used] = self.spans[i].table.block_ids[:used]
+        numbers[tables.size :] = [*self.offsets[short], *counts]
+        on_device = torch.from_numpy(numbers).to(self.slots.device)
+        sent, first_tokens, sent_counts = on_device.split_with_sizes((tables.size, len(short), len(short)))
+        return PagedRows(sent.view(tables.shape), first_tokens, sent_counts, max(counts))
+
+    @cached_property
+    def long_spans(self) -> list[int]:
+        """Which spans have more than ``MAX_GROUPED_QUERIES`` new tokens."""
+        return [i for i, length in enumerate(self._lengths()) if length > MAX_GROUPED_QUERIES]
 
     def lone_group(self, member: int) -> AttentionGroup:
         """One span of a decoder-only model, as if nothing else was in the batch."""
