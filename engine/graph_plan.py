@@ -20,6 +20,9 @@ from engine.models.step_graphs import capture_steps
 
 # What the driver keeps for one graph of some thousand kernels: a guess, which has not been measured.
 GRAPH_BYTES = 4 << 20
+# What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
+# by rounding up: a guess as well.
+FIXED_BYTES = 128 << 20
 # The most that graphs may take of the memory that is free once the models are loaded.
 MAX_SHARE = 0.25
 # Tokens of a scored row where the draft length is not fixed, and of a drafting row after full acceptance.
@@ -51,7 +54,8 @@ class GraphPlan:
         for number, capture in enumerate(parts, start=1):
             # The first gets its share of time and memory, the last what is left of them.
             share = number / len(parts)
-            capture(deadline=started + self.seconds * share, min_free=free - int(self.memory * share))
+            allowed = min(self.memory, FIXED_BYTES + int(self.memory * share))
+            capture(deadline=started + self.seconds * share, min_free=free - allowed)
 
 
 def plan_graphs(
@@ -80,7 +84,7 @@ def plan_graphs(
         # Of the k drafts that are scored the first is drawn before the chain.
         gathers = not _reads_in_place(draft)
         chains = plan_chains(config.max_num_sequences, max_model_len, config.block_size, scored - 2, gathers)
-    needed = sum(_memory(model, buckets, config.block_size) for model, buckets in models)
+    needed = FIXED_BYTES + sum(_memory(model, buckets, config.block_size) for model, buckets in models)
     needed += _memory_of_chains(chains, target.vocab_size)
     memory = min(needed, int(MAX_SHARE * free_memory(target.device)))
     return GraphPlan(capture, models, chains, target.vocab_size, config.cuda_graph_seconds, memory)
