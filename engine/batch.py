@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from engine.block_manager import BlockTable
-from engine.host_to_device import on_device
+from engine.host_to_device import on_device, send
 
 # Rows with up to this many query tokens share one padded attention call; longer chunks get their own.
 MAX_GROUPED_QUERIES = 33
@@ -182,9 +182,9 @@ class ForwardBatch:
         for row, (i, used) in enumerate(zip(short, num_blocks, strict=True)):
             tables[row, :used] = self.spans[i].table.block_ids[:used]
         numbers[tables.size :] = [*self.offsets[short], *counts]
-        on_device = torch.from_numpy(numbers).to(self.slots.device)
-        sent, first_tokens, sent_counts = on_device.split_with_sizes((tables.size, len(short), len(short)))
-        return PagedRows(sent.view(tables.shape), first_tokens, sent_counts, max(counts))
+        sent = send(torch.from_numpy(numbers), self.slots.device)
+        sent_tables, first_tokens, sent_counts = sent.split_with_sizes((tables.size, len(short), len(short)))
+        return PagedRows(sent_tables.view(tables.shape), first_tokens, sent_counts, max(counts))
 
     @cached_property
     def long_spans(self) -> list[int]:
@@ -206,7 +206,7 @@ class ForwardBatch:
             keys=keys,
             query_index=None,
             output_index=None,
-            key_slots=None if slots is None else slots.to(self.slots.device),
+            key_slots=None if slots is None else send(slots, self.slots.device),
             query_positions=self.positions[:, first : first + length],
             first_slot=blocks[0] * self.block_size,
         )
@@ -278,8 +278,8 @@ def _group(
         rows=rows,
         queries=queries,
         keys=keys,
-        query_index=None if every_query else torch.from_numpy(query_index.reshape(-1)).to(device),
-        output_index=None if all_outputs else torch.from_numpy(np.concatenate(output_index)).to(device),
-        key_slots=torch.from_numpy(key_slots.reshape(-1)).to(device),
-        query_positions=torch.from_numpy(query_positions).to(device),
+        query_index=None if every_query else send(torch.from_numpy(query_index.reshape(-1)), device),
+        output_index=None if all_outputs else send(torch.from_numpy(np.concatenate(output_index)), device),
+        key_slots=send(torch.from_numpy(key_slots.reshape(-1)), device),
+        query_positions=send(torch.from_numpy(query_positions), device),
     )
