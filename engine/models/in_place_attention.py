@@ -59,6 +59,11 @@ class InPlaceAttention:
         self.kernel = kernel
         self.batch = batch
         self.cache = cache
+        # First and last token of each long chunk, and what all layers need to know of its keys.
+        self._long = [
+            (*batch.offsets[member : member + 2].tolist(), batch.lone_group(member))
+            for member in batch.long_spans
+        ]
 
     def attend(
         self,
@@ -90,9 +95,7 @@ class InPlaceAttention:
                 scaling,
                 sliding_window,
             )
-        for member in batch.long_spans:
-            first, end = batch.offsets[member : member + 2].tolist()
-            group = batch.lone_group(member)
+        for first, end, group in self._long:
             output[first:end] = attend_group(group, cache, layer, query[first:end], scaling, sliding_window)
         return output
 
