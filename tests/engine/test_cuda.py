@@ -172,7 +172,7 @@ KERNEL_CASES: dict[str, dict[str, Any]] = {
 
 
 @needs_triton
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))  # every size of program is compiled
 @pytest.mark.parametrize("case", KERNEL_CASES.values(), ids=KERNEL_CASES.keys())
 def test_the_kernel_attends_like_gathering(case: dict[str, Any], seed: int) -> None:
     shape = AttentionShape(0, 8, 2, 64, 0.125, None, None)
