@@ -4,7 +4,8 @@ python -m benchmarks.paged_attention
 Rows of a few new tokens after a context of scattered blocks, as decoding and scoring bring them; in turns,
 medians, in microseconds. Both write the new keys and values first. *graph* is a pass of 20 layers captured as
 a CUDA graph, which is how the engine runs it; for gathering, the keys' slots are computed in it, once. *GB/s*
-is what the kernel reads of the cache, over its time in a graph.
+is what the kernel reads of the cache, over its time in a graph. All layers read the same keys: what fits into
+the device's L2 cache (50 MB on an H100) comes from there, and only the larger rows of the table are memory's.
 
 It needs an NVIDIA GPU. With TRITON_INTERPRET=1 in the environment it runs at a tiny size in Triton's
 interpreter, to see that it runs; those times mean nothing.
