@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from engine.block_manager import BlockTable
-from engine.host_to_device import on_device
+from engine.host_to_device import on_device, send
 
 # Rows with up to this many query tokens share one padded attention call; longer chunks get their own.
 MAX_GROUPED_QUERIES = 33
@@ -94,6 +94,16 @@ class AttentionGroup:
         return torch.arange(self.keys, device=self.query_positions.device)
 
 
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Spans of up to ``MAX_GROUPED_QUERIES`` new tokens, to be attended without gathering their keys."""
+
+    tables: torch.Tensor  # [rows, blocks] block ids; behind a row's own ones any that exist
+    first_tokens: torch.Tensor  # [rows] into the packed tokens
+    counts: torch.Tensor  # [rows] new tokens
+    queries: int  # the largest count
+
+
 @dataclass
 class ForwardBatch:
     """Packed inputs of one forward: ``tokens`` is the sum of all spans' new tokens.
@@ -158,6 +168,30 @@ class ForwardBatch:
         ]
         return _cross_groups(self._lengths(), self.offsets, slots, self.slots.device)
 
+    @cached_property
+    def short_rows(self) -> PagedRows | None:
+        """The spans of a decoder-only model that are not in ``long_spans``; None if there are none."""
+        short = [i for i, n in enumerate(self._lengths()) if n <= MAX_GROUPED_QUERIES]
+        if not short:
+            return None
+        ends = [self.spans[i].table.num_computed_tokens + len(self.spans[i].token_ids) for i in short]
+        num_blocks = [-(-end // self.block_size) for end in ends]
+        counts = [len(self.spans[i].token_ids) for i in short]
+        width = max(num_blocks)
+        numbers = np.zeros(len(short) * (width + 2), dtype=np.int64)
+        tables = numbers[: len(short) * width].reshape(len(short), width)
+        for row, (i, used) in enumerate(zip(short, num_blocks, strict=True)):
+            tables[row, :used] = self.spans[i].table.block_ids[:used]
+        numbers[tables.size :] = [*self.offsets[short], *counts]
+        sent = send(torch.from_numpy(numbers), self.slots.device)
+        sent_tables, first_tokens, sent_counts = sent.split_with_sizes((tables.size, len(short), len(short)))
+        return PagedRows(sent_tables.view(tables.shape), first_tokens, sent_counts, max(counts))
+
+    @cached_property
+    def long_spans(self) -> list[int]:
+        """Which spans have more than ``MAX_GROUPED_QUERIES`` new tokens."""
+        return [i for i, length in enumerate(self._lengths()) if length > MAX_GROUPED_QUERIES]
+
     def lone_group(self, member: int) -> AttentionGroup:
         """One span of a decoder-only model, as if nothing else was in the batch."""
         span = self.spans[member]
@@ -173,7 +207,7 @@ class ForwardBatch:
             keys=keys,
             query_index=None,
             output_index=None,
-            key_slots=None if slots is None else slots.to(self.slots.device),
+            key_slots=None if slots is None else send(slots, self.slots.device),
             query_positions=self.positions[:, first : first + length],
             first_slot=blocks[0] * self.block_size,
         )
@@ -245,8 +279,8 @@ def _group(
         rows=rows,
         queries=queries,
         keys=keys,
-        query_index=None if every_query else torch.from_numpy(query_index.reshape(-1)).to(device),
-        output_index=None if all_outputs else torch.from_numpy(np.concatenate(output_index)).to(device),
-        key_slots=torch.from_numpy(key_slots.reshape(-1)).to(device),
-        query_positions=torch.from_numpy(query_positions).to(device),
+        query_index=None if every_query else send(torch.from_numpy(query_index.reshape(-1)), device),
+        output_index=None if all_outputs else send(torch.from_numpy(np.concatenate(output_index)), device),
+        key_slots=send(torch.from_numpy(key_slots.reshape(-1)), device),
+        query_positions=send(torch.from_numpy(query_positions), device),
     )

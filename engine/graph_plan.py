@@ -20,6 +20,9 @@ from engine.models.step_graphs import capture_steps
 
 # What the driver keeps for one graph of some thousand kernels: a guess, which has not been measured.
 GRAPH_BYTES = 4 << 20
+# What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
+# by rounding up: a guess as well.
+FIXED_BYTES = 128 << 20
 # The most that graphs may take of the memory that is free once the models are loaded.
 MAX_SHARE = 0.25
 # Tokens of a scored row where the draft length is not fixed, and of a drafting row after full acceptance.
@@ -51,7 +54,8 @@ class GraphPlan:
         for number, capture in enumerate(parts, start=1):
             # The first gets its share of time and memory, the last what is left of them.
             share = number / len(parts)
-            capture(deadline=started + self.seconds * share, min_free=free - int(self.memory * share))
+            allowed = min(self.memory, FIXED_BYTES + int(self.memory * share))
+            capture(deadline=started + self.seconds * share, min_free=free - allowed)
 
 
 def plan_graphs(
@@ -71,14 +75,16 @@ def plan_graphs(
         return None
     models = []
     for model, queries in wishes:
-        buckets = plan_buckets(config.max_num_sequences, max_model_len, config.block_size, queries)
+        gathers = not _reads_in_place(model)
+        buckets = plan_buckets(config.max_num_sequences, max_model_len, config.block_size, queries, gathers)
         if buckets and model.device == target.device:
             models.append((model, buckets))
     chains: list[ChainBucket] = []
     if models and models[0][0] is draft and not draft_is_translated:
         # Of the k drafts that are scored the first is drawn before the chain.
-        chains = plan_chains(config.max_num_sequences, max_model_len, config.block_size, scored - 2)
-    needed = sum(_memory(model, buckets, config.block_size) for model, buckets in models)
+        gathers = not _reads_in_place(draft)
+        chains = plan_chains(config.max_num_sequences, max_model_len, config.block_size, scored - 2, gathers)
+    needed = FIXED_BYTES + sum(_memory(model, buckets, config.block_size) for model, buckets in models)
     needed += _memory_of_chains(chains, target.vocab_size)
     memory = min(needed, int(MAX_SHARE * free_memory(target.device)))
     return GraphPlan(capture, models, chains, target.vocab_size, config.cuda_graph_seconds, memory)
@@ -87,6 +93,10 @@ def plan_graphs(
 def _can_be_captured(model: DecoderModel) -> bool:
     """Rotary angles that follow the longest text so far would be frozen at those of the capture."""
     return isinstance(model.short_forward, LeanDecoder) and model.short_forward.rotary.is_static
+
+
+def _reads_in_place(model: DecoderModel) -> bool:
+    return isinstance(model.short_forward, LeanDecoder) and model.short_forward.reads_in_place
 
 
 def _memory(model: DecoderModel, buckets: list[Bucket], block_size: int) -> int:
@@ -99,8 +109,10 @@ def _memory(model: DecoderModel, buckets: list[Bucket], block_size: int) -> int:
     logits = num_tokens * model.vocab_size * (4 + 2 * item)
     gathered = 2 * num_keys * max(layer.num_elements for layer in model.layers) * item
     masks: int = 2 * scores * config.num_attention_heads * item
+    # A kernel that reads keys in place has neither.
+    keys_and_masks = 0 if _reads_in_place(model) else gathered + masks
     activations: int = 4 * num_tokens * config.intermediate_size * item
-    return logits + gathered + masks + activations + len(buckets) * GRAPH_BYTES
+    return logits + keys_and_masks + activations + len(buckets) * GRAPH_BYTES
 
 
 def _memory_of_chains(chains: list[ChainBucket], vocab_size: int) -> int:

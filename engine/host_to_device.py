@@ -8,8 +8,12 @@ import torch
 def on_device(
     values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """``torch.tensor(values, device=device)``, which for a GPU would copy from pageable memory, and wait."""
-    tensor = torch.tensor(values, dtype=dtype)
+    """``torch.tensor(values, device=device)``, as ``send`` sends it."""
+    return send(torch.tensor(values, dtype=dtype), device)
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor.to(device)``, which for a GPU would copy from pageable memory, and wait."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

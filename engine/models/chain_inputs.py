@@ -42,9 +42,12 @@ class ChainBucket:
     passes: int
 
 
-def plan_chains(max_rows: int, max_keys: int, block_size: int, usual_passes: int) -> list[ChainBucket]:
+def plan_chains(
+    max_rows: int, max_keys: int, block_size: int, usual_passes: int, gathers: bool = True
+) -> list[ChainBucket]:
     """The most useful first: few rows, greedy, short contexts. Each shape as one pass, which chains of any
-    length can be made of, and as ``usual_passes``. None without passes."""
+    length can be made of, and as ``usual_passes``. None without passes. If attention ``gathers`` the keys,
+    there is a limit to them."""
     if usual_passes < 1:
         return []
     rows = powers(1, max_rows)
@@ -54,7 +57,7 @@ def plan_chains(max_rows: int, max_keys: int, block_size: int, usual_passes: int
     return [
         ChainBucket(shape, passes)
         for shape in shapes
-        if shape.rows * shape.blocks * block_size <= MAX_GATHERED_KEYS
+        if not (gathers and shape.rows * shape.blocks * block_size > MAX_GATHERED_KEYS)
         for passes in dict.fromkeys([1, usual_passes])
     ]
 
@@ -89,7 +92,7 @@ class ChainInputs:
     """Every shape lays out its own numbers in the same tensors, from their beginning.
 
     ``scratch_block`` belongs to no sequence: rows of padding read and write it, and rows whose draft is over
-    write it.
+    write it. As to ``gathers`` see ``StepInputs``.
     """
 
     def __init__(
@@ -99,9 +102,11 @@ class ChainInputs:
         scratch_block: int,
         device: torch.device,
         capture: Capture,
+        gathers: bool,
     ) -> None:
         self.block_size = block_size
         self.scratch_block = scratch_block
+        self.gathers = gathers
         self.sent = SentNumbers(max(sum(_sizes(bucket.shape)) for bucket in buckets), device, capture)
 
     def send(
@@ -148,7 +153,9 @@ class ChainInputs:
         logits_rows = torch.arange(shape.rows, device=ids.device)
         temperature, top_p, min_p = shares.view(torch.float64).float().view(-1, 3).unbind(1)
         return ChainPass(
-            captured_batch(ids, positions, slots, logits_rows, positions, tables, self.block_size),
+            captured_batch(
+                ids, positions, slots, logits_rows, positions, tables, self.block_size, self.gathers
+            ),
             is_running,
             DrawTensors(is_greedy != 0, seeds, top_k, temperature, top_p, min_p),
             positions + 1,

@@ -61,7 +61,8 @@ class DraftChain:
         self.vocab_size = vocab_size
         self.device = steps.logits.device
         scratch_block, capture = steps.inputs.scratch_block, steps.capture
-        self.inputs = ChainInputs(planned, steps.block_size, scratch_block, self.device, capture)
+        gathers = not steps.lean.reads_in_place
+        self.inputs = ChainInputs(planned, steps.block_size, scratch_block, self.device, capture, gathers)
         num_rows = max(bucket.shape.rows for bucket in planned)
         # In one place for all, as their pool is overwritten by every replay.
         self.ids = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
@@ -135,7 +136,7 @@ class DraftChain:
         # A broken model may have drawn an id that only the target has: any stand-in will do.
         ids = self.ids[: shape.rows].clamp(max=lean.embeddings.shape[0] - 1)
         inputs = self.inputs.batch(shape, ids, self.num_done)
-        parts = TorchParts(inputs.batch, self.steps.cache, lean.rotary)
+        parts = TorchParts(inputs.batch, self.steps.cache, lean.rotary, lean.attention)
         logits = in_width(lean.logits(lean.hidden(ids, parts), parts).float(), self.vocab_size)
         self.logits[: shape.rows].copy_(logits)
         self._draw(bucket, logits, inputs)

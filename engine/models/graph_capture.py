@@ -4,7 +4,9 @@ A captured function must not look at what it computes, must not wait for the dev
 addresses for ever (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -79,7 +81,7 @@ class CudaCapture:
                         function()
                 usual_stream.wait_stream(self.stream)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                with without_garbage_collection(), torch.cuda.graph(graph, self.pool, self.stream):
                     function()
             finally:
                 # After a failed capture torch.cuda.graph leaves its own stream in place.
@@ -92,6 +94,19 @@ class CudaCapture:
             torch.cuda.empty_cache()  # what the allocator keeps for later is nobody's
             free, _ = torch.cuda.mem_get_info()
         return free
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Among the garbage may be old graphs and kernels. The driver refuses to destroy them during a capture,
+    and fails it (https://github.com/pytorch/pytorch/pull/161037)."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def make_capture(device: torch.device) -> Capture | None:

@@ -3,6 +3,7 @@
 ``engine.native.layer_parts`` does the same in C, for few rows on a CPU.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
-from engine.models.attention import PagedAttention
+from engine.models.attention import AttentionContext, PagedAttention
 
 # Rotary types whose angles are a function of the position alone, so that a table can hold them.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -99,8 +100,14 @@ class LayerParts(Protocol):
 
 
 class TorchParts:
-    def __init__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
-        self.context = PagedAttention(batch, cache)
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        cache: KVCache,
+        rotary: Rotary,
+        attention: Callable[[ForwardBatch, KVCache], AttentionContext] = PagedAttention,
+    ) -> None:
+        self.context = attention(batch, cache)
         cos, sin = rotary.angles(batch.positions[0])
         self.cos, self.sin = cos[:, None], sin[:, None]
 

@@ -11,6 +11,7 @@ short text (``run_lean``); every other model runs as it is.
 import ctypes
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch import nn
 from engine.batch import ForwardBatch, Span
 from engine.block_manager import BlockTable
 from engine.kv_cache import KVCache
+from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.decoder_only import DecoderModel
+from engine.models.in_place_attention import InPlaceAttention, find_kernel
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
 from engine.models.packed_linear import make_product
 from engine.native.layer_parts import NativeKernels, serves
@@ -61,7 +64,22 @@ def run_lean(decoder: DecoderModel, native_kernels: bool) -> bool:
     if not same:
         way = "The native kernels" if decoder.is_native else "The short forward"
         logger.warning("%s differ from transformers' layers and are not used", way)
+    elif not decoder.is_native:
+        _read_in_place(decoder, lean, expected)
     return same
+
+
+def _read_in_place(decoder: DecoderModel, lean: "LeanDecoder", expected: torch.Tensor) -> None:
+    """Let ``lean`` attend without gathering keys, where there is a kernel that is right."""
+    kernel = find_kernel([layer.attention for layer in lean.layers], decoder.dtype, decoder.device)
+    if kernel is None:
+        return
+    usual = lean.attention, lean.make_parts
+    lean.attention = partial(InPlaceAttention, kernel)
+    lean.make_parts = partial(TorchParts, attention=lean.attention)
+    if not same_logits(_probe_logits(decoder), expected, decoder.dtype):
+        logger.warning("The logits of the attention kernel differ and it is not used")
+        lean.attention, lean.make_parts = usual
 
 
 def _probe_logits(decoder: DecoderModel) -> torch.Tensor:
@@ -89,6 +107,8 @@ class LeanDecoder:
     def __init__(self, model: Any, native_kernels: bool) -> None:
         kernels = _kernels(model) if native_kernels else None
         self.make_parts: Callable[[ForwardBatch, KVCache, Rotary], LayerParts] = TorchParts
+        # That of TorchParts, in captured passes too.
+        self.attention: Callable[[ForwardBatch, KVCache], AttentionContext] = PagedAttention
         if kernels is not None:
             self.make_parts = NativeKernels(kernels)
         self.embeddings = model.model.embed_tokens.weight.detach()
@@ -100,6 +120,11 @@ class LeanDecoder:
         self.norm = Norm.of(model.model.norm)
         self.head = make_product([model.lm_head], kernels)
         model.model, model.lm_head = nn.Identity(), nn.Identity()
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``."""
+        return self.attention is not PagedAttention
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Logits [len(logits_index), vocab]."""

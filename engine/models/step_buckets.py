@@ -36,9 +36,11 @@ class Bucket:
         return rows <= self.rows and queries <= self.queries and blocks <= self.blocks
 
 
-def plan_buckets(max_rows: int, max_keys: int, block_size: int, usual_queries: int) -> list[Bucket]:
+def plan_buckets(
+    max_rows: int, max_keys: int, block_size: int, usual_queries: int, gathers: bool = True
+) -> list[Bucket]:
     """The most useful first: few rows, plain decoding or ``usual_queries``, short contexts, and from there
-    on in all three directions at once."""
+    on in all three directions at once. If attention ``gathers`` the keys, there is a limit to them."""
     queries = [1, usual_queries, *QUERIES] if usual_queries <= MAX_GROUPED_QUERIES else [*QUERIES]
     levels = [
         powers(1, max_rows),
@@ -50,10 +52,11 @@ def plan_buckets(max_rows: int, max_keys: int, block_size: int, usual_queries: i
         Bucket(*(level[i] for level, i in zip(levels, place, strict=True)))
         for place in sorted(places, key=sum)
     ]
+    most_blocks = MAX_GATHERED_KEYS // block_size
     return [
         bucket
         for bucket in buckets
-        if bucket.num_tokens <= MAX_TOKENS and bucket.rows * bucket.blocks * block_size <= MAX_GATHERED_KEYS
+        if bucket.num_tokens <= MAX_TOKENS and not (gathers and bucket.rows * bucket.blocks > most_blocks)
     ]
 
 

@@ -46,7 +46,9 @@ class StepGraphs:
         self.cache = model.cache
         self.block_size = model.block_size
         self.capture = capture
-        self.inputs = StepInputs(planned, self.block_size, scratch_block, model.device, capture)
+        self.inputs = StepInputs(
+            planned, self.block_size, scratch_block, model.device, capture, not self.lean.reads_in_place
+        )
         # In one place for all, as their pool is overwritten by every replay.
         self.logits = torch.zeros(
             max(bucket.num_tokens for bucket in planned), model.vocab_size, device=model.device
@@ -86,7 +88,7 @@ class StepGraphs:
     def _step(self, bucket: Bucket) -> None:
         """What is captured: no Python decision here or below depends on the inputs' values."""
         batch = self.inputs.batch(bucket)
-        parts = TorchParts(batch, self.cache, self.lean.rotary)
+        parts = TorchParts(batch, self.cache, self.lean.rotary, self.lean.attention)
         hidden = self.lean.hidden(batch.token_ids[0], parts)
         hidden = hidden.index_select(0, batch.logits_index)
         self.logits[: bucket.num_tokens].copy_(self.lean.logits(hidden, parts))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.batch import AttentionGroup, ForwardBatch, Span, new_slots
+from engine.batch import AttentionGroup, ForwardBatch, PagedRows, Span, new_slots
 from engine.models.graph_capture import Capture, SentNumbers
 from engine.models.step_buckets import Bucket
 
@@ -16,7 +16,8 @@ from engine.models.step_buckets import Bucket
 class StepInputs:
     """Every bucket lays out its own numbers in the same tensors, from their beginning.
 
-    ``scratch_block`` belongs to no sequence: padding is stored there, and rows of padding read it.
+    ``scratch_block`` belongs to no sequence: padding is stored there, and rows of padding read it. Attention
+    that ``gathers`` keys is told their slots, other attention the block tables.
     """
 
     def __init__(
@@ -26,9 +27,11 @@ class StepInputs:
         scratch_block: int,
         device: torch.device,
         capture: Capture,
+        gathers: bool = True,
     ) -> None:
         self.block_size = block_size
         self.scratch_block = scratch_block
+        self.gathers = gathers
         self.sent = SentNumbers(max(sum(_sizes(bucket)) for bucket in buckets), device, capture)
         self.host, self.numbers = self.sent.host, self.sent.numbers
 
@@ -82,7 +85,7 @@ class StepInputs:
         parts = self.numbers[: sum(sizes)].split_with_sizes(sizes)
         ids, positions, slots, logits_rows, last, tables = parts
         tables = tables.view(bucket.rows, bucket.blocks)
-        return captured_batch(ids, positions, slots, logits_rows, last, tables, self.block_size)
+        return captured_batch(ids, positions, slots, logits_rows, last, tables, self.block_size, self.gathers)
 
 
 def captured_batch(
@@ -93,29 +96,38 @@ def captured_batch(
     last: torch.Tensor,
     tables: torch.Tensor,
     block_size: int,
+    gathers: bool,
 ) -> ForwardBatch:
-    """A batch of equally many tokens in each row, whose keys' slots are computed on the device.
+    """A batch of equally many tokens in each row. What attention needs beside ``tables`` is computed on the
+    device.
 
     ``ids``, ``positions`` and ``slots`` [tokens], row after row; ``logits_rows`` index them; ``last`` [rows]
     is each row's last position, ``tables`` [rows, blocks] where its keys lie.
     """
-    rows, keys, device = len(tables), tables.shape[1] * block_size, tables.device
+    rows, queries, device = len(tables), len(ids) // len(tables), tables.device
+    batch = ForwardBatch([], block_size, ids[None], positions[None], slots, logits_rows)
+    if not gathers:
+        # A row's padding stands at its last position, so every row has all its queries.
+        counts = torch.full((rows,), queries, device=device)
+        first_tokens = torch.arange(rows, device=device) * queries
+        batch.short_rows = PagedRows(tables, first_tokens, counts, queries)
+        return batch
+    keys = tables.shape[1] * block_size
     offsets = torch.arange(block_size, device=device)
     key_slots = (tables[..., None] * block_size + offsets).view(rows, keys)
     # Beyond a row's own keys stands its first one, again and again. They are masked, but a mask does not
     # silence what others may have left in a block: infinities times zero.
     is_own = torch.arange(keys, device=device) <= last[:, None]
     key_slots = torch.where(is_own, key_slots, key_slots[:, :1])
-    batch = ForwardBatch([], block_size, ids[None], positions[None], slots, logits_rows)
     batch.groups = [
         AttentionGroup(
             rows=rows,
-            queries=len(ids) // rows,
+            queries=queries,
             keys=keys,
             query_index=None,
             output_index=None,
             key_slots=key_slots.view(-1),
-            query_positions=positions.view(rows, -1),
+            query_positions=positions.view(rows, queries),
             keys_are_padded=True,
         )
     ]

@@ -7,17 +7,22 @@ what bfloat16 does to a real pair's text is measured by ``benchmarks.gpu``, not 
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.messages import SamplingParams
 from engine.models.graph_capture import make_capture
+from engine.models.in_place_attention import find_kernel
+from engine.models.layer_parts import AttentionShape
+from engine.models.lean_decoder import LeanDecoder
 from engine.models.step_graphs import StepGraphs
 from engine.sampling.sampler import Drafts, Sampler
 from engine.scheduler import Scheduled
-from tests.engine import chain_gates, gates, graph_gates, test_distribution
+from tests.engine import chain_gates, gates, graph_gates, test_distribution, triton_gates
 from tests.engine.conftest import Models
 from tests.engine.test_distribution import Pair, p_values, pair
 from tests.engine.test_draft_chain import PARAMS, draws_are_the_samplers, make_engines
@@ -151,3 +156,34 @@ def test_graphs_stay_within_their_time(models: Models) -> None:
     core = make_engine_here(models.target, models.close_draft, cuda_graph_seconds=3)
     assert isinstance(core.target.graphs, StepGraphs)
     assert time.monotonic() - started < 30  # everything else included
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+KERNEL_CASES: dict[str, dict[str, Any]] = {
+    "usual": {"longest": 300},
+    "bfloat16": {"dtype": torch.bfloat16, "heads": (32, 8), "size": 128, "longest": 1000, "block_size": 16},
+    "float16": {"dtype": torch.float16, "heads": (8, 8), "size": 64, "longest": 1000},
+    "heads of 96": {"dtype": torch.bfloat16, "heads": (6, 2), "size": 96},
+    "heads of 256": {"dtype": torch.bfloat16, "heads": (8, 1), "size": 256, "longest": 500},
+    "a window": {"dtype": torch.bfloat16, "window": 70, "longest": 300},
+    "more splits than keys": {"num_splits": 32, "longest": 20},
+    "splits": {"dtype": torch.bfloat16, "num_splits": 7, "longest": 2000, "size": 128},
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("seed", range(2))  # every size of program is compiled
+@pytest.mark.parametrize("case", KERNEL_CASES.values(), ids=KERNEL_CASES.keys())
+def test_the_kernel_attends_like_gathering(case: dict[str, Any], seed: int) -> None:
+    shape = AttentionShape(0, 8, 2, 64, 0.125, None, None)
+    kernel = find_kernel([shape], torch.bfloat16, torch.device(DEVICE))
+    assert kernel is not None
+    triton_gates.same_as_gathered(kernel, seed, device=DEVICE, **case)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_engines_read_keys_in_place(dtype: str, models: Models) -> None:
+    model = make_engine_here(models.target, None, dtype=dtype).target
+    assert isinstance(model.short_forward, LeanDecoder)
+    assert model.short_forward.reads_in_place

@@ -346,6 +346,7 @@ def test_time_and_memory_end_the_capturing(models: Models, taped: None, monkeypa
     monkeypatch.setattr(TapeCapture, "free_memory", lambda self: -self.num_recorded << 20)
     for part in ("_memory", "_memory_of_chains"):
         monkeypatch.setattr(graph_plan, part, lambda *_: 3 << 20)
+    monkeypatch.setattr(graph_plan, "FIXED_BYTES", 0)
     core = make_engine(models.target, models.close_draft)
     draft = core.proposer.proposers["draft_model"].model  # type: ignore[attr-defined]
     for model in (draft, core.target):

@@ -1,0 +1,202 @@
+"""Attention that gathers nothing, where there is a kernel for it: on a GPU, for the short forward's layers.
+
+One more way behind ``AttentionContext``. The kernel (``paged_kernels``) is used if triton is there, which
+torch's CUDA builds bring, and if it computes what gathering computes: it is asked at load, for every shape of
+program that will be needed, which compiles them too.
+"""
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+
+from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
+from engine.block_manager import BlockTable
+from engine.kv_cache import KVCache, LayerShape
+from engine.models.attention import PagedAttention, attend_group
+from engine.models.layer_parts import AttentionShape
+
+MAX_HEAD_SIZE = 256
+# The first with matrix units for bfloat16 and with copies that run beside the arithmetic.
+MIN_CAPABILITY = (8, 0)
+# Largest deviation of a number that was attended, as a share of the largest, from what float64 gives: rounded
+# weights and results make up to half of it, a key too many or too few far more.
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+CHECK_BLOCK_SIZE = 16
+# Tokens in the cache before those of the check's rows: fewer than splits, some blocks, many.
+CHECK_CONTEXTS = (2, 37, 180)
+# Longer windows are not looked beyond: float64 copies of so many keys would need too much memory.
+MAX_CHECKED_WINDOW = 8192
+
+logger = logging.getLogger(__name__)
+
+
+class RowsKernel(Protocol):
+    """``paged_kernels.attend_rows``."""
+
+    def __call__(
+        self,
+        output: torch.Tensor,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rows: PagedRows,
+        positions: torch.Tensor,
+        block_size: int,
+        scaling: float,
+        sliding_window: int | None,
+        num_splits: int | None = None,
+    ) -> None: ...
+
+
+class InPlaceAttention:
+    """Stores the new keys and values, then attends to all short rows at once; long chunks as ever."""
+
+    def __init__(self, kernel: RowsKernel, batch: ForwardBatch, cache: KVCache) -> None:
+        self.kernel = kernel
+        self.batch = batch
+        self.cache = cache
+        # First and last token of each long chunk, and what all layers need to know of its keys.
+        self._long = [
+            (*batch.offsets[member : member + 2].tolist(), batch.lone_group(member))
+            for member in batch.long_spans
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert scaling is not None
+        assert softcap is None  # LeanDecoder's layers have neither
+        assert sinks is None
+        batch, cache = self.batch, self.cache
+        cache.write(layer, batch.slots, key, value)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        rows = batch.short_rows
+        if rows is not None:
+            self.kernel(
+                output,
+                query,
+                cache.keys[layer],
+                cache.values[layer],
+                rows,
+                batch.positions[0],
+                batch.block_size,
+                scaling,
+                sliding_window,
+            )
+        for first, end, group in self._long:
+            output[first:end] = attend_group(group, cache, layer, query[first:end], scaling, sliding_window)
+        return output
+
+
+def find_kernel(
+    shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
+) -> RowsKernel | None:
+    """The kernel, if it serves all of ``shapes`` on ``device`` and is right; None, with a warning if it was
+    worth trying."""
+    shapes = list(shapes)
+    if not serves(shapes, dtype, device):
+        return None
+    try:
+        from engine.models.paged_kernels import attend_rows, tile_size
+
+        checked = set()
+        for shape in shapes:
+            shared = shape.num_heads // shape.num_kv_heads
+            # The largest number of new tokens for every size of program.
+            queries = {tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
+            look = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.scaling, shape.sliding_window
+            if look in checked:
+                continue
+            checked.add(look)
+            for num_queries in queries.values():
+                for num_splits in (1, 7):
+                    kernel = partial(attend_rows, num_splits=num_splits)
+                    if not is_right(kernel, shape, dtype, device, num_queries):
+                        logger.warning("The attention kernel differs from torch's and is not used")
+                        return None
+    except Exception as error:  # compilers and drivers fail in many ways; gathering needs none of this
+        logger.warning("The attention kernel cannot be used: %s", error)
+        return None
+    return attend_rows
+
+
+def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel is made for such layers on such a device, and triton is installed."""
+    return (
+        _is_fit(device)
+        and dtype in TOLERANCES
+        and all(shape.head_size <= MAX_HEAD_SIZE for shape in shapes)
+        and find_spec("triton") is not None
+    )
+
+
+def _is_fit(device: torch.device) -> bool:
+    # AMD's devices are called cuda as well; nothing was compiled for them, not even to look at it.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+@torch.inference_mode()
+def is_right(
+    kernel: RowsKernel, shape: AttentionShape, dtype: torch.dtype, device: torch.device, queries: int
+) -> bool:
+    """Whether ``kernel`` attends like torch in float64, over rows of up to ``queries`` new tokens in
+    scattered blocks of a cache that holds NaN wherever nothing was stored."""
+    window, heads = shape.sliding_window, (shape.num_kv_heads, shape.head_size)
+    longest = CHECK_CONTEXTS[-1] + (window if window is not None and window <= MAX_CHECKED_WINDOW else 0)
+    spans, num_blocks = _check_spans([*CHECK_CONTEXTS[:-1], longest], [queries // 2 + 1, 1, queries])
+    batch = ForwardBatch.build(spans, CHECK_BLOCK_SIZE, device)
+    slots = [
+        torch.from_numpy(table_slots(span.table, span.table.num_computed_tokens, CHECK_BLOCK_SIZE))
+        for span in spans
+    ]
+    stored = torch.cat(slots).to(device)
+    generator = torch.Generator().manual_seed(queries)
+    context, new = (
+        [torch.randn(tokens, *heads, generator=generator).to(device, dtype) for _ in range(2)]
+        for tokens in (len(stored), len(batch.slots))
+    )
+    # Side by side with keys, as in a layer: the kernel is compiled for the distance from token to token.
+    both = shape.num_heads + shape.num_kv_heads
+    query = torch.randn(len(batch.slots), both, shape.head_size, generator=generator)
+    # Some keys matter much more than others, so that none can be missed.
+    query = (query * (4 / (shape.scaling * shape.head_size**0.5))).to(device, dtype)[:, : shape.num_heads]
+    outputs = []
+    for attention, used in ((partial(InPlaceAttention, kernel), dtype), (PagedAttention, torch.float64)):
+        cache = KVCache([LayerShape(heads, heads, device)], num_blocks * CHECK_BLOCK_SIZE, used)
+        cache.keys[0].fill_(torch.nan)
+        cache.values[0].fill_(torch.nan)
+        cache.write(0, stored, *(x.to(used) for x in context))
+        q, k, v = (x.to(used) for x in (query, *new))  # stays the same view in its own dtype
+        outputs.append(attention(batch, cache).attend(0, q, k, v, shape.scaling, window))
+    ours, theirs = outputs
+    return bool(((ours - theirs).abs().max() <= TOLERANCES[dtype] * theirs.abs().max()).item())
+
+
+def _check_spans(contexts: list[int], lengths: list[int]) -> tuple[list[Span], int]:
+    """Rows of ``lengths`` after ``contexts`` in blocks that do not follow each other, and how many blocks
+    there must be."""
+    needed = [
+        -(-(context + length) // CHECK_BLOCK_SIZE) for context, length in zip(contexts, lengths, strict=True)
+    ]
+    num_blocks = sum(needed) + 2
+    blocks = [*range(1, num_blocks, 2), *range(0, num_blocks, 2)]
+    spans = []
+    for context, length, number in zip(contexts, lengths, needed, strict=True):
+        table = BlockTable()
+        table.block_ids, blocks = blocks[:number], blocks[number:]
+        table.num_computed_tokens = context
+        spans.append(Span(table, [0] * length, length))
+    return spans, num_blocks

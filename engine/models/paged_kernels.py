@@ -1,0 +1,280 @@
+"""Attention that reads keys and values where they lie in the paged cache, for rows of few new tokens: Triton.
+
+Nothing is gathered. One program takes a row, one key-value head and a share of the row's keys, and computes
+all query heads that share them, with a running softmax in float32 (FlashAttention-2, arXiv 2307.08691). Few
+rows with many keys are split over more programs (https://pytorch.org/blog/flash-decoding), and a second
+kernel joins their shares. How many there are depends on shapes alone, so that a CUDA graph can hold it.
+
+Importing this module imports triton, which is no dependency: ``in_place_attention`` does where it has a use.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.batch import PagedRows
+
+# Rows of queries x shared heads, and keys, that a program multiplies at a time: tl.dot wants 16 of each, and
+# 64 rows of float32 numbers, which are not multiplied by matrix units, do not fit into registers.
+MIN_TILE, MAX_TILE = 16, 64
+# Bytes of a tile of keys, and as many of values: two of each are on their way at once.
+KEY_TILE_BYTES = 8 << 10
+# A share below this many keys is not worth a program; more programs than this many a multiprocessor wait.
+MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
+
+# What differs from pass to pass must not be compiled in: whatever is served is compiled at load.
+_VARIES = (
+    "tables",
+    "first_tokens",
+    "counts",
+    "positions",
+    "block_size",
+    "max_blocks",
+    "max_queries",
+    "num_tiles",
+)
+
+
+@triton.jit(do_not_specialize=_VARIES)
+def attend_share(
+    output,  # [tokens, heads, size]; split: float32 [rows, max_queries, heads, splits, size]
+    log_sums,  # split: float32 [rows, max_queries, heads, splits], of exponentials, base 2
+    query,  # [tokens, heads, size], QUERY_STRIDE numbers from one token to the next
+    keys,  # [slots, kv heads, size]
+    values,
+    tables,  # int64 [rows, max_blocks]
+    first_tokens,  # int64 [rows]
+    counts,  # int64 [rows]
+    positions,  # int64 [tokens]
+    scale,  # of scores, for exponentials of base 2
+    block_size,
+    max_blocks,
+    max_queries,
+    num_tiles,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    SHARED: tl.constexpr = HEADS // KV_HEADS
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1) // num_tiles
+    split, num_splits = tl.program_id(2), tl.num_programs(2)
+    place = tl.program_id(1) % num_tiles * TILE + tl.arange(0, TILE)
+    index = place // SHARED  # of the token in its row
+    head = kv_head * SHARED + place % SHARED
+    is_query = index < tl.load(counts + row)
+    token = tl.load(first_tokens + row) + index
+    position = tl.load(positions + token, mask=is_query, other=-1).to(tl.int32)
+    number = tl.arange(0, PADDED_SIZE)
+    is_number = number < SIZE
+    q = tl.load(
+        query + (token * QUERY_STRIDE + head * SIZE)[:, None] + number[None, :],
+        mask=is_query[:, None] & is_number[None, :],
+        other=0.0,
+    )
+
+    # Keys that any of these queries sees, and this program's share of them.
+    end = tl.max(position, 0) + 1
+    begin = tl.zeros_like(end)
+    if WINDOW > 0:
+        begin = tl.maximum(tl.min(tl.where(is_query, position, end), 0) - WINDOW + 1, 0)
+    share = tl.cdiv(tl.cdiv(end - begin, num_splits), KEY_TILE) * KEY_TILE
+    begin += split * share
+    end = tl.minimum(begin + share, end)
+
+    largest = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    attended = tl.zeros([TILE, PADDED_SIZE], tl.float32)
+    for start in range(begin, end, KEY_TILE):
+        key = start + tl.arange(0, KEY_TILE)
+        # What lies beyond a row's keys may be anything, even NaN: it is not loaded.
+        is_key = key < end
+        block = tl.load(tables + row * max_blocks + key // block_size, mask=is_key, other=0)
+        stored = ((block * block_size + key % block_size) * KV_HEADS + kv_head) * SIZE
+        k = tl.load(
+            keys + stored[None, :] + number[:, None], mask=is_key[None, :] & is_number[:, None], other=0.0
+        )
+        v = tl.load(
+            values + stored[:, None] + number[None, :], mask=is_key[:, None] & is_number[None, :], other=0.0
+        )
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        sees = is_key[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            sees = sees & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(sees, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A query that has seen no key yet: minus infinity less itself is no number.
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(largest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        attended = attended * shrink[:, None]
+        attended = tl.dot(weights.to(v.dtype), v, attended, input_precision="ieee")
+        largest = new_largest
+
+    has_seen = total > 0
+    total = tl.where(has_seen, total, 1.0)
+    if IS_SPLIT:
+        at = ((row * max_queries + index) * HEADS + head) * num_splits + split
+        log_sum = tl.where(has_seen, largest + tl.log2(total), float("-inf"))
+        tl.store(log_sums + at, log_sum, mask=is_query)
+    else:
+        at = token * HEADS + head
+    tl.store(
+        output + at[:, None].to(tl.int64) * SIZE + number[None, :],
+        (attended / total[:, None]).to(output.dtype.element_ty),
+        mask=is_query[:, None] & is_number[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=("first_tokens", "counts", "max_queries", "num_splits"))
+def join_shares(
+    output,  # [tokens, heads, size]
+    shares,  # float32 [rows, max_queries, heads, splits, size]
+    log_sums,  # float32 [rows, max_queries, heads, splits]
+    first_tokens,
+    counts,
+    max_queries,
+    num_splits,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+):
+    place, head = tl.program_id(0), tl.program_id(1)
+    row, index = place // max_queries, place % max_queries
+    if index < tl.load(counts + row):
+        split = tl.arange(0, MOST_SPLITS)
+        is_split = split < num_splits
+        at = (place * HEADS + head) * num_splits + split
+        number = tl.arange(0, PADDED_SIZE)
+        is_number = number < SIZE
+        log_sum = tl.load(log_sums + at, mask=is_split, other=float("-inf"))
+        # Every query sees a key, so the largest is finite.
+        weights = tl.exp2(log_sum - tl.max(log_sum, 0))
+        share = tl.load(
+            shares + at[:, None].to(tl.int64) * SIZE + number[None, :],
+            mask=is_split[:, None] & is_number[None, :],
+            other=0.0,
+        )
+        joined = tl.sum(share * weights[:, None], 0) / tl.sum(weights, 0)
+        token = tl.load(first_tokens + row) + index
+        tl.store(
+            output + (token * HEADS + head) * SIZE + number,
+            joined.to(output.dtype.element_ty),
+            mask=is_number,
+        )
+
+
+def attend_rows(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows,
+    positions: torch.Tensor,
+    block_size: int,
+    scaling: float,
+    sliding_window: int | None,
+    num_splits: int | None = None,
+) -> None:
+    """Write to ``output`` [tokens, heads, size], contiguous, what the tokens of ``rows`` attend to.
+
+    ``query`` like ``output``, its heads and numbers contiguous; ``keys`` and ``values`` [slots, kv heads,
+    size], contiguous; ``positions`` int64 [tokens]: a token sees its row's keys up to its own position.
+    ``num_splits``, up to ``MAX_SPLITS``, is chosen by the shapes unless given.
+    """
+    _, heads, size = query.shape
+    kv_heads = keys.shape[1]
+    num_rows, max_blocks = rows.tables.shape
+    places = rows.queries * (heads // kv_heads)
+    tile = tile_size(places, query.dtype)
+    num_tiles = triton.cdiv(places, tile)
+    if num_splits is None:
+        longest = min(max_blocks * block_size, (sliding_window or 1 << 30) + rows.queries)
+        num_splits = splits(num_rows * kv_heads * num_tiles, longest, query.device)
+    padded_size = max(16, triton.next_power_of_2(size))
+    key_tile = key_tile_size(padded_size, keys.dtype)
+    target, log_sums = output, output
+    if num_splits > 1:
+        shape = num_rows, rows.queries, heads, num_splits
+        target = torch.empty(*shape, size, dtype=torch.float32, device=query.device)
+        log_sums = torch.empty(shape, dtype=torch.float32, device=query.device)
+    # Triton launches on the current device, whatever its arguments are on.
+    with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+        attend_share[num_rows, kv_heads * num_tiles, num_splits](
+            target,
+            log_sums,
+            query,
+            keys,
+            values,
+            rows.tables,
+            rows.first_tokens,
+            rows.counts,
+            positions,
+            scaling * math.log2(math.e),
+            block_size,
+            max_blocks,
+            rows.queries,
+            num_tiles,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            SIZE=size,
+            PADDED_SIZE=padded_size,
+            QUERY_STRIDE=query.stride(0),
+            WINDOW=sliding_window or 0,
+            TILE=tile,
+            KEY_TILE=key_tile,
+            IS_SPLIT=num_splits > 1,
+            num_warps=4,
+            num_stages=2,
+            enable_fp_fusion=True,
+        )
+        if num_splits > 1:
+            join_shares[num_rows * rows.queries, heads](
+                output,
+                target,
+                log_sums,
+                rows.first_tokens,
+                rows.counts,
+                rows.queries,
+                num_splits,
+                HEADS=heads,
+                SIZE=size,
+                PADDED_SIZE=padded_size,
+                MOST_SPLITS=MAX_SPLITS,
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+
+
+def tile_size(places: int, dtype: torch.dtype) -> int:
+    """Rows of queries x shared heads that one program takes, of ``places``."""
+    largest = MIN_TILE if dtype == torch.float32 else MAX_TILE
+    return min(largest, max(MIN_TILE, int(triton.next_power_of_2(places))))
+
+
+def key_tile_size(padded_size: int, dtype: torch.dtype) -> int:
+    """Keys that one program multiplies at a time."""
+    return min(MAX_TILE, max(MIN_TILE, KEY_TILE_BYTES // (padded_size * dtype.itemsize)))
+
+
+def splits(num_programs: int, num_keys: int, device: torch.device) -> int:
+    """Shares of each row's ``num_keys``: as many as fill the device, if each brings ``num_programs``."""
+    wanted = PROGRAMS_OF_MULTIPROCESSOR * _num_multiprocessors(device) // num_programs
+    return max(1, min(wanted, num_keys // MIN_KEYS_OF_SPLIT, MAX_SPLITS))
+
+
+@lru_cache
+def _num_multiprocessors(device: torch.device) -> int:
+    """Of a CPU, where only Triton's interpreter runs, as if it were a GPU."""
+    return 100 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

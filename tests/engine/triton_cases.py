@@ -1,0 +1,327 @@
+"""The attention kernel in Triton's interpreter, on the CPU. ``test_triton_attention`` runs it in a process of
+its own: TRITON_INTERPRET must be set before triton is imported.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton
+from triton.runtime import interpreter
+
+from engine import graph_plan
+from engine.messages import SamplingParams
+from engine.models import in_place_attention, paged_kernels, step_buckets
+from engine.models.chain_inputs import ChainBucket, ChainInputs, plan_chains
+from engine.models.in_place_attention import InPlaceAttention, RowsKernel, find_kernel
+from engine.models.layer_parts import AttentionShape
+from engine.models.lean_decoder import LeanDecoder
+from engine.models.step_buckets import plan_buckets
+from engine.models.step_inputs import StepInputs
+from engine.sampling.captured_draw import DrawKind
+from tests.engine import chain_gates, graph_gates
+from tests.engine.chain_gates import GREEDY
+from tests.engine.conftest import Models
+from tests.engine.test_lean_decoder import CONFIGS, save
+from tests.engine.triton_bugs import BUGS, planted
+from tests.engine.triton_gates import same_as_gathered
+from tests.models import make_engine, run_engine
+from tests.tape import TapeCapture
+
+assert os.environ["TRITON_INTERPRET"] == "1"
+
+Patch = pytest.MonkeyPatch
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def products_of_bfloat16(monkeypatch: Patch) -> None:
+    """The interpreter keeps bfloat16 as 16-bit integers, and multiplies these."""
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        def widened(x: Any) -> Any:
+            if x.dtype.scalar != triton.language.bfloat16:
+                return x
+            bits = x.data.astype(np.uint32) << 16
+            return interpreter.TensorHandle(bits.view(np.float32), triton.language.float32)
+
+        return create_dot(self, widened(a), widened(b), *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "a window": {"window": 6},
+    "a window of one": {"window": 1},
+    "a window wider than a tile": {"window": 50, "longest": 150},
+    "every head for itself": {"heads": (3, 3)},
+    "one head for all": {"heads": (7, 1)},
+    "heads of 8": {"size": 8},
+    "heads of 96": {"size": 96, "heads": (2, 1)},
+    "heads of 256": {"size": 256, "heads": (2, 1)},
+    "float16": {"dtype": torch.float16},
+    "bfloat16": {"dtype": torch.bfloat16, "heads": (8, 2)},
+    "two splits": {"num_splits": 2, "longest": 200},
+    "splits and a window": {"num_splits": 3, "window": 70, "longest": 200, "dtype": torch.bfloat16},
+    "more splits than keys": {"num_splits": 5, "longest": 3, "heads": (2, 1)},
+    "blocks of 16": {"block_size": 16, "longest": 300},
+    "blocks of 5": {"block_size": 5},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_same_as_gathered(case: dict[str, Any]) -> None:
+    same_as_gathered(paged_kernels.attend_rows, 0, **case)
+
+
+def test_splits_by_shape() -> None:
+    assert paged_kernels.splits(8, 4096, CPU) == 25
+    assert paged_kernels.splits(1, 4096, CPU) == 32
+    assert paged_kernels.splits(8, 512, CPU) == 4
+    assert paged_kernels.splits(8, 100, CPU) == 1
+    assert paged_kernels.splits(300, 4096, CPU) == 1
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: Patch) -> None:
+    """The CPU counts as a device for the kernel, in the interpreter."""
+    monkeypatch.setattr(in_place_attention, "_is_fit", lambda device: True)
+
+
+# Bugs, planted in the kernels' text.
+
+# The cheapest first.
+CAUGHT_BY = [
+    {"longest": 20},
+    {"window": 6, "longest": 20},
+    {"longest": 150, "num_splits": 2, "heads": (2, 1)},
+    {"window": 6, "longest": 150, "num_splits": 3},
+    {"window": 40, "longest": 150, "heads": (4, 2)},
+]
+
+
+def all_gates(kernel: RowsKernel) -> None:
+    for seed in range(4):
+        for case in CAUGHT_BY:
+            same_as_gathered(kernel, seed, **case)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_gates_catch(bug: str, tmp_path: Path) -> None:
+    kernel = planted(bug, tmp_path).attend_rows
+    with pytest.raises(AssertionError):
+        all_gates(kernel)
+
+
+SHAPE, WINDOWED = (AttentionShape(0, 4, 2, 16, 0.25, window, None) for window in (None, 6))
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_the_check_at_load_catches(
+    bug: str, tmp_path: Path, on_the_cpu: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paged_kernels, "attend_rows", planted(bug, tmp_path).attend_rows)
+    with caplog.at_level(logging.WARNING):
+        assert find_kernel([WINDOWED if "window" in bug else SHAPE], torch.bfloat16, CPU) is None
+    assert "The attention kernel differs" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_check_at_load_finds_it_right(dtype: torch.dtype, on_the_cpu: None, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(in_place_attention, "MAX_GROUPED_QUERIES", 9)  # two sizes of program
+    assert find_kernel([SHAPE, SHAPE], dtype, CPU) is paged_kernels.attend_rows
+
+
+# The kernel in engines.
+
+
+@pytest.fixture
+def taped(monkeypatch: Patch, on_the_cpu: None) -> None:
+    """Passes are captured on tapes, on which each launch of the kernel is one operation."""
+    monkeypatch.setattr(graph_plan, "make_capture", TapeCapture)
+    monkeypatch.setattr(paged_kernels, "attend_rows", on_tape(paged_kernels.attend_rows))
+
+
+def on_tape(kernel: Callable[..., None]) -> Callable[..., None]:
+    @torch.library.custom_op(f"foretoken_tests::attend_{id(kernel)}", mutates_args={"output"})
+    def operation(
+        output: torch.Tensor,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        tables: torch.Tensor,
+        first_tokens: torch.Tensor,
+        counts: torch.Tensor,
+        queries: int,
+        positions: torch.Tensor,
+        block_size: int,
+        scaling: float,
+        window: int | None,
+        num_splits: int | None,
+    ) -> None:
+        rows = paged_kernels.PagedRows(tables, first_tokens, counts, queries)
+        kernel(output, query, keys, values, rows, positions, block_size, scaling, window, num_splits)
+
+    def launch(
+        output: Any,
+        query: Any,
+        keys: Any,
+        values: Any,
+        rows: Any,
+        positions: Any,
+        *others: Any,
+        num_splits: Any = None,
+    ) -> None:
+        lie = rows.tables, rows.first_tokens, rows.counts, rows.queries
+        operation(output, query, keys, values, *lie, positions, *others, num_splits)
+
+    return launch
+
+
+def reads_in_place(model: Any) -> bool:
+    assert isinstance(model.short_forward, LeanDecoder)
+    return model.short_forward.reads_in_place
+
+
+def test_captured_passes(tmp_path: Path, taped: None, monkeypatch: Patch) -> None:
+    """Against an engine that gathers: the same logits, the same caches, with NaN in foreign blocks."""
+    folder = save(CONFIGS["qwen2 with windows above"], tmp_path)
+    build = graph_gates.make_engine
+
+    def build_engine(*arguments: Any, cuda_graphs: bool, **config: Any) -> Any:
+        with monkeypatch.context() as patch:
+            if not cuda_graphs:
+                patch.setattr(in_place_attention, "_is_fit", lambda device: False)
+            core = build(*arguments, cuda_graphs=cuda_graphs, **config)
+        assert reads_in_place(core.target) == cuda_graphs
+        return core
+
+    monkeypatch.setattr(graph_gates, "make_engine", build_engine)
+    for name, fewer in (("NUM_SEQUENCES", 2), ("STEPS", 5)):  # it is an interpreter
+        monkeypatch.setattr(graph_gates, name, fewer)
+    monkeypatch.setattr(step_buckets, "QUERIES", (1, 12))
+    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
+    graph_gates.same_as_eager(folder, max_model_len=100)
+
+
+@pytest.fixture
+def few_shapes(taped: None, monkeypatch: Patch) -> None:
+    """One pass of each model, and one chain of each length."""
+    monkeypatch.setattr(graph_plan, "plan_buckets", lambda *arguments: plan_buckets(*arguments)[:1])
+    monkeypatch.setattr(graph_plan, "plan_chains", few_chains)
+    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
+
+
+def few_chains(*arguments: Any) -> list[ChainBucket]:
+    planned = plan_chains(*arguments)
+    return [bucket for bucket in planned if bucket.shape.kind is DrawKind.GREEDY and bucket.shape.rows == 2]
+
+
+def test_captured_chains(models: Models, few_shapes: None, monkeypatch: Patch) -> None:
+    """Against the usual loop, with NaN in foreign blocks."""
+    for name, fewer in (("NUM_SEQUENCES", 2), ("ROUNDS", 6)):
+        monkeypatch.setattr(chain_gates, name, fewer)
+    chain_gates.same_as_the_loop(models.target, models.close_draft, [GREEDY], num_speculative_tokens=3)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_chains_frozen_tables_are_caught(
+    models: Models, few_shapes: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    honest = ChainInputs.batch
+
+    def frozen(self: ChainInputs, *arguments: Any) -> Any:
+        made = honest(self, *arguments)
+        rows = made.batch.short_rows
+        assert rows is not None  # nothing is gathered
+        made.batch.short_rows = replace(rows, tables=rows.tables * 0)
+        return made
+
+    monkeypatch.setattr(ChainInputs, "batch", frozen)
+    with caplog.at_level(logging.WARNING):
+        make_engine(models.target, models.close_draft, native_kernels=False, max_num_sequences=2)
+    assert "Draft chains differ" in caplog.text
+
+
+def test_same_tokens(models: Models, on_the_cpu: None, monkeypatch: Patch) -> None:
+    """Whole engines, without graphs: prompts and drafted rows together."""
+    params = [SamplingParams(max_tokens=8, seed=seed) for seed in range(3)]
+    prompts = [[1, 2, 3], [4], list(range(16)) * 3]
+    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
+    ours = make_engine(models.target, models.close_draft, native_kernels=False)
+    monkeypatch.setattr(in_place_attention, "_is_fit", lambda device: False)
+    theirs = make_engine(models.target, models.close_draft, native_kernels=False)
+    assert reads_in_place(ours.target)
+    assert not reads_in_place(theirs.target)
+    assert run_engine(ours, prompts, params, [0, 1, 2]) == run_engine(theirs, prompts, params, [0, 1, 2])
+
+
+def test_a_wrong_kernel_is_not_used(
+    models: Models, on_the_cpu: None, monkeypatch: Patch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = planted("a query does not see itself", tmp_path)
+    monkeypatch.setattr(paged_kernels, "attend_rows", wrong.attend_rows)
+    with caplog.at_level(logging.WARNING):
+        core = make_engine(models.target, None, native_kernels=False)
+    assert not reads_in_place(core.target)
+    assert "The attention kernel differs" in caplog.text
+    graph_gates.still_says_the_same(models.target, core)
+
+
+def test_a_kernel_that_raises_is_not_used(
+    on_the_cpu: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def launch(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(paged_kernels, "attend_rows", launch)
+    with caplog.at_level(logging.WARNING):
+        assert find_kernel([SHAPE], torch.float32, CPU) is None
+    assert "cannot be used: out of resource" in caplog.text
+
+
+def test_a_kernel_that_is_given_wrong_rows_is_not_used(
+    models: Models, on_the_cpu: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the check of the kernel alone cannot see, the logits show."""
+    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)
+    attend = InPlaceAttention.attend
+
+    def shifted(self: InPlaceAttention, layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:
+        return attend(self, layer, query.roll(1, 0), *others)
+
+    monkeypatch.setattr(InPlaceAttention, "attend", shifted)
+    with caplog.at_level(logging.WARNING):
+        core = make_engine(models.target, None, native_kernels=False)
+    assert not reads_in_place(core.target)
+    assert "The logits of the attention kernel differ" in caplog.text
+
+
+def test_frozen_tables_are_caught(models: Models, taped: None, monkeypatch: Patch, caplog: Any) -> None:
+    batch = StepInputs.batch
+
+    def captured(self: StepInputs, bucket: Any) -> object:
+        made = batch(self, bucket)
+        rows = made.short_rows
+        assert rows is not None
+        made.short_rows = paged_kernels.PagedRows(
+            rows.tables * 0, rows.first_tokens, rows.counts, rows.queries
+        )
+        return made
+
+    monkeypatch.setattr(StepInputs, "batch", captured)
+    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
+    with caplog.at_level(logging.WARNING):
+        core = make_engine(models.target, None, native_kernels=False)
+    assert core.target.graphs is None
+    assert "differ from the usual pass" in caplog.text

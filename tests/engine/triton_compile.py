@@ -1,0 +1,78 @@
+"""Compiles the attention kernels for GPUs that are not here, and looks at what they would need.
+
+Run by ``test_triton_attention``, in a process of its own: ``python -m tests.engine.triton_compile``.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.models import paged_kernels
+
+# The least that a program may have on any of them, of which some driver's share is taken off.
+SHARED_MEMORY = 96 << 10
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+POINTERS = {"tables": "*i64", "first_tokens": "*i64", "counts": "*i64", "positions": "*i64"}
+FLOATS = {"log_sums": "*fp32", "shares": "*fp32", "scale": "fp32"}
+
+
+def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any], output: str) -> Any:
+    names = kernel.arg_names
+    tensors = dict.fromkeys(("query", "keys", "values"), f"*{NAMES[dtype]}") | {"output": output}
+    types = POINTERS | FLOATS | tensors | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in tensors or n in FLOATS}
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {place: what for place, what in aligned.items() if names[place[0]] != "scale"},
+    )
+    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def compile_one(
+    capability: int, dtype: torch.dtype, size: int, places: int, is_split: bool, window: int
+) -> None:
+    padded = max(16, triton.next_power_of_2(size))
+    constants = {
+        "HEADS": 8,
+        "KV_HEADS": 2,
+        "SIZE": size,
+        "PADDED_SIZE": padded,
+        "QUERY_STRIDE": 10 * size,
+        "WINDOW": window,
+        "TILE": paged_kernels.tile_size(places, dtype),
+        "KEY_TILE": paged_kernels.key_tile_size(padded, dtype),
+        "IS_SPLIT": is_split,
+    }
+    own = f"*{NAMES[dtype]}"
+    kernel = compiled(paged_kernels.attend_share, capability, dtype, constants, "*fp32" if is_split else own)
+    check(kernel, capability, dtype, size, places)
+
+
+def compile_join(capability: int, dtype: torch.dtype, size: int) -> None:
+    padded = max(16, triton.next_power_of_2(size))
+    constants = {"HEADS": 8, "SIZE": size, "PADDED_SIZE": padded, "MOST_SPLITS": paged_kernels.MAX_SPLITS}
+    kernel = compiled(paged_kernels.join_shares, capability, dtype, constants, f"*{NAMES[dtype]}")
+    check(kernel, capability, dtype, size)
+
+
+def check(made: Any, *what: Any) -> None:
+    assert made.asm["cubin"]
+    assert made.metadata.shared <= SHARED_MEMORY, (*what, made.metadata.shared)
+
+
+if __name__ == "__main__":
+    for size in (96, 128, 256):
+        compile_one(90, torch.bfloat16, size, places=64, is_split=size < 256, window=size // 128 * 100)
+    compile_one(90, torch.bfloat16, 64, places=4, is_split=False, window=0)
+    compile_one(80, torch.bfloat16, 256, places=64, is_split=True, window=0)
+    compile_one(80, torch.float16, 128, places=16, is_split=True, window=4096)
+    compile_one(80, torch.float32, 256, places=64, is_split=True, window=0)
+    compile_one(89, torch.float32, 8, places=4, is_split=False, window=3)
+    compile_join(90, torch.bfloat16, 256)
+    compile_join(80, torch.float32, 8)
