@@ -125,7 +125,7 @@ def test_gates_catch(bug: str, tmp_path: Path) -> None:
 SHAPE, WINDOWED = (AttentionShape(0, 4, 2, 16, 0.25, window, None) for window in (None, 6))
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", list(BUGS)[1::2])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_the_check_at_load_catches(
     bug: str, tmp_path: Path, on_the_cpu: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
@@ -193,20 +193,24 @@ def reads_in_place(model: Any) -> bool:
     return model.short_forward.reads_in_place
 
 
-def test_captured_passes(tmp_path: Path, taped: None, monkeypatch: Patch) -> None:
-    """Against an engine that gathers: the same logits, the same caches, with NaN in foreign blocks."""
-    folder = save(CONFIGS["qwen2 with windows above"], tmp_path)
-    build = graph_gates.make_engine
+def eager_engines_gather(monkeypatch: Patch) -> Callable[..., Any]:
+    """``make_engine``, without the kernel where there are no graphs."""
 
-    def build_engine(*arguments: Any, cuda_graphs: bool, **config: Any) -> Any:
+    def build(target: str, draft: str | None, cuda_graphs: bool, **config: Any) -> Any:
         with monkeypatch.context() as patch:
             if not cuda_graphs:
                 patch.setattr(in_place_attention, "_is_fit", lambda device: False)
-            core = build(*arguments, cuda_graphs=cuda_graphs, **config)
+            core = make_engine(target, draft, cuda_graphs=cuda_graphs, **config)
         assert reads_in_place(core.target) == cuda_graphs
         return core
 
-    monkeypatch.setattr(graph_gates, "make_engine", build_engine)
+    return build
+
+
+def test_captured_passes(tmp_path: Path, taped: None, monkeypatch: Patch) -> None:
+    """Against an engine that gathers: the same logits, the same caches, with NaN in foreign blocks."""
+    folder = save(CONFIGS["qwen2 with windows above"], tmp_path)
+    monkeypatch.setattr(graph_gates, "make_engine", eager_engines_gather(monkeypatch))
     for name, fewer in (("NUM_SEQUENCES", 2), ("STEPS", 5)):  # it is an interpreter
         monkeypatch.setattr(graph_gates, name, fewer)
     monkeypatch.setattr(step_buckets, "QUERIES", (1, 12))
@@ -228,7 +232,8 @@ def few_chains(*arguments: Any) -> list[ChainBucket]:
 
 
 def test_captured_chains(models: Models, few_shapes: None, monkeypatch: Patch) -> None:
-    """Against the usual loop, with NaN in foreign blocks."""
+    """Against a loop that gathers, with NaN in foreign blocks."""
+    monkeypatch.setattr(chain_gates, "make_engine", eager_engines_gather(monkeypatch))
     for name, fewer in (("NUM_SEQUENCES", 2), ("ROUNDS", 6)):
         monkeypatch.setattr(chain_gates, name, fewer)
     chain_gates.same_as_the_loop(models.target, models.close_draft, [GREEDY], num_speculative_tokens=3)

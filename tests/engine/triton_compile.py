@@ -70,7 +70,6 @@ if __name__ == "__main__":
     for size in (96, 128, 256):
         compile_one(90, torch.bfloat16, size, places=64, is_split=size < 256, window=size // 128 * 100)
     compile_one(90, torch.bfloat16, 64, places=4, is_split=False, window=0)
-    compile_one(80, torch.bfloat16, 256, places=64, is_split=True, window=0)
     compile_one(80, torch.float16, 128, places=16, is_split=True, window=4096)
     compile_one(80, torch.float32, 256, places=64, is_split=True, window=0)
     compile_one(89, torch.float32, 8, places=4, is_split=False, window=3)
