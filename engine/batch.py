@@ -182,7 +182,7 @@ class ForwardBatch:
         tables = numbers[: len(short) * width].reshape(len(short), width)
         for row, (i, used) in enumerate(zip(short, num_blocks, strict=True)):
             tables[row, :used] = self.spans[i].table.block_ids[:used]
-        numbers[tables.size :] = [*self.offsets[short], *counts]
+        numbers[tables.size :] = [*(self.offsets[i] for i in short), *counts]
         sent = send(torch.from_numpy(numbers), self.slots.device)
         sent_tables, first_tokens, sent_counts = sent.split_with_sizes((tables.size, len(short), len(short)))
         return PagedRows(sent_tables.view(tables.shape), first_tokens, sent_counts, max(counts))

@@ -61,7 +61,7 @@ class InPlaceAttention:
         self.cache = cache
         # First and last token of each long chunk, and what all layers need to know of its keys.
         self._long = [
-            (*batch.offsets[member : member + 2].tolist(), batch.lone_group(member))
+            (batch.offsets[member], batch.offsets[member + 1], batch.lone_group(member))
             for member in batch.long_spans
         ]
 
