@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from benchmarks.common import Run, StepTimes
 from engine.core import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
@@ -70,7 +72,10 @@ def run_engine(
 
 class EndlessRun:
     """``concurrency`` sequences at a time for as long as one likes, a piece at a time: for variants that take
-    turns so often that a mood of the machine meets all of them alike. Each engine runs at most one."""
+    turns so often that a mood of the machine meets all of them alike. Each engine runs at most one.
+
+    The first sequences end one after the other, so that those after them are out of step, as in a server.
+    """
 
     def __init__(
         self, core: EngineCore, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int
@@ -79,8 +84,8 @@ class EndlessRun:
         self._prompts = prompts
         self._params = params
         self._num_started = 0
-        for _ in range(concurrency):
-            self._start()
+        for number in range(1, concurrency + 1):
+            self._start(max(1, params.max_tokens * number // concurrency))
 
     def advance(self, num_tokens: int) -> Run:
         """So many tokens of all sequences together, or a round more. Prompts of new sequences included."""
@@ -95,17 +100,18 @@ class EndlessRun:
                     num_draft_tokens=run.num_draft_tokens + output.num_draft_tokens,
                 )
                 if output.finish_reason is not None:
-                    self._start()
+                    self._start(self._params.max_tokens)
         return run._replace(seconds=time.perf_counter() - started)
 
     def stop(self) -> None:
         for number in range(self._num_started):
             self._core.abort(str(number))
 
-    def _start(self) -> None:
+    def _start(self, max_tokens: int) -> None:
         number = self._num_started
         prompt = self._prompts[number % len(self._prompts)]
-        self._core.add(Generate(request_id=str(number), prompt_token_ids=prompt, params=self._params))
+        params = replace(self._params, max_tokens=max_tokens)
+        self._core.add(Generate(request_id=str(number), prompt_token_ids=prompt, params=params))
         self._num_started += 1
 
 
