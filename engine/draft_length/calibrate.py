@@ -43,22 +43,25 @@ def calibrate(
         costs = CostModel({}, score, padding)
     else:
         costs = CostModel(_measure(draft, draft_pool, 1, max_tokens, seconds / models), score, padding)
-        costs.draft.seconds_per_stored = _measure_stored(draft, draft_pool)
-    costs.score.seconds_per_stored = _measure_stored(target, target_pool)
+        costs.draft.seconds_per_stored = _measure_stored(draft, draft_pool, seconds / models)
+    costs.score.seconds_per_stored = _measure_stored(target, target_pool, seconds / models)
     return costs
 
 
-def _measure_stored(model: DecoderModel, pool: BlockPool) -> float:
+def _measure_stored(model: DecoderModel, pool: BlockPool, seconds: float) -> float:
     """Seconds for each token in the cache; 0 where there is no room for a long text."""
     room: int = min(pool.num_free * pool.block_size, model.max_position or NUM_STORED, NUM_STORED)
     if model.has_encoder or room < NUM_STORED // 4:
         return 0.0
+    deadline = time.perf_counter() + seconds
     table = BlockTable()
     pool.reserve(table, room)
     short: list[float] = []
     long: list[float] = []
     try:
         for _ in range(1 + MAX_REPEATS):
+            if len(long) >= 2 and time.perf_counter() > deadline:
+                break
             for samples, stored in ((short, 1), (long, room - 1)):
                 table.num_computed_tokens = stored
                 samples.append(_forward_seconds(model, [(table, 1)]))
