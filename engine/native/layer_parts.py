@@ -61,9 +61,8 @@ class NativeParts:
         self.kernels = kernels
         self.batch = batch
         self.cache = cache
-        lengths = [len(span.token_ids) for span in batch.spans]
         self.first_token = batch.offsets
-        self.long = [i for i, length in enumerate(lengths) if length > MAX_GROUPED_QUERIES]
+        self.long = batch.long_spans
         num_blocks = [len(span.table.block_ids) for span in batch.spans]
         # Kept as long as the pointers into it are used.
         self.numbers = np.array(

@@ -90,11 +90,10 @@ def load_library() -> ctypes.CDLL | None:
     library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
     library.likeliest.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
-    for function in (library.rms_norm, library.gated_silu, library.attend, library.multiply):
-        function.restype = None
-    for function in (library.process, library.race, library.race_uniforms, library.uniform):
-        function.restype = None
-    for function in (library.inverse_cdf, library.likeliest, library.draw_next):
+    of_layers = library.rms_norm, library.gated_silu, library.attend, library.multiply
+    of_draws = library.process, library.race, library.race_uniforms, library.uniform
+    of_choices = library.inverse_cdf, library.likeliest, library.draw_next
+    for function in (*of_layers, *of_draws, *of_choices):
         function.restype = None
     library.panel_size.restype = Integer
     return library
