@@ -16,7 +16,7 @@ from engine.sampling.rules import NO_RULES
 # Logits [len(logits_index), vocab] of a batch; its keys and values go into the cache.
 Forward = Callable[[ForwardBatch, KVCache], torch.Tensor]
 # The same for spans as they are, float32; None if it has no pass for them.
-CapturedForward = Callable[[list[Span]], torch.Tensor | None]
+WholePass = Callable[[list[Span]], torch.Tensor | None]
 # Tables, numbers of passes, first ids [rows] and how each row draws, to the ids [rows, most passes] that a
 # draft model goes on with; None as well.
 CapturedChain = Callable[
@@ -46,7 +46,9 @@ class DecoderModel:
         self.num_parameters = num_parameters
         self.short_forward: Forward | None = None  # in place of the module's own
         self.is_native = False  # whether that runs the kernels in C: they need no padding, few threads pay
-        self.graphs: CapturedForward | None = None  # asked first
+        self.make_whole_pass: Callable[[KVCache, int], WholePass | None] | None = None
+        self.whole_pass: WholePass | None = None  # one call of C, for the cache as it is
+        self.graphs: WholePass | None = None  # its counterpart on a GPU
         self.draft_chain: CapturedChain | None = None  # likewise, by who drafts with it
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = self._probe_layers()
@@ -65,6 +67,9 @@ class DecoderModel:
         self.block_size = block_size
         self.cache = KVCache(self.layers, num_blocks * block_size, self.dtype)
         self.graphs = self.draft_chain = None  # those of another cache
+        self.whole_pass = (
+            None if self.make_whole_pass is None else self.make_whole_pass(self.cache, block_size)
+        )
 
     @torch.inference_mode()
     def forward(self, spans: list[Span]) -> torch.Tensor:
@@ -73,7 +78,8 @@ class DecoderModel:
         The spans' tokens are stored in the cache and counted as computed; room must be reserved.
         """
         assert self.cache is not None
-        logits = None if self.graphs is None else self.graphs(spans)
+        one_call = self.whole_pass or self.graphs
+        logits = None if one_call is None else one_call(spans)
         if logits is None:
             batch = ForwardBatch.build(spans, self.block_size, self.device)
             logits = (self.short_forward or self._module_forward)(batch, self.cache)

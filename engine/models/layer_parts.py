@@ -16,7 +16,7 @@ from engine.models.attention import AttentionContext, PagedAttention
 
 # Rotary types whose angles are a function of the position alone, so that a table can hold them.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
-MAX_TABLE_POSITIONS = 1 << 15
+MAX_TABLE_POSITIONS = 1 << 17
 
 
 class Norm:

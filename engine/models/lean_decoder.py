@@ -26,8 +26,10 @@ from engine.models.decoder_only import DecoderModel
 from engine.models.in_place_attention import InPlaceAttention, find_kernel
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
 from engine.models.packed_linear import make_product
+from engine.native.decoder import NativeDecoder
 from engine.native.layer_parts import NativeKernels, serves
 from engine.native.library import load_library
+from engine.native.product import NativeProduct
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -60,6 +62,7 @@ def run_lean(decoder: DecoderModel, native_kernels: bool) -> bool:
     expected = _probe_logits(decoder)
     decoder.short_forward = lean = LeanDecoder(decoder.model, native_kernels)
     decoder.is_native = isinstance(lean.make_parts, NativeKernels)
+    decoder.make_whole_pass = lean.whole_pass
     same = same_logits(_probe_logits(decoder), expected, decoder.dtype)
     if not same:
         way = "The native kernels" if decoder.is_native else "The short forward"
@@ -83,15 +86,16 @@ def _read_in_place(decoder: DecoderModel, lean: "LeanDecoder", expected: torch.T
 
 
 def _probe_logits(decoder: DecoderModel) -> torch.Tensor:
-    """Of a short text in a cache of its own, in two forwards: a prompt and three tokens after it."""
+    """Of a short text in a cache of its own, its blocks in no order: a prompt, two tokens of which only the
+    last one's are asked for, and three more."""
     length = min(PROBE_TOKENS, decoder.max_position or PROBE_TOKENS)
-    decoder.allocate_cache(num_blocks=1, block_size=length)
+    decoder.allocate_cache(num_blocks=4, block_size=-(-length // 4))
     table = BlockTable()
-    table.block_ids = [0]
+    table.block_ids = [2, 0, 3, 1]
     ids = [(7 * i * i + 3 * i + 1) % decoder.vocab_size for i in range(length)]
-    parts = (ids[:-3], ids[-3:])
-    logits = [decoder.forward([Span(table, part, len(part))]) for part in parts]
-    decoder.cache = None
+    spans = (ids[:-5], length - 5), (ids[-5:-3], 1), (ids[-3:], 3)
+    logits = [decoder.forward([Span(table, part, num_logits)]) for part, num_logits in spans]
+    decoder.cache = decoder.whole_pass = None
     return torch.cat(logits)
 
 
@@ -133,6 +137,22 @@ class LeanDecoder:
         if len(batch.logits_index) != len(hidden):
             hidden = hidden[batch.logits_index]
         return self.logits(hidden, parts)
+
+    def whole_pass(self, cache: KVCache, block_size: int) -> NativeDecoder | None:
+        """Passes over a few tokens as one call of C; None without the kernels, or angles in a table."""
+        if not isinstance(self.make_parts, NativeKernels) or self.rotary.table is None:
+            return None
+        assert isinstance(self.head, NativeProduct)
+        return NativeDecoder(
+            self.make_parts,
+            self.layers,
+            self.embeddings,
+            self.norm,
+            self.head,
+            self.rotary,
+            cache,
+            block_size,
+        )
 
     def hidden(self, token_ids: torch.Tensor, parts: LayerParts) -> torch.Tensor:
         """[tokens, hidden size], before the last norm."""

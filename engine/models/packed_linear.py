@@ -121,11 +121,11 @@ def make_product(linears: list[nn.Linear], kernels: ctypes.CDLL | None = None) -
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears))
     bias = torch.cat(biases) if biases else None
+    if kernels is not None:
+        return NativeProduct(kernels, weight, bias, half_scale(weight))
     if not can_pack(weight.dtype, weight.device) or weight.numel() < MIN_PACKED_WEIGHTS:
         return PlainProduct(weight, bias)
-    scale = half_scale(weight) if kernels is not None or _can_half() else None
-    if kernels is not None:
-        return NativeProduct(kernels, weight, bias, scale)
+    scale = half_scale(weight) if _can_half() else None
     if scale is not None:
         return HalfProduct(weight, bias, scale)
     return PackedProduct(weight, bias)

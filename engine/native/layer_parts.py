@@ -35,11 +35,11 @@ class NativeKernels:
         self._layers: dict[int, Layer] = {}
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> "NativeParts":
-        if cache is not self._cache:
-            self._cache, self._layers = cache, {}
         return NativeParts(self, batch, cache, rotary)
 
     def layer(self, shape: AttentionShape, cache: KVCache) -> Layer:
+        if cache is not self._cache:
+            self._cache, self._layers = cache, {}
         layer = self._layers.get(shape.layer)
         if layer is None:
             layer = self._layers[shape.layer] = Layer(

@@ -7,33 +7,13 @@
  * All arrays are float32 and row-major. "library.py" compiles this file and says what it is called with.
  */
 
+#include "kernels.h"
 #include "vectors.h"
 
 /* Cached tokens that are looked at together. */
 #define CHUNK 32
 /* A head of 256; head sizes are multiples of 16. */
 #define MAX_WIDTH (256 / LANES)
-
-/* The new tokens of some sequences, one after the other, and where their caches lie. */
-typedef struct {
-    int64_t num_spans, num_tokens, block_size;
-    int64_t max_queries;          /* longer spans are stored, but attended by somebody else */
-    const int64_t *slots;         /* [num_tokens], where the new keys and values go */
-    const int64_t *first_token;   /* [num_spans + 1] into the packed tokens */
-    const int64_t *num_stored;    /* [num_spans] tokens that the cache had before */
-    const int64_t *first_block;   /* [num_spans] into blocks */
-    const int64_t *blocks;        /* block ids of all spans */
-    const int64_t *angle;         /* [num_tokens] row of cos and sin */
-    const float *cos, *sin;       /* [rows, head_size]; sin is negative in the first half */
-} Spans;
-
-typedef struct {
-    int64_t num_heads, num_kv_heads, head_size;
-    int64_t window;               /* keys that a query sees, itself included; 0: all */
-    float scaling, norm_eps;
-    const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
-    float *keys, *values;         /* [slots, num_kv_heads, head_size] */
-} Layer;
 
 /* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
 static inline ALWAYS float fast_exp(float x) {
@@ -169,7 +149,9 @@ static inline ALWAYS void attend_span(
     for (int64_t query = 0; query < num_queries; query++)
         memset(out + query * out_size, 0, heads * size * sizeof(float));
     int64_t begin = 0;
-    if (layer->window && stored + 1 > layer->window) begin = stored + 1 - layer->window;
+    /* Chunks begin at the same tokens whatever the span: a query's sums must not depend on its neighbours. */
+    if (layer->window && stored + 1 > layer->window)
+        begin = (stored + 1 - layer->window) / CHUNK * CHUNK;
     for (; begin < num_keys; begin += CHUNK) {
         const int64_t length = num_keys - begin < CHUNK ? num_keys - begin : CHUNK;
         int64_t offset[CHUNK];

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADER = FOLDER / "vectors.h"
-SOURCES = [FOLDER / name for name in ("layers.c", "product.c", "sampling.c")]
+HEADERS = [FOLDER / name for name in ("kernels.h", "room.h", "vectors.h")]
+SOURCES = [FOLDER / name for name in ("decoder.c", "draft.c", "layers.c", "product.c", "sampling.c")]
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
@@ -29,10 +29,11 @@ logger = logging.getLogger(__name__)
 
 Pointer = ctypes.c_void_p
 Integer = ctypes.c_int64
+Float = ctypes.c_float
 
 
 class Spans(ctypes.Structure):
-    """As in ``layers.c``, where the fields are explained."""
+    """As in ``kernels.h``, where the fields of all of these are explained."""
 
     _fields_ = (
         *((name, Integer) for name in ("num_spans", "num_tokens", "block_size", "max_queries")),
@@ -41,34 +42,60 @@ class Spans(ctypes.Structure):
     )
 
 
-class Product(ctypes.Structure):
-    """As in ``product.c``."""
-
-    _fields_ = (
-        ("in_features", Integer),
-        ("out_features", Integer),
-        ("is_half", Integer),
-        ("weights", Pointer),
-        ("scale", ctypes.c_float),
-        ("bias", Pointer),
-    )
-
-
 class Layer(ctypes.Structure):
-    """As in ``layers.c``."""
-
     _fields_ = (
         *((name, Integer) for name in ("num_heads", "num_kv_heads", "head_size", "window")),
-        ("scaling", ctypes.c_float),
-        ("norm_eps", ctypes.c_float),
+        *((name, Float) for name in ("scaling", "norm_eps")),
         *((name, Pointer) for name in ("norm_weight", "keys", "values")),
     )
 
 
-class Processors(ctypes.Structure):
-    """As in ``sampling.c``."""
+class Product(ctypes.Structure):
+    _fields_ = (
+        *((name, Integer) for name in ("in_features", "out_features", "is_half")),
+        ("weights", Pointer),
+        ("scale", Float),
+        ("bias", Pointer),
+    )
 
+
+class DecoderLayer(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("qkv", "output", "gate_up", "down", "attention")),
+        *((name, Pointer) for name in ("input_norm", "mlp_norm")),
+        *((name, Float) for name in ("input_eps", "mlp_eps")),
+    )
+
+
+class Decoder(ctypes.Structure):
+    _fields_ = (
+        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size")),
+        *((name, Pointer) for name in ("layers", "embeddings", "norm", "head", "cos", "sin")),
+        ("norm_eps", Float),
+    )
+
+
+class NewTokens(ctypes.Structure):
+    _fields_ = (
+        ("num_spans", Integer),
+        *((name, Pointer) for name in ("num_tokens", "num_stored", "num_logits", "first_block")),
+        *((name, Pointer) for name in ("token_ids", "blocks")),
+    )
+
+
+class Processors(ctypes.Structure):
     _fields_ = tuple((name, Pointer) for name in ("temperature", "top_k", "top_p", "min_p"))
+
+
+class DraftRows(ctypes.Structure):
+    """As in ``draft.c``."""
+
+    _fields_ = (
+        *((name, Integer) for name in ("num_rows", "longest", "vocab", "num_bins", "num_threads")),
+        *((name, Pointer) for name in ("span", "limit", "way", "seeds", "positions", "processors", "few")),
+        *((name, Pointer) for name in ("least_to_score", "least_to_draft", "rates", "bins")),
+        *((name, Pointer) for name in ("ids", "probs", "confidence", "num_drawn")),
+    )
 
 
 @cache
@@ -79,10 +106,12 @@ def load_library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("No native kernels, the slower way is taken: %s", _reason(error))
         return None
-    library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, ctypes.c_float]
+    library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, Float]
     library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
     library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
     library.multiply.argtypes = [ctypes.POINTER(Product), Pointer, Pointer, Pointer, Integer]
+    library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
+    library.draft.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), ctypes.POINTER(DraftRows)]
     library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
     library.race.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
     library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
@@ -95,7 +124,8 @@ def load_library() -> ctypes.CDLL | None:
     of_choices = library.inverse_cdf, library.likeliest, library.draw_next
     for function in (*of_layers, *of_draws, *of_choices):
         function.restype = None
-    library.panel_size.restype = Integer
+    for function in (library.panel_size, library.decode, library.draft):
+        function.restype = Integer
     return library
 
 
@@ -127,7 +157,7 @@ def _key(compiler: str) -> str:
     version = subprocess.run(
         [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
-    code = [path.read_text() for path in (HEADER, *SOURCES)]
+    code = [path.read_text() for path in (*HEADERS, *SOURCES)]
     parts = [*code, compiler, *FLAGS, version.stdout, _processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

@@ -6,6 +6,7 @@
 
 #include <stdlib.h>
 
+#include "kernels.h"
 #include "vectors.h"
 
 /* Columns and rows of a product that are summed up together: as many as there are registers for. */
@@ -15,14 +16,6 @@
 #else
 #define MAX_ROWS 6
 #endif
-
-/* A linear layer with weights in float16 or float32. */
-typedef struct {
-    int64_t in_features, out_features, is_half;
-    const void *weights;          /* [panels, in_features, PANEL], zeros past the last column */
-    float scale;                  /* of all sums: float16 weights are kept near the largest there is */
-    const float *bias;            /* [out_features] or NULL */
-} Product;
 
 /* LANES float16 numbers as float32. */
 static inline ALWAYS vec widen(const uint16_t *half) {
@@ -65,11 +58,12 @@ static inline ALWAYS void multiply_rows(
     for (int row = 0; row < num_rows; row++) {
         const float *from = (const float *)sum[row];
         float *to = out + row * width + column;
-        for (int64_t i = 0; i < end; i++) to[i] = from[i] * product->scale;
-        if (product->bias)
-            for (int64_t i = 0; i < end; i++) to[i] += product->bias[column + i];
-        if (residual)
-            for (int64_t i = 0; i < end; i++) to[i] += residual[row * width + column + i];
+        for (int64_t i = 0; i < end; i++) {
+            float value = from[i] * product->scale;
+            if (product->bias) value += product->bias[column + i];
+            if (residual) value += residual[row * width + column + i];
+            to[i] = value;
+        }
     }
 }
 

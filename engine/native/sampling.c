@@ -9,8 +9,9 @@
 
 #include <math.h>
 #include <omp.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "kernels.h"
 
 /* Numbers that are looked at together; all of them by the same instructions, so that ties stay ties. */
 #define CHUNK 64
@@ -25,13 +26,6 @@
 /* As in random.py. */
 #define WEYL 0x9E3779B97F4A7C15u
 #define RACE_STREAM 4
-
-/* What a sequence's logits are processed with; [sequences] each. */
-typedef struct {
-    const float *temperature;     /* > 0 */
-    const int64_t *top_k;         /* 0: off */
-    const float *top_p, *min_p;   /* 1 and 0: off */
-} Processors;
 
 /* exp of x <= 0 with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); 0 where float32
  * has no normal number for it. */

@@ -16,6 +16,8 @@ from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
 from engine.models.draft_chain import in_width
+from engine.native.decoder import NativeDecoder
+from engine.native.draft import draft_round
 from engine.sampling.captured_draw import draw_rows
 from engine.sampling.sampler import DraftDraw, Drafts, Sampler
 from engine.scheduler import Scheduled
@@ -35,6 +37,8 @@ class DraftModelProposer:
         completing = [part for part in scheduled if part.completes]
         lengths = [part.num_draft_tokens if part.source == self.name else 0 for part in completing]
         spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]
+        if (drafts := self._draft_in_c(spans, completing, lengths, sampler)) is not None:
+            return drafts
         logits = self._forward(spans)
         num_positions = max(lengths, default=0)
         if num_positions == 0:
@@ -74,6 +78,19 @@ class DraftModelProposer:
         longest = max(lengths)
         return Drafts(token_ids[:, :longest], None if probs is None else probs[:, :longest], lengths)
 
+    def _draft_in_c(
+        self, spans: list[Span], completing: list[Scheduled], lengths: list[int], sampler: Sampler
+    ) -> Drafts | None:
+        """The whole round as one call; None if it takes the loop."""
+        active = [row for row, length in enumerate(lengths) if length > 0]
+        if not active or not isinstance(self.model.whole_pass, NativeDecoder):
+            return None
+        patience = [completing[row].patience for row in active]
+        limits = [lengths[row] for row in active]
+        drawing = sampler.select(active)
+        drafts = draft_round(self.model.whole_pass, self._known(spans), limits, patience, drawing)
+        return None if drafts is None else drafts.among(active, len(lengths))
+
     def _draft_at_once(
         self, tables: list[BlockTable], num_passes: list[int], first_ids: torch.Tensor, drawing: Sampler
     ) -> torch.Tensor | None:
@@ -106,13 +123,17 @@ class DraftModelProposer:
         probability zero in the draft."""
         if not spans:
             return torch.empty(0)
-        unknown = self.model.vocab_size  # and beyond: tokens that only the target has; any stand-in will do
-        if unknown < self.vocab_size:
-            spans = [
-                replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
-                for span in spans
-            ]
-        return in_width(self.model.forward(spans), self.vocab_size)
+        return in_width(self.model.forward(self._known(spans)), self.vocab_size)
+
+    def _known(self, spans: list[Span]) -> list[Span]:
+        """With any stand-in for tokens that only the target has."""
+        unknown = self.model.vocab_size  # and beyond
+        if unknown >= self.vocab_size:
+            return spans
+        return [
+            replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
+            for span in spans
+        ]
 
 
 def rows_going_on(

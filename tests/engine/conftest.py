@@ -1,11 +1,13 @@
 """Model folders that several engine tests share, made once per run."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.native import library
 from tests.models import save_perturbed, save_random_llama
 
 
@@ -30,6 +32,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         lacking_draft=save_random_llama(root / "lacking", seed=5, layers=1, hidden=16, vocab_size=12),
         padded_draft=save_random_llama(root / "padded", seed=4, layers=1, hidden=16, vocab_size=24),
     )
+
+
+@pytest.fixture
+def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Nothing in C is compiled or loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library.load_library.cache_clear()
+    yield monkeypatch
+    library.load_library.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def needs_compiler() -> None:
+    if library.load_library() is None:
+        pytest.skip("no C compiler")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,6 @@ def kernels() -> NativeKernels:
     if loaded is None:
         pytest.skip("no C compiler")
     return NativeKernels(loaded)
-
-
-@pytest.fixture
-def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """Nothing is compiled or loaded yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    library.load_library.cache_clear()
-    yield monkeypatch
-    library.load_library.cache_clear()
 
 
 def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:

@@ -1,0 +1,90 @@
+/* A whole pass of a Llama-shaped decoder in one call: token ids in, logits out, for a few tokens on a CPU.
+ *
+ * A small model's pass is over a hundred calls of the functions in layers.c and product.c, each of which takes
+ * Python longer to make than it takes to run. The same functions in the same order, so the same bits.
+ * "decoder.py" calls this; all arrays are row-major.
+ */
+
+#include <string.h>
+
+#include "kernels.h"
+#include "room.h"
+
+static int64_t sum_of(const int64_t *x, int64_t size) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < size; i++) sum += x[i];
+    return sum;
+}
+
+/* Where every token is stored and stands, and how its span lies among the others. */
+static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t num_tokens, int64_t *slots,
+                         int64_t *angle, int64_t *first_token) {
+    const int64_t block_size = decoder->block_size;
+    int64_t token = 0;
+    for (int64_t span = 0; span < new->num_spans; span++) {
+        first_token[span] = token;
+        const int64_t *blocks = new->blocks + new->first_block[span];
+        const int64_t start = new->num_stored[span], end = start + new->num_tokens[span];
+        for (int64_t at = start; at < end; at++, token++) {
+            angle[token] = at;
+            slots[token] = blocks[at / block_size] * block_size + at % block_size;
+        }
+    }
+    first_token[new->num_spans] = token;
+    return (Spans){
+        .num_spans = new->num_spans, .num_tokens = num_tokens, .block_size = block_size,
+        .max_queries = num_tokens, .slots = slots, .first_token = first_token,
+        .num_stored = new->num_stored, .first_block = new->first_block, .blocks = new->blocks,
+        .angle = angle, .cos = decoder->cos, .sin = decoder->sin,
+    };
+}
+
+/* The last rows of each span, as many as want logits, one after the other. */
+static void gather(float *to, const float *hidden, const NewTokens *new, int64_t size) {
+    for (int64_t span = 0, end = 0; span < new->num_spans; span++) {
+        const int64_t num_rows = new->num_logits[span];
+        end += new->num_tokens[span];
+        memcpy(to, hidden + (end - num_rows) * size, num_rows * size * sizeof(float));
+        to += num_rows * size;
+    }
+}
+
+/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones. 0 if there is no memory,
+ * and then nothing has happened. */
+int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
+    static _Thread_local Room room;
+    const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
+    const int64_t num_logits = sum_of(new->num_logits, new->num_spans);
+    const DecoderLayer *shape = decoder->layers;
+    const int64_t width = shape->qkv->out_features, attended_width = shape->output->in_features;
+    const int64_t mlp = shape->down->in_features;
+    const size_t numbers = 2 * piece(rows, sizeof(int64_t)) + piece(new->num_spans + 1, sizeof(int64_t));
+    const size_t vectors = 2 * piece(rows * size, sizeof(float)) + piece(rows * width, sizeof(float))
+        + piece(rows * attended_width, sizeof(float)) + 3 * piece(rows * mlp, sizeof(float));
+    if (!make_room(&room, numbers + vectors)) return 0;
+    int64_t *slots = take(&room, rows, sizeof(int64_t)), *angle = take(&room, rows, sizeof(int64_t));
+    int64_t *first_token = take(&room, new->num_spans + 1, sizeof(int64_t));
+    const Spans spans = find_places(decoder, new, rows, slots, angle, first_token);
+    float *hidden = take(&room, rows * size, sizeof(float)), *normed = take(&room, rows * size, sizeof(float));
+    float *qkv = take(&room, rows * width, sizeof(float));
+    float *attended = take(&room, rows * attended_width, sizeof(float));
+    float *gate_up = take(&room, 2 * rows * mlp, sizeof(float)), *gated = take(&room, rows * mlp, sizeof(float));
+
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(hidden + row * size, decoder->embeddings + new->token_ids[row] * size, size * sizeof(float));
+    for (int64_t i = 0; i < decoder->num_layers; i++) {
+        const DecoderLayer *layer = &decoder->layers[i];
+        rms_norm(normed, hidden, layer->input_norm, rows, size, layer->input_eps);
+        multiply(layer->qkv, qkv, normed, NULL, rows);
+        attend(&spans, layer->attention, qkv, attended);
+        multiply(layer->output, hidden, attended, hidden, rows);
+        rms_norm(normed, hidden, layer->mlp_norm, rows, size, layer->mlp_eps);
+        multiply(layer->gate_up, gate_up, normed, NULL, rows);
+        gated_silu(gated, gate_up, rows, mlp);
+        multiply(layer->down, hidden, gated, hidden, rows);
+    }
+    gather(normed, hidden, new, size);
+    rms_norm(normed, normed, decoder->norm, num_logits, size, decoder->norm_eps);
+    multiply(decoder->head, logits, normed, NULL, num_logits);
+    return 1;
+}

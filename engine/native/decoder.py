@@ -1,0 +1,114 @@
+"""A whole pass of a Llama-shaped decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
+
+The same functions as the calls one by one (``layer_parts``, ``product``), in the same order: the same bits.
+Long prompt chunks go the other way, where torch attends.
+"""
+
+from array import array
+from collections.abc import Sequence
+from ctypes import addressof, byref
+from typing import Any
+
+import torch
+
+from engine.batch import MAX_GROUPED_QUERIES, Span
+from engine.kv_cache import KVCache
+from engine.models.layer_parts import Norm, Rotary
+from engine.native.layer_parts import NativeKernels
+from engine.native.library import Decoder, DecoderLayer, NewTokens
+from engine.native.product import NativeProduct
+
+INTEGER_BYTES = 8
+
+
+class PackedTokens:
+    """Spans as C reads them. Must be kept as long as ``new`` is used."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        counts, stored, wanted, first_blocks = [], [], [], []
+        token_ids: list[int] = []
+        blocks: list[int] = []
+        for span in spans:
+            counts.append(len(span.token_ids))
+            stored.append(span.table.num_computed_tokens)
+            wanted.append(span.num_logits)
+            first_blocks.append(len(blocks))
+            token_ids += span.token_ids
+            blocks += span.table.block_ids
+        self.num_logits = sum(wanted)
+        self._numbers = array("q", [*counts, *stored, *wanted, *first_blocks, *token_ids, *blocks])
+        start, column = self._numbers.buffer_info()[0], INTEGER_BYTES * len(spans)
+        self.new = NewTokens(
+            len(spans),
+            start,
+            start + column,
+            start + 2 * column,
+            start + 3 * column,
+            start + 4 * column,
+            start + 4 * column + INTEGER_BYTES * len(token_ids),
+        )
+
+
+class NativeDecoder:
+    """Called as ``DecoderModel.whole_pass``. ``layers`` are those of a ``LeanDecoder``, whose products are
+    ``NativeProduct``s all; ``cache`` is the one that the passes write to."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        layers: Sequence[Any],
+        embeddings: torch.Tensor,
+        norm: Norm,
+        head: NativeProduct,
+        rotary: Rotary,
+        cache: KVCache,
+        block_size: int,
+    ) -> None:
+        assert rotary.table is not None
+        self.library = kernels.library
+        self.vocab_size = head.out_features
+        attention = [kernels.layer(layer.attention, cache) for layer in layers]
+        in_c = (DecoderLayer * len(layers))(
+            *(
+                DecoderLayer(
+                    qkv=addressof(layer.qkv.product),
+                    output=addressof(layer.output.product),
+                    gate_up=addressof(layer.gate_up.product),
+                    down=addressof(layer.down.product),
+                    attention=addressof(shape),
+                    input_norm=layer.input_norm.weight.data_ptr(),
+                    mlp_norm=layer.mlp_norm.weight.data_ptr(),
+                    input_eps=layer.input_norm.eps,
+                    mlp_eps=layer.mlp_norm.eps,
+                )
+                for layer, shape in zip(layers, attention, strict=True)
+            )
+        )
+        cos, sin = rotary.table
+        # Kept as long as C has their addresses.
+        self._kept = attention, in_c, layers, embeddings, norm, head, rotary, cache
+        self.decoder = Decoder(
+            num_layers=len(layers),
+            hidden_size=embeddings.shape[1],
+            block_size=block_size,
+            layers=addressof(in_c),
+            embeddings=embeddings.data_ptr(),
+            norm=norm.weight.data_ptr(),
+            head=addressof(head.product),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            norm_eps=norm.eps,
+        )
+
+    def __call__(self, spans: list[Span]) -> torch.Tensor | None:
+        """Logits [sum of num_logits, vocab]; None if a span is too long."""
+        if not self.holds(spans):
+            return None
+        packed = PackedTokens(spans)
+        logits = torch.empty(packed.num_logits, self.vocab_size)
+        if not self.library.decode(byref(self.decoder), byref(packed.new), logits.data_ptr()):
+            raise MemoryError("no memory for a pass of the model")
+        return logits
+
+    def holds(self, spans: Sequence[Span]) -> bool:
+        return all(len(span.token_ids) <= MAX_GROUPED_QUERIES for span in spans)

@@ -1,0 +1,135 @@
+"""A round of drafts as one call of C (``draft.c``): passes of the draft model, and a draw after each.
+
+Draws what ``Sampler.draw_drafts`` draws with ``NativeDraws``, bit for bit. Rows with penalties, bias or a
+trace take the loop.
+"""
+
+from collections.abc import Sequence
+from ctypes import addressof, byref
+
+import numpy as np
+import torch
+
+from engine.batch import Span
+from engine.draft_length.confidence import BINS, Patience
+from engine.native.decoder import NativeDecoder, PackedTokens
+from engine.native.draws import NativeDraws
+from engine.native.library import DraftRows, Processors
+from engine.sampling.processors import SamplingTensors
+from engine.sampling.random import round_seeds
+from engine.sampling.sampler import Drafts, Rule, Sampler
+
+# As in draft.c.
+WAYS = {Rule.EXACT_MATCH: 0, Rule.COUPLED: 1, Rule.REJECTION: 2, Rule.BLOCK: 2}
+_BINS = np.array(BINS)
+
+
+def draft_round(
+    decoder: NativeDecoder,
+    spans: list[Span],
+    limits: list[int],
+    patience: Sequence[Patience | None],
+    sampler: Sampler,
+) -> Drafts | None:
+    """Stores ``spans`` and drafts for the rows of ``sampler``, whose spans are those that want a logit, in
+    order: up to ``limits`` tokens each, as far as ``patience`` goes. Counts what it has stored.
+
+    None if it cannot; nothing has happened then.
+    """
+    if not _can_draw(decoder, sampler) or not decoder.holds(spans):
+        return None
+    packed = PackedTokens(spans)
+    drawing = [i for i, span in enumerate(spans) if span.num_logits]
+    num_rows, longest, vocab_size = len(limits), max(limits), decoder.vocab_size
+    assert len(drawing) == num_rows == packed.num_logits
+    ids = torch.zeros(num_rows, longest, dtype=torch.int64)
+    numbers = np.array([*drawing, *limits, *[0] * num_rows])  # the last ones are filled in
+    start, column = numbers.ctypes.data, numbers.itemsize * num_rows
+    rows = DraftRows(
+        num_rows=num_rows,
+        longest=longest,
+        vocab=vocab_size,
+        num_threads=torch.get_num_threads(),
+        span=start,
+        limit=start + column,
+        ids=ids.data_ptr(),
+        num_drawn=start + 2 * column,
+    )
+    probs = None
+    if sampler.uses_draft_probs:
+        probs = torch.zeros(num_rows, longest, vocab_size)
+        rows.probs = probs.data_ptr()
+    kept = [] if sampler.all_greedy else _sample(rows, sampler)
+    confidence = None
+    if any(patience):
+        confidence = torch.empty(num_rows, longest)
+        rows.confidence = confidence.data_ptr()
+        kept += _end_early(rows, patience)
+    if not decoder.library.draft(byref(decoder.decoder), byref(packed.new), byref(rows)):
+        return None
+    del kept  # C has read it
+    num_drawn = numbers[2 * num_rows :].tolist()
+    passes = iter(num_drawn)
+    for span in spans:
+        span.table.num_computed_tokens += len(span.token_ids) + (next(passes) - 1 if span.num_logits else 0)
+    lengths = num_drawn if confidence is None else _lengths(patience, num_drawn, limits, confidence.tolist())
+    width = max(lengths)
+    return Drafts(ids[:, :width], None if probs is None else probs[:, :width], lengths)
+
+
+def _can_draw(decoder: NativeDecoder, sampler: Sampler) -> bool:
+    if sampler.traced or any(row.history.needs_adjustment for row in sampler.rows):
+        return False
+    if sampler.all_greedy:
+        return decoder.vocab_size <= sampler.vocab_size
+    return decoder.vocab_size == sampler.vocab_size and isinstance(sampler.make_draws(), NativeDraws)
+
+
+def _sample(rows: DraftRows, sampler: Sampler) -> list[object]:
+    """How each row draws. Returns what must be kept until C has read it."""
+    ways = np.array([WAYS[row.rule] for row in sampler.rows])
+    seeds, positions = sampler.seeds, sampler.positions
+    if Rule.BLOCK in sampler.groups:
+        is_block = torch.tensor([row.rule is Rule.BLOCK for row in sampler.rows])
+        seeds = torch.where(is_block, round_seeds(seeds, positions), seeds)
+    sampling = SamplingTensors.build([row.params for row in sampler.rows], sampler.device)
+    processors = Processors(*(column.data_ptr() for column in sampling[:4]))
+    few = None
+    if sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p:
+        few = torch.empty(rows.num_threads, rows.vocab)
+        rows.few = few.data_ptr()
+    rows.way, rows.seeds, rows.positions = ways.ctypes.data, seeds.data_ptr(), positions.data_ptr()
+    rows.processors = addressof(processors)
+    return [ways, seeds, positions, sampling, processors, few]
+
+
+def _end_early(rows: DraftRows, patience: Sequence[Patience | None]) -> list[object]:
+    """When each row stops; those without patience never do. Returns what must be kept, as above."""
+    always = [1.0] * len(BINS)
+    limits = np.array([(p.least_to_score, p.least_to_draft) if p else (0.0, 0.0) for p in patience]).T.copy()
+    rates = np.array([[p.table.rate(b) for b in range(len(BINS))] if p else always for p in patience])
+    rows.least_to_score, rows.least_to_draft = limits[0].ctypes.data, limits[1].ctypes.data
+    rows.rates, rows.bins, rows.num_bins = rates.ctypes.data, _BINS.ctypes.data, len(BINS)
+    return [limits, rates]
+
+
+def _lengths(
+    patience: Sequence[Patience | None],
+    num_drawn: list[int],
+    limits: list[int],
+    confidences: list[list[float]],
+) -> list[int]:
+    """How much of what was drawn is kept. Patience follows: it learns from the verdict later."""
+    lengths = []
+    for row, (row_patience, drawn, limit) in enumerate(zip(patience, num_drawn, limits, strict=True)):
+        length = drawn
+        if row_patience is not None:
+            for position in range(drawn):
+                if not row_patience.keeps(confidences[row][position]):
+                    length = position
+                    break
+                if position + 1 < limit and not row_patience.goes_on():
+                    length = position + 1
+                    break
+        lengths.append(length)
+    return lengths

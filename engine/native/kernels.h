@@ -1,0 +1,92 @@
+/* What the C files call of each other, and what "library.py" calls: each function is explained where it is. */
+
+#ifndef FORETOKEN_KERNELS_H
+#define FORETOKEN_KERNELS_H
+
+#include <stdint.h>
+
+/* The new tokens of some sequences, one after the other, and where their caches lie. */
+typedef struct {
+    int64_t num_spans, num_tokens, block_size;
+    int64_t max_queries;          /* longer spans are stored, but attended by somebody else */
+    const int64_t *slots;         /* [num_tokens], where the new keys and values go */
+    const int64_t *first_token;   /* [num_spans + 1] into the packed tokens */
+    const int64_t *num_stored;    /* [num_spans] tokens that the cache had before */
+    const int64_t *first_block;   /* [num_spans] into blocks */
+    const int64_t *blocks;        /* block ids of all spans */
+    const int64_t *angle;         /* [num_tokens] row of cos and sin */
+    const float *cos, *sin;       /* [rows, head_size]; sin is negative in the first half */
+} Spans;
+
+typedef struct {
+    int64_t num_heads, num_kv_heads, head_size;
+    int64_t window;               /* keys that a query sees, itself included; 0: all */
+    float scaling, norm_eps;
+    const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
+    float *keys, *values;         /* [slots, num_kv_heads, head_size] */
+} Layer;
+
+/* A linear layer with weights in float16 or float32. */
+typedef struct {
+    int64_t in_features, out_features, is_half;
+    const void *weights;          /* [panels, in_features, PANEL], zeros past the last column */
+    float scale;                  /* of all sums: float16 weights are kept near the largest there is */
+    const float *bias;            /* [out_features] or NULL */
+} Product;
+
+typedef struct {
+    const Product *qkv, *output, *gate_up, *down;
+    const Layer *attention;
+    const float *input_norm, *mlp_norm; /* [hidden_size] */
+    float input_eps, mlp_eps;
+} DecoderLayer;
+
+/* A decoder and the cache it writes to. */
+typedef struct {
+    int64_t num_layers, hidden_size, block_size;
+    const DecoderLayer *layers;
+    const float *embeddings;      /* [vocab, hidden_size] */
+    const float *norm;            /* [hidden_size] */
+    const Product *head;
+    const float *cos, *sin;       /* [positions, head_size], as in Spans */
+    float norm_eps;
+} Decoder;
+
+/* What a pass is to store, by span: tokens of one sequence that follow those stored before. */
+typedef struct {
+    int64_t num_spans;
+    const int64_t *num_tokens, *num_stored, *num_logits; /* [num_spans]; logits of the last tokens */
+    const int64_t *first_block;   /* [num_spans] into blocks */
+    const int64_t *token_ids;     /* of all spans, one after the other */
+    const int64_t *blocks;        /* block ids of all spans */
+} NewTokens;
+
+/* What a sequence's logits are processed with; [sequences] each. */
+typedef struct {
+    const float *temperature;     /* > 0 */
+    const int64_t *top_k;         /* 0: off */
+    const float *top_p, *min_p;   /* 1 and 0: off */
+} Processors;
+
+/* layers.c */
+void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size, float eps);
+void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size);
+void attend(const Spans *spans, const Layer *layer, float *qkv, float *out);
+
+/* product.c */
+void multiply(const Product *product, float *out, const float *x, const float *residual, int64_t rows);
+
+/* decoder.c */
+int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);
+
+/* sampling.c */
+void process(float *probs, const float *logits, const Processors *processors, float *few,
+             int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
+void race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
+          int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
+void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
+void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
+                 int64_t num_threads);
+void likeliest(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab);
+
+#endif

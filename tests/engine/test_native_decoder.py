@@ -1,0 +1,129 @@
+"""A whole pass in one call of C: bit for bit what its parts say, and a way on where it does not fit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MistralConfig
+
+from engine.batch import MAX_GROUPED_QUERIES, Span
+from engine.block_manager import BlockTable
+from engine.models.decoder_only import DecoderModel
+from engine.models.layer_parts import TorchParts
+from engine.models.lean_decoder import LeanDecoder
+from engine.native import library
+from engine.native.decoder import NativeDecoder
+from tests.engine.test_lean_decoder import CONFIGS, SHAPE, save
+from tests.engine.test_native import plant
+from tests.models import make_engine
+
+pytestmark = pytest.mark.usefixtures("needs_compiler")
+
+BLOCK_SIZE = 4
+# Rounds of a batch: new tokens of each sequence, and how many of the last ones want logits.
+ROUNDS = [
+    [(7, 1), (1, 1), (MAX_GROUPED_QUERIES, 0)],
+    [(1, 1), (5, 5), (2, 2)],
+    [(3, 0), (1, 1), (1, 0)],
+    [(1, 1), (1, 1), (1, 1)],
+]
+
+
+def rounds_of(model: DecoderModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The logits of every round, and what the cache holds at the end. Blocks lie in no order."""
+    model.allocate_cache(num_blocks=40, block_size=BLOCK_SIZE)
+    blocks = torch.randperm(40, generator=torch.Generator().manual_seed(5)).tolist()
+    tables = [BlockTable() for _ in ROUNDS[0]]
+    for table in tables:
+        table.block_ids = [blocks.pop() for _ in range(12)]
+    logits = []
+    for number, spans in enumerate(ROUNDS):
+        ids = [[(7 * number + 3 * row + i) % 96 for i in range(size)] for row, (size, _) in enumerate(spans)]
+        logits.append(
+            model.forward(
+                [
+                    Span(table, token_ids, wanted)
+                    for table, token_ids, (_, wanted) in zip(tables, ids, spans, strict=True)
+                ]
+            )
+        )
+    assert model.cache is not None
+    return logits, [*model.cache.keys, *model.cache.values]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "follows the length" not in name])
+def test_whole_passes_are_their_parts(name: str, threads: int, tmp_path: Path) -> None:
+    model = make_engine(save(CONFIGS[name], tmp_path), None).target
+    torch.set_num_threads(threads)
+    try:
+        whole = rounds_of(model)
+        assert isinstance(model.whole_pass, NativeDecoder)
+        model.make_whole_pass = None
+        parts = rounds_of(model)
+        assert model.whole_pass is None
+    finally:
+        torch.set_num_threads(1)
+    for ours, theirs in zip(whole, parts, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_long_spans_go_the_other_way(tmp_path: Path) -> None:
+    model = make_engine(save(CONFIGS["llama"], tmp_path), None).target
+    model.allocate_cache(num_blocks=20, block_size=BLOCK_SIZE)
+    table = BlockTable()
+    table.block_ids = list(range(20))
+    ids = list(range(MAX_GROUPED_QUERIES + 1))
+    assert model.whole_pass is not None
+    assert model.whole_pass([Span(table, ids, 1)]) is None
+    assert model.whole_pass([Span(table, ids[:-1], 1)]) is not None
+    assert model.forward([Span(table, ids, len(ids))]).isfinite().all()
+
+
+def test_angles_that_follow_the_length_have_no_whole_pass(tmp_path: Path) -> None:
+    model = make_engine(save(CONFIGS["llama, rotary that follows the length"], tmp_path), None).target
+    assert model.is_native
+    assert model.whole_pass is None
+
+
+def test_without_the_kernels_there_is_none(tmp_path: Path) -> None:
+    path = save(CONFIGS["llama"], tmp_path)
+    assert make_engine(path, None, native_kernels=False).target.whole_pass is None
+
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_a_row_does_not_depend_on_the_length_of_its_span(window: int, tmp_path: Path) -> None:
+    """Greedy text is the same with and without drafts only if the bits are: a window may begin anywhere."""
+    path = save(MistralConfig(**SHAPE, sliding_window=window, head_dim=32), tmp_path)
+    model = make_engine(path, None).target
+    ids = [(5 * i * i + i) % 96 for i in range(100)]
+    said = []
+    for size in (1, 5, 9):
+        model.allocate_cache(num_blocks=30, block_size=BLOCK_SIZE)
+        table = BlockTable()
+        table.block_ids = list(range(30))
+        spans = [ids[start : start + size] for start in range(0, 90, size)]
+        said.append(torch.cat([model.forward([Span(table, part, len(part))]) for part in spans]))
+    assert torch.equal(said[1], said[0])
+    assert torch.equal(said[2], said[0])
+
+
+# Planted bugs: (what is right, what is wrong).
+BUGS = {
+    "stores in the wrong block": ("blocks[at / block_size] * block_size", "blocks[0] * block_size"),
+    "stands a token too far": ("angle[token] = at;", "angle[token] = at + 1;"),
+    "takes the rows before": ("hidden + (end - num_rows) * size", "hidden + (end - num_rows - 1) * size"),
+    "forgets the residual": ("hidden, gated, hidden, rows)", "hidden, gated, NULL, rows)"),
+    "norms with another layer's weights": ("layer->mlp_norm, rows", "decoder->layers->mlp_norm, rows"),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong"), BUGS.values(), ids=BUGS)
+def test_wrong_passes_are_noticed_and_not_used(
+    right: str, wrong: str, fresh_library: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
+    model = make_engine(save(CONFIGS["llama"], tmp_path / "model"), None).target
+    assert isinstance(model.short_forward, LeanDecoder)
+    assert model.short_forward.make_parts is TorchParts
+    assert model.whole_pass is None
