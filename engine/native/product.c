@@ -85,16 +85,33 @@ static float *room_for(int64_t length) {
     return room;
 }
 
-/* Parts of x [rows, size] as [size, rows of the part]: what is needed together lies together, and not all in
- * the same few cache lines, as it would if rows were a power of two long. */
-static void interleave(float *to, const float *x, int64_t rows, int64_t size, int64_t num_parts) {
-    #pragma omp parallel for if (rows * size * 8 > MIN_PARALLEL)
+/* One of num_parts parts of x [rows, size] as [size, rows of the part]. */
+static void interleave(float *to, const float *x, int64_t rows, int64_t size, int64_t part, int64_t num_parts) {
+    const int64_t first = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - first;
+    float *out = to + first * size;
+    const float *from = x + first * size;
+    for (int64_t k = 0; k < size; k++)
+        for (int64_t row = 0; row < num_rows; row++) *out++ = from[row * size + k];
+}
+
+/* A panel's columns for all rows, num_parts of them in turn; x: each part interleaved. */
+static void multiply_panel(const Product *product, float *out, const float *x, const float *residual,
+                           int64_t rows, int64_t num_parts, int64_t panel) {
+    const int64_t in = product->in_features, width = product->out_features, column = panel * PANEL;
     for (int64_t part = 0; part < num_parts; part++) {
-        const int64_t first = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - first;
-        float *out = to + first * size;
-        const float *from = x + first * size;
-        for (int64_t k = 0; k < size; k++)
-            for (int64_t row = 0; row < num_rows; row++) *out++ = from[row * size + k];
+        const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
+        float *to = out + row * width;
+        const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
+        switch (num_rows + (product->is_half ? MAX_ROWS : 0)) {
+#define CASE(n) \
+            case n: multiply_rows(to, from, product, add, column, 0, n); break; \
+            case MAX_ROWS + n: multiply_rows(to, from, product, add, column, 1, n); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MAX_ROWS == 12
+            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+        }
     }
 }
 
@@ -103,31 +120,17 @@ static void interleave(float *to, const float *x, int64_t rows, int64_t size, in
 void multiply(const Product *product, float *out, const float *x, const float *residual, int64_t rows) {
     const int64_t in = product->in_features, width = product->out_features;
     int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    /* What is needed together then lies together, and not all in the same few cache lines, as it would if rows
+     * were a power of two long. */
     float *room = num_parts < rows ? room_for(rows * in) : NULL;
     if (room) {
-        interleave(room, x, rows, in, num_parts);
+        FOR_EACH(part, num_parts, rows * in * 8, interleave(room, x, rows, in, part, num_parts));
         x = room;
     } else {
         num_parts = rows; /* single rows are in order as they are */
     }
-    #pragma omp parallel for if (in * width * rows > MIN_PARALLEL)
-    for (int64_t column = 0; column < width; column += PANEL) {
-        for (int64_t part = 0; part < num_parts; part++) {
-            const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
-            float *to = out + row * width;
-            const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
-            switch (num_rows + (product->is_half ? MAX_ROWS : 0)) {
-#define CASE(n) \
-                case n: multiply_rows(to, from, product, add, column, 0, n); break; \
-                case MAX_ROWS + n: multiply_rows(to, from, product, add, column, 1, n); break;
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if MAX_ROWS == 12
-                CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-#undef CASE
-            }
-        }
-    }
+    FOR_EACH(panel, (width + PANEL - 1) / PANEL, in * width * rows,
+             multiply_panel(product, out, x, residual, rows, num_parts, panel));
 }
 
 /* Columns of a Product's weights together, panel by panel: what the weights must be laid out as. */
