@@ -41,18 +41,17 @@ static inline void norm_row(float *out, const float *x, const float *weight, int
 
 /* RMSNorm (arXiv 1910.07467) of rows [rows, size]. */
 void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size, float eps) {
-    #pragma omp parallel for if (rows * size * 4 > MIN_PARALLEL)
-    for (int64_t row = 0; row < rows; row++) norm_row(out + row * size, x + row * size, weight, size, eps);
+    FOR_EACH(row, rows, rows * size * 4, norm_row(out + row * size, x + row * size, weight, size, eps));
+}
+
+static inline void gate_row(float *out, const float *gate, const float *up, int64_t size) {
+    for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
 }
 
 /* out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]. */
 void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size) {
-    #pragma omp parallel for if (rows * size * 16 > MIN_PARALLEL)
-    for (int64_t row = 0; row < rows; row++) {
-        const float *gate = gate_up + row * 2 * size, *up = gate + size;
-        float *to = out + row * size;
-        for (int64_t i = 0; i < size; i++) to[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
-    }
+    FOR_EACH(row, rows, rows * size * 16,
+             gate_row(out + row * size, gate_up + row * 2 * size, gate_up + (row * 2 + 1) * size, size));
 }
 
 /* Slots of ``length`` positions of a span, from ``begin`` on. */
@@ -215,9 +214,8 @@ static void attend_part(const Spans *spans, const Layer *layer, int64_t span, in
  * queries are normed and rotated in place; out [num_tokens, num_heads, head_size]. */
 void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
     const int64_t width = (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
-    #pragma omp parallel for if (spans->num_tokens * width * 4 > MIN_PARALLEL)
-    for (int64_t token = 0; token < spans->num_tokens; token++)
-        place(spans, layer, qkv + token * width, token);
+    FOR_EACH(token, spans->num_tokens, spans->num_tokens * width * 4,
+             place(spans, layer, qkv + token * width, token));
     int64_t num_scores = 0;
     for (int64_t span = 0; span < spans->num_spans; span++) {
         const int64_t num_queries = spans->first_token[span + 1] - spans->first_token[span];
@@ -227,8 +225,6 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
     /* Heads are shared out only where there are fewer spans than threads. */
     int64_t split = (omp_get_max_threads() + spans->num_spans - 1) / spans->num_spans;
     if (split > layer->num_kv_heads) split = layer->num_kv_heads;
-    #pragma omp parallel for schedule(dynamic) \
-        if (num_scores * layer->num_heads * layer->head_size * 2 > MIN_PARALLEL)
-    for (int64_t i = 0; i < spans->num_spans * split; i++)
-        attend_part(spans, layer, i / split, i % split, split, qkv, out);
+    FOR_EACH_UNEVEN(i, spans->num_spans * split, num_scores * layer->num_heads * layer->head_size * 2,
+                    attend_part(spans, layer, i / split, i % split, split, qkv, out));
 }

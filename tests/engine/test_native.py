@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from ctypes import byref
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,10 @@ def test_products_are_float32_products(
     torch.testing.assert_close(product(x).double(), exact, rtol=0, atol=3e-6)
     torch.testing.assert_close(product.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-6)
     assert torch.equal(residual, kept)
+    # In C the sums may replace what they are added to.
+    numbers = residual.data_ptr(), x.data_ptr(), residual.data_ptr(), rows
+    kernels.library.multiply(byref(product.product), *numbers)
+    torch.testing.assert_close(residual.double(), exact + kept, rtol=0, atol=5e-6)
 
 
 def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:

@@ -66,8 +66,11 @@ def stored(core: EngineCore) -> list[torch.Tensor]:
 def assert_same(ours: Drafts, theirs: Drafts) -> None:
     assert ours.lengths == theirs.lengths
     assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-    assert (ours.probs is None) == (theirs.probs is None)
-    if ours.probs is not None and theirs.probs is not None:
+    if theirs.probs is None:
+        assert ours.probs is None
+    elif ours.probs is None:  # who asks for them drafts nothing in this round
+        assert not theirs.probs.any()
+    else:
         assert torch.equal(ours.probs, theirs.probs)
 
 
@@ -128,7 +131,7 @@ def test_other_vocabularies(
 ) -> None:
     """The draft knows fewer tokens than the target, or more."""
     rounds = count_rounds(monkeypatch)
-    same_rounds(*run_twins(tmp_path, [params], vocab_size))
+    same_rounds(*run_twins(tmp_path, [params], vocab_size, max_num_batched_tokens=32))
     assert set(rounds) == {in_c}
 
 
