@@ -89,7 +89,7 @@ class DraftModelProposer:
         limits = [lengths[row] for row in active]
         drawing = sampler.select(active)
         drafts = draft_round(self.model.whole_pass, self._known(spans), limits, patience, drawing)
-        return None if drafts is None else drafts.among(active, len(lengths))
+        return None if drafts is None else _among(drafts, active, len(lengths))
 
     def _draft_at_once(
         self, tables: list[BlockTable], num_passes: list[int], first_ids: torch.Tensor, drawing: Sampler
@@ -134,6 +134,22 @@ class DraftModelProposer:
             replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
             for span in spans
         ]
+
+
+def _among(drafts: Drafts, members: list[int], num_rows: int) -> Drafts:
+    """The same of so many rows, of which ``members`` have drafted and the others nothing."""
+    if len(members) == num_rows:
+        return drafts
+    lengths = [0] * num_rows
+    for row, length in zip(members, drafts.lengths, strict=True):
+        lengths[row] = length
+    token_ids = drafts.token_ids.new_zeros(num_rows, drafts.token_ids.shape[1])
+    token_ids[members] = drafts.token_ids
+    probs = None
+    if drafts.probs is not None:
+        probs = drafts.probs.new_zeros(num_rows, *drafts.probs.shape[1:])
+        probs[members] = drafts.probs
+    return Drafts(token_ids, probs, lengths)
 
 
 def rows_going_on(

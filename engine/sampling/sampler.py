@@ -78,21 +78,6 @@ class Drafts:
         ids = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         return cls(token_ids=ids, probs=None, lengths=[0] * num_rows)
 
-    def among(self, members: list[int], num_rows: int) -> "Drafts":
-        """The same of so many rows, of which ``members`` are ours and the others have drafted nothing."""
-        if len(members) == num_rows:
-            return self
-        lengths = [0] * num_rows
-        for row, length in zip(members, self.lengths, strict=True):
-            lengths[row] = length
-        token_ids = self.token_ids.new_zeros(num_rows, self.token_ids.shape[1])
-        token_ids[members] = self.token_ids
-        probs = None
-        if self.probs is not None:
-            probs = self.probs.new_zeros(num_rows, *self.probs.shape[1:])
-            probs[members] = self.probs
-        return Drafts(token_ids, probs, lengths)
-
 
 class RowVerdict(NamedTuple):
     """One row's part of a judgement, in plain numbers."""
