@@ -40,7 +40,6 @@ def test_models_that_do_not_load_end_it(
 ) -> None:
     command = (*FAKE_WORKER, "--fail-at-start", "not enough memory")
     monkeypatch.setattr(server.launch, "WorkerClient", partial(WorkerClient, worker_command=command))
-    monkeypatch.setattr(server.cli, "configure_logging", lambda level: None)
     assert server.cli.main(["serve", "--target", str(model_folder), "--port", "0"]) == 1
     assert "error: The worker failed: not enough memory" in capsys.readouterr().err
 
