@@ -1,6 +1,15 @@
-"""Settings of every test run: no network, no threads left behind by the tokenizers."""
+"""Settings of every test run: no network, no threads left behind by the tokenizers, examples that stay."""
 
 import os
 
+from hypothesis import HealthCheck, settings
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# How long an example takes says how busy the machine is. Examples follow from the test alone, so that a
+# failure comes again; ``--hypothesis-profile default`` looks for others.
+settings.register_profile(
+    "reproducible", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("reproducible")

@@ -2,14 +2,14 @@
 
 Sequence tokens are bytes of ``--text``, repeated for ever, several per step; ids are the bytes themselves,
 as in the tests' byte-level tokenizer. Log-probabilities follow from the position (``logprob_at``). Prompts
-are taken over from earlier ones as from a prefix cache. Options make it slow, fail, or crash. Spawned by the
-server's tests.
+are taken over from earlier ones as from a prefix cache. Options make it fail; a file of orders stops
+it after so many steps, or kills it, whenever a test wants (``tests.server.orders``). Spawned by the server's
+tests.
 """
 
 import argparse
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -37,6 +37,7 @@ from engine.messages import (
     encode,
 )
 from engine.prediction import Prediction, PredictionCursor
+from tests.server.orders import DIE
 
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 256
@@ -45,6 +46,7 @@ BLOCK_SIZE = 16
 NUM_DRAFTED = 3  # unless the request says otherwise
 QUEUE_SECONDS = 0.25
 DRAWN_SEED = 1000  # of a request without one
+POLL_MILLISECONDS = 10  # how soon an order is noticed by a worker that has nothing to do
 
 # What `logprob_at` says of every tenth token: as good as impossible.
 IMPOSSIBLE = float("-inf")
@@ -57,13 +59,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", default="Hello, wörld 😀! ", help="what every sequence says")
     parser.add_argument("--once", action="store_true", help="say it once, then end with the eos token")
     parser.add_argument("--tokens-per-step", type=int, default=4)
-    parser.add_argument("--step-seconds", type=float, default=0.0)
-    parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--fail-at-start", default="", help="message of a failed load")
-    parser.add_argument("--crash-after", type=int, default=0, help="die after that many tokens")
     parser.add_argument("--crash-on", default="", help="die of a request with this prompt")
     parser.add_argument("--max-running", type=int, default=1000, help="sequences that take part in a step")
-    parser.add_argument("--crash-once", default="", help="crash only if this file does not exist yet")
+    parser.add_argument("--orders", default="", help="file that holds back or kills; see tests.server.orders")
     parser.add_argument("--refuse", default="", help="answer every request with this error message")
     parser.add_argument("--refusal-code", default="context_length_exceeded")
     parser.add_argument("--log", default="", help="file that gets one line per received message")
@@ -164,7 +163,7 @@ class FakeWorker:
         self.known_prompts: list[tuple[str, list[int]]] = []  # with their salts
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        self.num_tokens = 0
+        self.num_steps = 0
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -172,17 +171,36 @@ class FakeWorker:
     def send(self, message: FromWorker) -> None:
         self.socket.send(encode(message))
 
+    def load(self) -> bool:
+        """As long as the orders want it; False when told to leave, which is all that can be told so early."""
+        while self.order() == DIE:
+            if self.socket.poll(POLL_MILLISECONDS):
+                return False
+        return True
+
     def run(self) -> None:
-        while self.take_messages(wait=not self.sequences):
-            if self.sequences:
-                time.sleep(self.options.step_seconds)
+        while self.take_messages(0 if self.may_step() else POLL_MILLISECONDS):
+            if self.order() == DIE:
+                os._exit(7)
+            if self.may_step():
                 self.step()
 
-    def take_messages(self, *, wait: bool) -> bool:
-        """Handle everything in the inbox; False when told to leave."""
-        while wait or self.socket.poll(0):
+    def order(self) -> str:
+        try:
+            with open(self.options.orders) as file:
+                return file.read()
+        except FileNotFoundError:
+            return ""
+
+    def may_step(self) -> bool:
+        order = self.order()
+        return bool(self.sequences) and (not order.isdecimal() or self.num_steps < int(order))
+
+    def take_messages(self, milliseconds: int) -> bool:
+        """Handle everything in the inbox, or what comes within that time; False when told to leave."""
+        while self.socket.poll(milliseconds):
             message = decode_to_worker(self.socket.recv())
-            wait = False
+            milliseconds = 0
             self.log(message)
             match message:
                 case Generate():
@@ -247,23 +265,11 @@ class FakeWorker:
         outputs = [sequence.step(self.options.tokens_per_step) for sequence in running]
         finished = {(o.request_id, o.index) for o in outputs if o.finish_reason}
         self.sequences = [s for s in self.sequences if (s.request_id, s.index) not in finished]
-        self.num_tokens += sum(len(output.token_ids) for output in outputs)
+        self.num_steps += 1
         self.num_drafts += sum(output.num_draft_tokens > 0 for output in outputs)
         self.num_draft_tokens += sum(output.num_draft_tokens for output in outputs)
         self.num_accepted_tokens += sum(output.num_accepted_tokens for output in outputs)
         self.send(StepOutput(outputs, self.stats()))
-        if self.options.crash_after and self.num_tokens >= self.options.crash_after and self.may_crash():
-            time.sleep(0.05)  # let the tokens leave
-            os._exit(7)
-
-    def may_crash(self) -> bool:
-        marker = self.options.crash_once
-        if not marker:
-            return True
-        if os.path.exists(marker):
-            return False
-        with open(marker, "w"):
-            return True
 
     def stats(self) -> Stats:
         return Stats(
@@ -302,12 +308,12 @@ def main() -> None:
     options = parse_arguments()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(options.socket)
-        time.sleep(options.load_seconds)
         worker = FakeWorker(options, socket)
         if options.fail_at_start:
             worker.send(Failed("", "load_failed", options.fail_at_start))
-            time.sleep(0.05)
-            sys.exit(3)
+            sys.exit(3)  # once the context has sent it
+        if not worker.load():
+            return
         worker.send(
             Ready(
                 target="fake-target",

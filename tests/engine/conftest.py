@@ -1,5 +1,6 @@
 """Model folders that several engine tests share, made once per run."""
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,3 +54,10 @@ def needs_compiler() -> None:
 def one_thread() -> None:
     """Products this small only wait for a second thread."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch, for tests that take some without a seed, and for requests that do."""
+    torch.manual_seed(0)
+    monkeypatch.setattr("secrets.randbits", random.Random(0).getrandbits)

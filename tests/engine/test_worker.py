@@ -27,7 +27,8 @@ from engine.messages import (
 )
 from tests.engine.conftest import Models
 
-TIMEOUT = 60_000  # milliseconds, for a machine that is busy
+# For a machine that is busy: a process has torch to load. Only a failure takes so long.
+PATIENCE_SECONDS = 300
 
 
 def spawn(address: str, config: EngineConfig) -> subprocess.Popen[str]:
@@ -48,7 +49,7 @@ class Connection:
     def receive(self) -> FromWorker:
         """The next message, but for those that only tell how speculation goes."""
         while True:
-            assert self.socket.poll(TIMEOUT), "the worker is silent"
+            assert self.socket.poll(1000 * PATIENCE_SECONDS), "the worker is silent"
             message = decode_from_worker(self.socket.recv())
             if not isinstance(message, SpeculationState):
                 return message
@@ -72,7 +73,7 @@ def worker(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             assert (ready.vocab_size, ready.max_model_len, ready.dtype) == (16, 256, "float32")
             yield connection
             connection.send(Shutdown())
-            assert process.wait(30) == 0
+            assert process.wait(PATIENCE_SECONDS) == 0
 
 
 def test_a_request_runs_to_its_end_and_is_counted(worker: Connection) -> None:
@@ -112,15 +113,21 @@ def test_what_cannot_be_served_fails_alone(worker: Connection, prompt: list[int]
 
 
 def test_abort_stops_the_outputs(worker: Connection) -> None:
-    params = SamplingParams(max_tokens=250, temperature=0)
-    worker.send(Generate(request_id="long", prompt_token_ids=[1], params=params))
-    worker.outputs()
-    worker.send(Abort("long"))
-    while worker.outputs():  # the last message has none: it tells what is in use once all is quiet
-        pass
-    worker.send(
-        Generate(request_id="next", prompt_token_ids=[1], params=SamplingParams(max_tokens=1, temperature=0))
-    )
+    """Tried again where the worker was done before the abort came, which is for the machine to say."""
+    long = SamplingParams(max_tokens=250, temperature=0)
+    for attempt in range(100):
+        worker.send(Generate(request_id=f"long {attempt}", prompt_token_ids=[1], params=long))
+        outputs = worker.outputs()
+        worker.send(Abort(f"long {attempt}"))
+        # The last message has none: it tells what is in use once all is quiet.
+        while outputs and outputs[0].finish_reason is None:
+            outputs = worker.outputs()
+        if not outputs:
+            break
+    else:
+        pytest.fail("whatever is aborted runs to its end")
+    short = SamplingParams(max_tokens=1, temperature=0)
+    worker.send(Generate(request_id="next", prompt_token_ids=[1], params=short))
     outputs = worker.outputs()
     assert [(output.request_id, output.finish_reason) for output in outputs] == [("next", "length")]
 
@@ -135,7 +142,7 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
         assert isinstance(failed, Failed)
         assert (failed.request_id, failed.code) == ("", "model_load_failed")
         assert "is not a model folder" in failed.message
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 2
         assert stderr.strip().endswith(failed.message)
         assert "Traceback" not in stderr

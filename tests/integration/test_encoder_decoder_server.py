@@ -14,7 +14,7 @@ from openai import OpenAI
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from engine.replay_command import main as verify_trace
-from tests.integration.conftest import Server, serving
+from tests.integration.conftest import DRAFTED, Server, serving
 from tests.translation_pair import PREFIX, SENTENCES, save_pair
 
 MODEL = "t5-toy"
@@ -35,7 +35,7 @@ class Translator:
         return self.server.openai
 
     def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.server.url}/v1/completions", json={"model": MODEL, **body}, timeout=60)
+        return self.server.post("/v1/completions", {"model": MODEL, **body})
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,12 @@ def test_translation_call(translator: Translator, generated: dict[str, str]) -> 
 def test_all_sentences_at_once_streamed(translator: Translator, generated: dict[str, str]) -> None:
     def stream(english: str) -> str:
         chunks = translator.openai.completions.create(
-            model=MODEL, prompt=PREFIX + english, max_tokens=60, temperature=0, stream=True
+            model=MODEL,
+            prompt=PREFIX + english,
+            max_tokens=60,
+            temperature=0,
+            stream=True,
+            extra_body={"speculation": DRAFTED},
         )
         return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
@@ -105,9 +110,7 @@ def test_streams_begin_like_the_whole(translator: Translator) -> None:
     body = {"prompt": PREFIX + UNSEEN, "max_tokens": 40, "temperature": 2.0, "seed": 3, "logprobs": 2}
     whole = translator.post(**body).json()["choices"][0]
     text, tokens = "", []
-    with httpx.stream(
-        "POST", f"{translator.server.url}/v1/completions", json={"model": MODEL, **body, "stream": True}
-    ) as response:
+    with translator.server.stream("/v1/completions", {"model": MODEL, **body}) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 choice = json.loads(line[6:])["choices"][0]
@@ -141,7 +144,7 @@ def test_limits(
 
 def test_no_chat_without_a_template(translator: Translator) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
-    answer = httpx.post(f"{translator.server.url}/v1/chat/completions", json=body)
+    answer = translator.server.post("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert "no chat template" in answer.json()["error"]["message"]
 
@@ -154,8 +157,9 @@ def test_traces_can_be_verified(
         prompt=PREFIX + UNSEEN,
         max_tokens=40,
         temperature=temperature,
+        seed=5,
         repetition_penalty=1.1,
-        speculation={"trace": True},
+        speculation={"trace": True, "verification": "rejection"},
         return_token_ids=True,
     )
     file = tmp_path / "answer.json"

@@ -3,11 +3,11 @@
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
 from openai import AsyncOpenAI
 
-from tests.integration.conftest import Server
+from tests.integration.conftest import DRAFTED, Server
+from tests.server.running import wait_for
 
 MODEL = "foretoken-demo"
 HEROES = [
@@ -121,13 +121,18 @@ def test_chat_streams_a_role_then_text_then_usage(server: Server) -> None:
 
 def test_counters_grow_by_what_was_generated(server: Server) -> None:
     before = server.metric("foretoken_generation_tokens_total")
+    drafted = server.metric("foretoken_spec_decode_num_draft_tokens_total")
     completion = server.openai.completions.create(
-        model=MODEL, prompt=PROMPTS[1], max_tokens=40, temperature=0, extra_body={"ignore_eos": True}
+        model=MODEL,
+        prompt=PROMPTS[1],
+        max_tokens=40,
+        temperature=0,
+        extra_body={"ignore_eos": True, "speculation": DRAFTED},
     )
     assert completion.usage is not None
     assert completion.usage.completion_tokens == 40
     assert server.metric("foretoken_generation_tokens_total") - before == 40
-    assert server.metric("foretoken_spec_decode_num_draft_tokens_total") > 0
+    assert server.metric("foretoken_spec_decode_num_draft_tokens_total") > drafted
 
 
 def test_shared_beginning_is_computed_once(server: Server) -> None:
@@ -150,38 +155,34 @@ def test_shared_beginning_is_computed_once(server: Server) -> None:
 
 def test_logprobs_of_echo_are_those_of_generation(server: Server) -> None:
     """The text's log-probabilities, scored afterwards as a prompt, are those given while generating it."""
-    request = {"model": MODEL, "temperature": 0, "logprobs": 1}
-    said = httpx.post(
-        f"{server.url}/v1/completions",
-        json={**request, "prompt": PROMPTS[2], "max_tokens": 30, "return_token_ids": True},
-    ).json()["choices"][0]
-    prompt_ids = httpx.post(
-        f"{server.url}/v1/completions",
-        json={"model": MODEL, "prompt": PROMPTS[2], "max_tokens": 1, "return_token_ids": True},
-    ).json()["choices"][0]["prompt_token_ids"]
+
+    def choice(**fields: Any) -> Any:
+        request = {"model": MODEL, "temperature": 0, "logprobs": 1, **fields}
+        return server.post("/v1/completions", request).json()["choices"][0]
+
+    said = choice(prompt=PROMPTS[2], max_tokens=30, return_token_ids=True)
+    prompt_ids = choice(prompt=PROMPTS[2], max_tokens=1, return_token_ids=True)["prompt_token_ids"]
     text = prompt_ids + said["token_ids"]
-    scored = httpx.post(
-        f"{server.url}/v1/completions", json={**request, "prompt": text, "max_tokens": 0, "echo": True}
-    ).json()["choices"][0]
+    scored = choice(prompt=text, max_tokens=0, echo=True)
     want = said["logprobs"]["token_logprobs"]
     assert scored["logprobs"]["token_logprobs"][-len(want) :] == pytest.approx(want, abs=1e-4)
 
 
 def test_a_client_that_leaves_frees_its_sequence(server: Server) -> None:
+    """Tried again where everything was said before it had left, which is for the machine to say."""
     aborted = server.metric("foretoken_requests_aborted_total")
-    body = {"model": MODEL, "prompt": PROMPTS[3], "max_tokens": 900, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-        next(response.iter_lines())
+    body = {"model": MODEL, "prompt": PROMPTS[3], "max_tokens": 900, "ignore_eos": True}
     for _ in range(100):
-        if server.metric("foretoken_requests_running") == 0:
+        with server.stream("/v1/completions", body) as response:
+            next(response.iter_lines())
+        wait_for(lambda: server.metric("foretoken_requests_running") == 0, "the end")
+        if server.metric("foretoken_requests_aborted_total") > aborted:
             break
-        asyncio.run(asyncio.sleep(0.05))
-    assert server.metric("foretoken_requests_running") == 0
     assert server.metric("foretoken_requests_aborted_total") == aborted + 1
     assert server.metric("foretoken_kv_cache_usage_ratio") == 0
 
 
 def test_speculation_is_told(server: Server) -> None:
     complete(server, PROMPTS[4], max_tokens=20)
-    state = httpx.get(f"{server.url}/speculation").json()
+    state = server.get("/speculation").json()
     assert (state["proposer"], state["num_speculative_tokens"]) == ("auto", "auto")

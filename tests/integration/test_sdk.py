@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from tests.integration.conftest import Server
+from tests.integration.conftest import DRAFTED, Server
+from tests.server.running import wait_for
 
 MODEL = "foretoken-demo"
 ASK: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Tell me a story about a dog."}]
@@ -133,7 +133,7 @@ def test_errors_of_other_routes(sdk: openai.OpenAI) -> None:
 
 def test_examples_of_the_document_work(server: Server) -> None:
     """As pasted: the body is sent as it stands there."""
-    document = httpx.get(f"{server.url}/openapi.json").json()
+    document = server.get("/openapi.json").json()
     examples = [
         (path, name, example["value"])
         for path, methods in document["paths"].items()
@@ -144,24 +144,27 @@ def test_examples_of_the_document_work(server: Server) -> None:
         path for path, methods in document["paths"].items() if "post" in methods
     }
     for path, name, body in examples:
-        response = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+        response = server.post(path, body)
         assert response.status_code == 200, (path, name, response.text)
         assert "x-foretoken-ignored" not in response.headers
 
 
 def test_tokenize(server: Server) -> None:
     text = "Once upon a time 😀"
-    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
-    back = httpx.post(f"{server.url}/detokenize", json={"tokens": answer["tokens"]}).json()
+    back = server.post("/detokenize", {"tokens": answer["tokens"]}).json()
     assert back == {"prompt": text}
     request = {"model": MODEL, "prompt": text, "max_tokens": 1, "return_token_ids": True}
-    completion = httpx.post(f"{server.url}/v1/completions", json=request).json()
+    completion = server.post("/v1/completions", request).json()
     assert completion["choices"][0]["prompt_token_ids"] == answer["tokens"]
 
 
-def test_speculation_says_everything(server: Server, said: str) -> None:
-    state = httpx.get(f"{server.url}/speculation").json()
+def test_speculation_says_everything(server: Server, sdk: openai.OpenAI) -> None:
+    sdk.completions.create(prompt="Once", max_tokens=60, extra_body={"speculation": DRAFTED}, **GREEDY)
+    # The policy's part is told after the tokens.
+    wait_for(lambda: bool(server.get("/speculation").json()["policy"]), "the policy's state")
+    state = server.get("/speculation").json()
     assert state["proposer"] == "auto"
     assert state["on"] == state["why"].startswith("on: ")
     assert 0 <= state["draft_length"] <= 32

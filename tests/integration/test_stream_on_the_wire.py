@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.integration.conftest import Server
@@ -24,7 +23,7 @@ def ask(path: str, text: str, **fields: Any) -> dict[str, Any]:
 
 
 def lines_of(server: Server, path: str, body: dict[str, Any]) -> list[str]:
-    with httpx.stream("POST", f"{server.url}{path}", json=body | {"stream": True}, timeout=60) as response:
+    with server.stream(path, body) as response:
         assert response.status_code == 200, response.read()
         assert response.headers["content-type"].startswith("text/event-stream")
         return list(response.iter_lines())
@@ -44,7 +43,7 @@ def text_of(choice: dict[str, Any]) -> str:
 
 
 def whole(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60).json()
+    answer = server.post(path, body).json()
     choice = answer["choices"][0]
     return {
         "text": choice["text"] if "text" in choice else choice["message"]["content"],
@@ -103,7 +102,7 @@ def test_stop_strings_never_leak(server: Server, path: str, k: int) -> None:
 @pytest.mark.parametrize("k", [0, 5])
 def test_characters_are_never_split(server: Server, path: str, k: int) -> None:
     """A bias leaves the model nothing but the bytes of ``CHARACTERS``, of which some make characters."""
-    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": CHARACTERS}).json()["tokens"]
+    ids = server.post("/tokenize", {"prompt": CHARACTERS}).json()["tokens"]
     assert len(ids) > len(CHARACTERS)  # characters of several tokens
     bias = dict.fromkeys(map(str, set(ids)), 100)
     body = ask(path, CHARACTERS, logit_bias=bias, temperature=1, seed=5, max_tokens=200, ignore_eos=True)

@@ -22,6 +22,13 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def no_logging_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``foretoken serve`` sets up writes to the stderr of now. A test's is closed at its end, while the
+    set-up would stay, and every later line would be an error."""
+    monkeypatch.setattr("server.cli.configure_logging", lambda level: None)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("models") / "tiny-model")

@@ -1,6 +1,8 @@
 """Runs the real application under uvicorn, in a thread, around the fake worker."""
 
 import asyncio
+import json
+import socket
 import sys
 import threading
 import time
@@ -9,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
@@ -21,8 +24,25 @@ from server.launch import bind
 from server.metrics import Metrics
 from server.services import Services
 from server.tokenizer import Tokenizer
+from tests.server.orders import WorkerOrders
 
 MODEL = "tiny-model"
+
+# For everything that has to happen some time. Only a failure takes so long, so it may be more than enough for
+# a machine that has much else to do.
+PATIENCE_SECONDS = 60.0
+
+
+class ClockedLoop(asyncio.SelectorEventLoop):
+    """Time passes as usual, and all at once where a test wants it to."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+    def pass_time(self, seconds: float) -> None:
+        self.ahead += seconds
 
 
 @dataclass
@@ -31,6 +51,8 @@ class RunningServer:
     client: httpx.Client
     services: Services
     worker_log: Path
+    worker: WorkerOrders
+    loop: ClockedLoop
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return self.client.post(path, json={"model": MODEL} | body, **options)
@@ -46,11 +68,40 @@ class RunningServer:
                     return sample.value
         return 0.0
 
+    @contextmanager
+    def unanswered(self, path: str, body: dict[str, Any]) -> Iterator[None]:
+        """A request whose client does not read; it leaves at the end, and at no other time."""
+        content = json.dumps({"model": MODEL} | body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        address = urlsplit(self.url)
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            yield
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the server's timers believe that so many seconds have gone by."""
+        self.loop.call_soon_threadsafe(self.loop.pass_time, seconds)
+
+    def wait_for_requests(self, number: int) -> None:
+        """Until the engine has so many open; each prompt is one."""
+        wait_for(lambda: self.services.engine.num_requests == number, f"{number} open requests")
+
+    def wait_for_tokens(self, number: int) -> None:
+        """Until so many have come back from the worker, in all."""
+        wait_for(lambda: self.metric("foretoken_generation_tokens_total") == number, f"{number} tokens")
+
+    def wait_for_messages(self, kind: str, number: int) -> list[str]:
+        wait_for(lambda: len(self.messages_to_worker(kind)) >= number, f"{number} times {kind}")
+        return self.messages_to_worker(kind)
+
+    def wait_until_ready(self) -> None:
+        wait_for(lambda: self.get("/ready").status_code == 200, "the worker")
+
     def messages_to_worker(self, kind: str) -> list[str]:
         return [line for line in self.worker_log.read_text().splitlines() if line.startswith(kind)]
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"gave up waiting for {what}"
@@ -66,10 +117,13 @@ def run_server(
     wait: bool = True,
     **settings: Any,
 ) -> Iterator[RunningServer]:
-    """A server on a free port; ``wait`` until it can take requests."""
-    worker_log = log_folder / "worker.log"
+    """A server on a free port; ``wait`` until it can take requests, or order its worker not to be ready."""
+    worker_log, orders = log_folder / "worker.log", WorkerOrders(log_folder / "orders")
     worker_log.touch()
-    command = (sys.executable, "-m", "tests.fake_worker", "--log", str(worker_log), *worker_options)
+    if not wait:
+        orders.die()
+    files = ("--log", str(worker_log), "--orders", str(orders.path))
+    command = (sys.executable, "-m", "tests.fake_worker", *files, *worker_options)
     configured = Settings(target=str(model_folder), **settings)
     metrics = Metrics()
     engine = WorkerClient(
@@ -82,19 +136,25 @@ def run_server(
     )
     app = create_app(configured, engine, metrics, load=lambda: tokenizer)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
+    loop = ClockedLoop()
     with bind("127.0.0.1", 0) as listener:
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+
+        def serve() -> None:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(server.serve(sockets=[listener]))
+
+        thread = threading.Thread(target=serve)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        client = httpx.Client(base_url=url, timeout=20, verify=False)
-        running = RunningServer(url, client, app.state.services, worker_log)
+        client = httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, verify=False)
+        running = RunningServer(url, client, app.state.services, worker_log, orders, loop)
         try:
             wait_for(lambda: server.started, "the port")
             if wait:
-                wait_for(lambda: running.get("/ready").status_code == 200, "the worker")
+                running.wait_until_ready()
             yield running
         finally:
             client.close()
             server.should_exit = True
-            thread.join(timeout=15)
+            thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.server.running import MODEL, wait_for
+from tests.server.orders import WorkerOrders
+from tests.server.running import MODEL, PATIENCE_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,11 @@ class ServeProcess:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    worker: WorkerOrders
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended by itself."""
+        return self.process.wait(PATIENCE_SECONDS)
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -45,11 +51,14 @@ def serve_process(
     model_folder: Path,
     log_folder: Path,
     *settings: str,
-    worker: tuple[str, ...] = (),
-    until: str = "Ready on cpu in float32",
+    wait: bool = True,
 ) -> Iterator[ServeProcess]:
-    """``worker`` are the fake worker's options; ``until`` is what it says once it counts as started."""
-    log = log_folder / "serve.log"
+    """``wait`` until the worker is ready, or order it not to be and wait until it is loading."""
+    log, orders = log_folder / "serve.log", WorkerOrders(log_folder / "orders")
+    if not wait:
+        orders.die()
+    until = "Ready on cpu in float32" if wait else "Loading the models"
+    worker = ("--tokens-per-step", "1", "--orders", str(orders.path))
     arguments = ["--target", str(model_folder), "--port", "0", *settings]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -61,10 +70,10 @@ def serve_process(
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
-        wait_for(lambda: until in log.read_text(), f"{until!r} in {log}", seconds=120)
+        wait_for(lambda: until in log.read_text(), f"{until!r} in {log}", seconds=2 * PATIENCE_SECONDS)
         url = re.search(r"url +(http://\S+)/v1", log.read_text())
         assert url is not None
-        yield ServeProcess(url[1], process, log)
+        yield ServeProcess(url[1], process, log, orders)
     finally:
         process.kill()
         process.wait()

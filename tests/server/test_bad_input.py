@@ -1,5 +1,6 @@
 """Input that no client should send: each is its own error, and the worker never hears of it."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -186,8 +187,12 @@ def test_message_that_cannot_be_sent_hurts_nobody_else(start_server: StartServer
     with start_server() as server:
         engine = server.services.engine
         fine = Generate("fine-0", [5], SamplingParams(max_tokens=1))
-        with pytest.raises(OverflowError):
+
+        async def submit() -> None:
             engine.submit([fine, Generate("fine-1", [2**70], SamplingParams(max_tokens=1))])
+
+        with pytest.raises(OverflowError):
+            asyncio.run_coroutine_threadsafe(submit(), server.loop).result()
         assert engine.num_requests == 0
         assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
         assert server.metric("foretoken_worker_restarts_total") == 0

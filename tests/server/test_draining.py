@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,24 +9,25 @@ from typing import Any
 
 import httpx
 
-from tests.server.running import wait_for
+from tests.server.running import PATIENCE_SECONDS, wait_for
 from tests.server.serve_process import ServeProcess, body, serve_process
 from tests.server.wire import events
 
-# One token per step: a stream of a hundred tokens takes two seconds.
-SLOW = ("--step-seconds", "0.02", "--tokens-per-step", "1")
+# So long that a test which waits for it fails.
+FOR_EVER = ("--drain-timeout", "1000")
 
 
 class Reader:
-    """A streaming client in a thread."""
+    """A streaming client in a thread. It has read something, and the worker has stopped after that."""
 
     def __init__(self, serve: ServeProcess, **fields: Any) -> None:
+        serve.worker.at_most(3)
         self.text = ""
         self.status = 0
         self.started = threading.Event()
         self.thread = threading.Thread(target=self._read, args=(serve, fields))
         self.thread.start()
-        assert self.started.wait(10)
+        assert self.started.wait(PATIENCE_SECONDS)
 
     def _read(self, serve: ServeProcess, fields: dict[str, Any]) -> None:
         request = {
@@ -35,59 +35,63 @@ class Reader:
             "url": f"{serve.url}/v1/completions",
             "json": body(stream=True, **fields),
         }
-        with httpx.stream(**request, timeout=30) as response:
+        with httpx.stream(**request, timeout=PATIENCE_SECONDS) as response:
             self.status = response.status_code
             for text in response.iter_text():
                 self.text += text
                 self.started.set()
 
     def wait(self) -> None:
-        self.thread.join(20)
+        self.thread.join(PATIENCE_SECONDS)
         assert not self.thread.is_alive()
 
 
 @contextmanager
-def slow_server(model_folder: Path, tmp_path: Path, *settings: str) -> Iterator[ServeProcess]:
-    with serve_process(model_folder, tmp_path, *settings, worker=SLOW) as serve:
+def server_that_ends(model_folder: Path, tmp_path: Path, *settings: str) -> Iterator[ServeProcess]:
+    with serve_process(model_folder, tmp_path, *settings) as serve:
         yield serve
-        serve.process.wait(10)
+        serve.wait()
         assert "Traceback" not in serve.log.read_text()
+
+
+def get(serve: ServeProcess, path: str) -> httpx.Response:
+    return httpx.get(f"{serve.url}{path}", timeout=PATIENCE_SECONDS)
 
 
 def tell_to_stop(serve: ServeProcess, number: int) -> None:
     serve.process.send_signal(number)
-    wait_for(lambda: httpx.get(f"{serve.url}/ready").status_code == 503, "draining")
+    wait_for(lambda: get(serve, "/ready").status_code == 503, "draining")
 
 
 def test_running_requests_finish_and_new_ones_are_refused(model_folder: Path, tmp_path: Path) -> None:
-    with slow_server(model_folder, tmp_path) as serve:
+    with server_that_ends(model_folder, tmp_path, *FOR_EVER) as serve:
         reader = Reader(serve, max_tokens=100)
         tell_to_stop(serve, signal.SIGTERM)
-        ready = httpx.get(f"{serve.url}/ready")
+        ready = get(serve, "/ready")
         assert ready.json()["status"] == "draining"
         assert "draining" in ready.json()["reason"]
-        assert httpx.get(f"{serve.url}/health").status_code == 200
-        refused = httpx.post(f"{serve.url}/v1/completions", json=body())
+        assert get(serve, "/health").status_code == 200
+        refused = httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=PATIENCE_SECONDS)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
         assert refused.json()["error"]["code"] == "not_ready"
         assert serve.process.poll() is None
+        serve.worker.go_on()
         reader.wait()
         chunks = events(reader.text)
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-        assert serve.process.wait(10) == -signal.SIGTERM
+        assert serve.wait() == -signal.SIGTERM
 
 
 def test_nothing_running_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
-    with slow_server(model_folder, tmp_path) as serve, httpx.Client() as idle:
-        assert idle.get(f"{serve.url}/health").status_code == 200  # its connection stays open
-        started = time.monotonic()
+    with server_that_ends(model_folder, tmp_path, *FOR_EVER) as serve, httpx.Client() as idle:
+        # Its connection stays open.
+        assert idle.get(f"{serve.url}/health", timeout=PATIENCE_SECONDS).status_code == 200
         serve.process.send_signal(signal.SIGTERM)
-        serve.process.wait(10)
-        assert time.monotonic() - started < 5
+        serve.wait()
 
 
 def test_unfinished_requests_get_an_error_when_the_time_is_over(model_folder: Path, tmp_path: Path) -> None:
-    with slow_server(model_folder, tmp_path, "--drain-timeout", "0.5") as serve:
+    with server_that_ends(model_folder, tmp_path, "--drain-timeout", "0.5") as serve:
         reader = Reader(serve, max_tokens=400)
         serve.process.send_signal(signal.SIGTERM)
         reader.wait()
@@ -98,12 +102,10 @@ def test_unfinished_requests_get_an_error_when_the_time_is_over(model_folder: Pa
 
 
 def test_second_signal_does_not_wait(model_folder: Path, tmp_path: Path) -> None:
-    with slow_server(model_folder, tmp_path) as serve:
+    with server_that_ends(model_folder, tmp_path, *FOR_EVER) as serve:
         reader = Reader(serve, max_tokens=400)
         tell_to_stop(serve, signal.SIGINT)
-        started = time.monotonic()
         serve.process.send_signal(signal.SIGINT)
-        assert serve.process.wait(10) == 130
-        assert time.monotonic() - started < 5
+        assert serve.wait() == 130
         reader.wait()
         assert events(reader.text)[-1]["error"]["code"] == "worker_lost"

@@ -10,7 +10,7 @@ import pytest
 from server.parameters import UNSUPPORTED
 from server.tokenizer import load_tokenizer
 from tests.server.conftest import StartServer
-from tests.server.running import MODEL, RunningServer, run_server, wait_for
+from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -281,7 +281,8 @@ def test_our_own_bugs_tell_nothing_but_the_id(
 
 
 def test_full_queue(start_server: StartServer) -> None:
-    with start_server("--step-seconds", "0.3", max_queued_requests=1) as server:
+    with start_server(max_queued_requests=1) as server:
+        server.worker.at_most(1)
         body = {"model": MODEL, "prompt": "x", "max_tokens": 100, "stream": True}
         with server.client.stream("POST", COMPLETIONS, json=body) as first:
             # Its first token is there, so it no longer waits; the next one does.
@@ -289,8 +290,9 @@ def test_full_queue(start_server: StartServer) -> None:
             short = {"prompt": "x", "max_tokens": 1}
             second = threading.Thread(target=server.post, args=(COMPLETIONS, short))
             second.start()
-            wait_for(lambda: server.services.engine.num_requests == 2, "the second request")
+            server.wait_for_requests(2)
             refused = server.post(COMPLETIONS, {"prompt": "x"})
+        server.worker.go_on()
         second.join()
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"

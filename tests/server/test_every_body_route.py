@@ -113,7 +113,7 @@ def test_keys_origins_and_limits(start_server: StartServer) -> None:
 
 
 def test_while_loading(start_server: StartServer, tmp_path: Path) -> None:
-    with start_server("--load-seconds", "5", wait=False) as server:
+    with start_server(wait=False) as server:
         for path, body in VALID.items():
             response = server.post(path, {"model": MODEL} | body)
             assert (response.status_code, response.headers["retry-after"]) == (503, "2")

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import openai
@@ -304,8 +306,13 @@ def test_unknown_fields_are_reported(server: RunningServer) -> None:
 
 
 def test_failure_in_a_stream_is_an_event(start_server: StartServer) -> None:
-    with start_server("--step-seconds", "0.02", "--crash-after", "40") as server:
-        response = server.post(PATH, {"input": "a", "max_output_tokens": 100, "stream": True})
+    with start_server() as server, ThreadPoolExecutor() as threads:
+        server.worker.at_most(10)
+        body = {"input": "a", "max_output_tokens": 100, "stream": True}
+        answer = threads.submit(server.post, PATH, body)
+        server.wait_for_tokens(40)
+        server.worker.die()
+        response = answer.result()
         assert response.status_code == 200
         last = read(response.text)[-1]
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
@@ -315,9 +322,11 @@ def test_failure_in_a_stream_is_an_event(start_server: StartServer) -> None:
 
 
 def test_client_that_leaves_frees_its_sequence(start_server: StartServer) -> None:
-    with start_server("--step-seconds", "0.02") as server:
+    with start_server() as server:
+        server.worker.at_most(1)
         body = {"model": MODEL, "input": "x", "stream": True}
         with server.client.stream("POST", PATH, json=body) as response:
             next(response.iter_lines())
-        wait_for(lambda: len(server.messages_to_worker("Abort")) == 1, "the abort")
-        assert server.metric("foretoken_requests_aborted_total", reason="disconnect") == 1
+        server.wait_for_messages("Abort", 1)
+        aborted = partial(server.metric, "foretoken_requests_aborted_total", reason="disconnect")
+        wait_for(lambda: aborted() == 1, "the count")

@@ -3,6 +3,7 @@
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import server.cli
 import server.launch
 from server.engine_client import WorkerClient
+from tests.server.running import PATIENCE_SECONDS, wait_for
 from tests.server.serve_process import body, serve_process
 
 FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
@@ -20,9 +22,9 @@ FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
 
 def test_serves_until_it_is_told_to_stop(model_folder: Path, tmp_path: Path) -> None:
     with serve_process(model_folder, tmp_path) as serve:
-        assert httpx.post(f"{serve.url}/v1/completions", json=body()).status_code == 200
+        assert httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=60).status_code == 200
         serve.process.send_signal(signal.SIGINT)
-        assert serve.process.wait(timeout=10) == server.cli.INTERRUPTED
+        assert serve.wait() == server.cli.INTERRUPTED
     assert "Traceback" not in serve.log.read_text()
 
 
@@ -38,7 +40,6 @@ def test_models_that_do_not_load_end_it(
 ) -> None:
     command = (*FAKE_WORKER, "--fail-at-start", "not enough memory")
     monkeypatch.setattr(server.launch, "WorkerClient", partial(WorkerClient, worker_command=command))
-    monkeypatch.setattr(server.cli, "configure_logging", lambda level: None)
     assert server.cli.main(["serve", "--target", str(model_folder), "--port", "0"]) == 1
     assert "error: The worker failed: not enough memory" in capsys.readouterr().err
 
@@ -51,14 +52,21 @@ def test_connections_do_not_wait_for_acknowledgements() -> None:
             assert accepted.proto == socket.IPPROTO_TCP
 
 
-async def test_sdk_waits_until_the_models_are_loaded(model_folder: Path, tmp_path: Path) -> None:
+def test_sdk_waits_until_the_models_are_loaded(model_folder: Path, tmp_path: Path) -> None:
     """It comes back after the seconds that Retry-After says, and is served."""
-    loading = "Loading the models"
-    with serve_process(model_folder, tmp_path, worker=("--load-seconds", "3"), until=loading) as serve:
-        async with openai.AsyncOpenAI(base_url=f"{serve.url}/v1", api_key="none", max_retries=0) as hasty:
+    with serve_process(model_folder, tmp_path, wait=False) as serve, ThreadPoolExecutor() as threads:
+
+        def were_refused(number: int) -> bool:
+            metrics = httpx.get(f"{serve.url}/metrics", timeout=PATIENCE_SECONDS).text
+            return f'foretoken_request_errors_total{{code="not_ready"}} {number}.0' in metrics
+
+        sdk = partial(openai.OpenAI, base_url=f"{serve.url}/v1", api_key="none")
+        with sdk(max_retries=0) as hasty, sdk(max_retries=30) as patient:
             with pytest.raises(openai.InternalServerError) as caught:
-                await hasty.completions.create(model="tiny-model", prompt="x")
+                hasty.completions.create(model="tiny-model", prompt="x")
             assert (caught.value.status_code, caught.value.code) == (503, "not_ready")
             assert caught.value.response.headers["retry-after"] == "2"
-        async with openai.AsyncOpenAI(base_url=f"{serve.url}/v1", api_key="none", max_retries=5) as patient:
-            assert (await patient.completions.create(model="tiny-model", prompt="x")).choices
+            answer = threads.submit(patient.completions.create, model="tiny-model", prompt="x")
+            wait_for(lambda: were_refused(2), "a refusal")
+            serve.worker.go_on()
+            assert answer.result().choices

@@ -9,6 +9,7 @@ from starlette.types import Message
 from server.errors import NotReadyError
 from server.schemas.completion import Completion
 from server.sse import DONE, EventStreamResponse, chunk_event, error_event
+from tests.server.virtual_time import in_virtual_time
 
 PING = b": ping\n\n"
 
@@ -48,30 +49,36 @@ async def run(
     return sent, len(closed)
 
 
-async def test_pings_fill_the_silence_only() -> None:
-    (start, *messages), num_closed = await run(slowly(0, 0, 0.25, 0), ping_seconds=0.1)
+def test_pings_fill_the_silence_only() -> None:
+    (start, *messages), num_closed = in_virtual_time(run(slowly(0, 0, 0.25, 0), ping_seconds=0.1))
     assert start["type"] == "http.response.start"
     assert [message["body"] for message in messages] == [b"0", b"1", PING, PING, b"2", b"3", b""]
     assert [message["more_body"] for message in messages] == [True] * 6 + [False]
     assert num_closed == 1
 
 
-async def test_nothing_is_sent_to_a_client_that_left() -> None:
+async def left_and_waited() -> tuple[list[Message], int, int]:
+    """What was sent, its length when the client left, and how often the response was closed."""
     messages, num_closed = await run(endless(), ping_seconds=0.05, leave_after=0.1)
-    assert num_closed == 1
     length = len(messages)
     await asyncio.sleep(0.15)
+    return messages, length, num_closed
+
+
+def test_nothing_is_sent_to_a_client_that_left() -> None:
+    messages, length, num_closed = in_virtual_time(left_and_waited())
+    assert num_closed == 1
     assert len(messages) == length
     assert all(message["body"] == b"0" for message in messages[1:])
 
 
-async def test_failing_events_close_the_stream() -> None:
+def test_failing_events_close_the_stream() -> None:
     async def failing() -> AsyncIterator[bytes]:
         yield b"0"
         raise RuntimeError("no")
 
     with pytest.RaisesGroup(RuntimeError, allow_unwrapped=True):
-        await run(failing(), ping_seconds=1)
+        in_virtual_time(run(failing(), ping_seconds=1))
 
 
 def test_frames() -> None:

@@ -79,7 +79,7 @@ def test_mistakes(server: RunningServer, path: str, fields: dict[str, Any], para
 
 
 def test_not_while_loading_and_not_without_a_key(start_server: StartServer) -> None:
-    with start_server("--load-seconds", "5", wait=False, api_keys=["one"]) as server:
+    with start_server(wait=False, api_keys=["one"]) as server:
         key = {"authorization": "Bearer one"}
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
             assert server.post(path, body).status_code == 401

@@ -3,10 +3,8 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -15,43 +13,49 @@ from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer, wait_for
 from tests.server.wire import events
 
-SLOW = ("--step-seconds", "0.02")
+COMPLETIONS = "/v1/completions"
 
 
 def test_client_that_leaves_a_stream_frees_its_sequences(start_server: StartServer) -> None:
-    with start_server(*SLOW) as server:
+    with start_server() as server:
+        server.worker.at_most(1)
         body = {"model": MODEL, "prompt": ["a", "b"], "n": 2, "max_tokens": 500, "stream": True}
-        with server.client.stream("POST", "/v1/completions", json=body) as response:
+        with server.client.stream("POST", COMPLETIONS, json=body) as response:
             next(response.iter_lines())
-        wait_for(lambda: len(server.messages_to_worker("Abort")) == 2, "the aborts")
-        wait_for(lambda: server.services.engine.num_requests == 0, "the end of the requests")
-        assert server.metric("foretoken_requests_aborted_total", reason="disconnect") == 1
-        assert server.metric("foretoken_requests_running") == 0
+        server.wait_for_messages("Abort", 2)
+        server.wait_for_requests(0)
+        aborted = partial(server.metric, "foretoken_requests_aborted_total", reason="disconnect")
+        wait_for(lambda: aborted() == 1, "the count")
         usage = partial(server.metric, "foretoken_kv_cache_usage_ratio", model="target")
         wait_for(lambda: usage() == 0, "the worker's word that nothing is in use")
+        assert server.metric("foretoken_requests_running") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_that_does_not_wait_frees_its_sequences(start_server: StartServer, stream: bool) -> None:
-    with start_server("--step-seconds", "0.5") as server:
-        with pytest.raises(httpx.ReadTimeout):
-            server.post("/v1/completions", {"prompt": "a", "max_tokens": 500, "stream": stream}, timeout=0.3)
-        wait_for(lambda: len(server.messages_to_worker("Abort")) == 1, "the abort")
+    with start_server() as server:
+        server.worker.at_most(0)
+        with server.unanswered(COMPLETIONS, {"prompt": "a", "max_tokens": 500, "stream": stream}):
+            server.wait_for_messages("Generate", 1)
+        server.wait_for_messages("Abort", 1)
         assert server.services.engine.num_requests == 0
 
 
 def test_stop_string_aborts_its_sequence_only(start_server: StartServer) -> None:
-    with start_server(*SLOW) as server:
-        server.post("/v1/completions", {"prompt": "a", "n": 2, "max_tokens": 400, "stop": "wörld"})
-        wait_for(lambda: len(server.messages_to_worker("Abort")) == 2, "the aborts")
-        aborts = sorted(server.messages_to_worker("Abort"))
+    with start_server() as server:
+        server.worker.at_most(4)
+        server.post(COMPLETIONS, {"prompt": "a", "n": 2, "max_tokens": 400, "stop": "wörld"})
+        aborts = sorted(server.wait_for_messages("Abort", 2))
         assert ["index=0" in aborts[0], "index=1" in aborts[1]] == [True, True]
 
 
-def test_crash_gives_an_error_and_a_new_worker(start_server: StartServer, tmp_path: Path) -> None:
-    options = ("--crash-after", "40", "--crash-once", str(tmp_path / "crashed"))
-    with start_server(*SLOW, *options) as server:
-        response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 100})
+def test_crash_gives_an_error_and_a_new_worker(start_server: StartServer) -> None:
+    with start_server() as server, ThreadPoolExecutor() as threads:
+        server.worker.at_most(10)
+        lost = threads.submit(server.post, COMPLETIONS, {"prompt": "a", "max_tokens": 100})
+        server.wait_for_tokens(40)
+        server.worker.die()
+        response = lost.result()
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "worker_lost"
         assert "exited with code 7" in response.json()["error"]["message"]
@@ -59,11 +63,12 @@ def test_crash_gives_an_error_and_a_new_worker(start_server: StartServer, tmp_pa
         assert not_ready.status_code == 503
         assert not_ready.json()["status"] == "restarting"
         assert server.get("/health").status_code == 200
-        refused = server.post("/v1/completions", {"prompt": "a"})
+        refused = server.post(COMPLETIONS, {"prompt": "a"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         assert refused.headers["retry-after"] == "2"
-        wait_for(lambda: server.get("/ready").status_code == 200, "the new worker")
-        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 100}).status_code == 200
+        server.worker.go_on()
+        server.wait_until_ready()
+        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 100}).status_code == 200
         assert server.metric("foretoken_worker_restarts_total") == 1
         # 40 tokens before the crash and 100 after it, although the new worker counts from zero.
         assert server.metric("foretoken_generation_tokens_total") == 140
@@ -71,23 +76,27 @@ def test_crash_gives_an_error_and_a_new_worker(start_server: StartServer, tmp_pa
         assert drafts == 140 / 4
 
 
-def test_requests_without_a_token_go_to_the_next_worker(start_server: StartServer, tmp_path: Path) -> None:
-    """The first choice takes all of the worker's steps until it dies; the second one has not begun."""
-    options = ("--max-running", "1", "--crash-after", "40", "--crash-once", str(tmp_path / "crashed"))
-    with start_server(*SLOW, *options) as server, ThreadPoolExecutor() as threads:
-        lost = threads.submit(server.post, "/v1/completions", {"prompt": "a", "max_tokens": 100})
-        wait_for(lambda: server.services.engine.num_requests == 1, "the first request")
+def test_requests_without_a_token_go_to_the_next_worker(start_server: StartServer) -> None:
+    """The first choice has had the worker's only step when it dies; the others have not begun."""
+    with start_server("--max-running", "1") as server, ThreadPoolExecutor() as threads:
+        server.worker.at_most(1)
+        lost = threads.submit(server.post, COMPLETIONS, {"prompt": "a", "max_tokens": 100})
+        server.wait_for_tokens(4)
         fields = {"prompt": ["b", "c"], "max_tokens": 20, "echo": True, "stream": True}
-        kept = threads.submit(server.post, "/v1/completions", fields)
-        left = threads.submit(server.post, "/v1/completions", {"prompt": "d"}, timeout=0.3)
-        assert lost.result().status_code == 503
+        kept = threads.submit(server.post, COMPLETIONS, fields)
+        server.wait_for_messages("Generate", 3)
+        with server.unanswered(COMPLETIONS, {"prompt": "d"}):
+            server.wait_for_messages("Generate", 4)
+            server.worker.die()
+            assert lost.result().status_code == 503
+            server.wait_for_requests(3)
+        server.wait_for_requests(2)
+        server.worker.go_on()
         assert kept.result().status_code == 200
         texts = ["", ""]
         for chunk in events(kept.result().text):
             texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
         assert [text[:6] for text in texts] == ["bHello", "cHello"]
-        with pytest.raises(httpx.ReadTimeout):
-            left.result()
         prompts = [
             line.partition("prompt_token_ids=")[2][:4] for line in server.messages_to_worker("Generate")
         ]
@@ -97,33 +106,40 @@ def test_requests_without_a_token_go_to_the_next_worker(start_server: StartServe
 
 def test_request_that_kills_two_workers_is_not_tried_again(start_server: StartServer) -> None:
     with start_server("--crash-on", "[120]") as server:
-        response = server.post("/v1/completions", {"prompt": "x"})
+        response = server.post(COMPLETIONS, {"prompt": "x"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_lost")
         assert len(server.messages_to_worker("Generate")) == 2
-        wait_for(lambda: server.get("/ready").status_code == 200, "the third worker")
-        assert server.post("/v1/completions", {"prompt": "y"}).status_code == 200
+        server.wait_until_ready()
+        assert server.post(COMPLETIONS, {"prompt": "y"}).status_code == 200
 
 
-def test_crash_in_a_stream_is_an_event(start_server: StartServer, tmp_path: Path) -> None:
-    options = ("--crash-after", "40", "--crash-once", str(tmp_path / "crashed"))
-    with start_server(*SLOW, *options) as server:
+def test_crash_in_a_stream_is_an_event(start_server: StartServer) -> None:
+    with start_server() as server, ThreadPoolExecutor() as threads:
+        server.worker.at_most(10)
         body: dict[str, Any] = {"prompt": "a", "max_tokens": 100, "stream": True}
-        response = server.post("/v1/completions", body)
+        answer = threads.submit(server.post, COMPLETIONS, body)
+        server.wait_for_tokens(40)
+        server.worker.die()
+        response = answer.result()
         assert response.status_code == 200
         *_, error, done, end = response.text.split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "worker_lost"
         assert (done, end) == ("data: [DONE]", "")
         assert server.metric("foretoken_request_errors_total", code="worker_lost") == 1
         assert server.metric("foretoken_requests_aborted_total", reason="disconnect") == 0
-        wait_for(lambda: server.get("/ready").status_code == 200, "the new worker")
+        server.worker.go_on()
+        server.wait_until_ready()
 
 
 def test_sdk_sees_an_error_in_a_stream(start_server: StartServer) -> None:
     with (
-        start_server(*SLOW, "--crash-after", "40") as server,
+        start_server() as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk,
     ):
+        server.worker.at_most(10)
         stream = sdk.completions.create(model=MODEL, prompt="a", max_tokens=100, stream=True)
+        server.wait_for_tokens(40)
+        server.worker.die()
         with pytest.raises(openai.APIError, match="exited with code 7"):
             list(stream)
 
@@ -131,19 +147,20 @@ def test_sdk_sees_an_error_in_a_stream(start_server: StartServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusal_of_the_engine_keeps_its_status(start_server: StartServer, stream: bool) -> None:
     with start_server("--refuse", "the prompt does not fit into the cache") as server:
-        response = server.post("/v1/completions", {"prompt": ["a", "b"], "stream": stream})
+        response = server.post(COMPLETIONS, {"prompt": ["a", "b"], "stream": stream})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "the prompt does not fit into the cache"
         assert server.services.engine.num_requests == 0
 
 
 def test_port_is_open_while_the_models_load(start_server: StartServer) -> None:
-    with start_server("--load-seconds", "1", wait=False) as server:
+    with start_server(wait=False) as server:
         assert server.get("/health").status_code == 200
         assert server.get("/ready").json() == {"status": "loading", "reason": "The models are loading."}
         assert server.metric("foretoken_ready") == 0
-        assert server.post("/v1/completions", {"prompt": "a"}).status_code == 503
-        wait_for(lambda: server.get("/ready").status_code == 200, "the worker")
+        assert server.post(COMPLETIONS, {"prompt": "a"}).status_code == 503
+        server.worker.go_on()
+        server.wait_until_ready()
         assert server.metric("foretoken_ready") == 1
 
 
@@ -168,7 +185,7 @@ def test_logits_that_are_no_distribution_fail_their_request_only(
 ) -> None:
     options = ("--refuse", "the model gave no distribution", "--refusal-code", "invalid_logits")
     with start_server(*options) as server:
-        response = server.post("/v1/completions", {"prompt": "a", "stream": stream})
+        response = server.post(COMPLETIONS, {"prompt": "a", "stream": stream})
         assert response.status_code == 500
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("server_error", "invalid_logits")
@@ -178,8 +195,8 @@ def test_logits_that_are_no_distribution_fail_their_request_only(
 
 
 def test_metrics_are_exact(start_server: StartServer) -> None:
-    with start_server(*SLOW) as server:
-        server.post("/v1/completions", {"prompt": "abc", "max_tokens": 40})
+    with start_server() as server:
+        server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 40})
         assert server.metric("foretoken_generation_tokens_total") == 40
         assert server.metric("foretoken_prompt_tokens_total") == 3
         labels = {"endpoint": "completions", "finish_reason": "length"}
@@ -203,8 +220,9 @@ def test_metrics_are_exact(start_server: StartServer) -> None:
 
 
 def test_stop_string_counts_only_what_counts(start_server: StartServer) -> None:
-    with start_server(*SLOW) as server:
-        answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 40, "stop": "o"}).json()
+    with start_server() as server:
+        server.worker.at_most(2)
+        answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 40, "stop": "o"}).json()
         assert answer["usage"]["completion_tokens"] == 5
         assert server.metric("foretoken_generation_tokens_total") == 5
         assert server.metric("foretoken_requests_total", endpoint="completions", finish_reason="stop") == 1

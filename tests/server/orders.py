@@ -1,0 +1,33 @@
+"""What a test orders the fake worker to do while it runs, through a file that the next worker finds, too.
+
+With orders a test waits for what it needs to have happened, then lets the next thing happen. Nothing in it
+depends on how long anything takes.
+"""
+
+import os
+from pathlib import Path
+
+DIE = "die"
+
+
+class WorkerOrders:
+    """Without an order the worker does whatever there is to do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def at_most(self, num_steps: int) -> None:
+        """No more steps than that since the worker's start; messages are still taken."""
+        self._write(str(num_steps))
+
+    def die(self) -> None:
+        """A worker that runs dies, and none becomes ready until there is another order."""
+        self._write(DIE)
+
+    def go_on(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def _write(self, order: str) -> None:
+        unfinished = self.path.with_suffix(".new")
+        unfinished.write_text(order)
+        os.replace(unfinished, self.path)
