@@ -128,6 +128,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
 
 
 def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    # Who asks for float32 by name gets it, for comparisons: else 16 bits are kept where they lose nothing.
+    narrow = config.dtype == "auto"
     load = partial(
         load_decoder,
         path,
@@ -135,16 +137,17 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
         device,
         device_map=config.device_map,
         trust_remote_code=config.trust_remote_code,
+        narrow=narrow,
     )
     model = load()
     # Families of encoder-decoder models are known by name; what they share with generate() is tested.
     if config.self_check and not model.has_encoder:
         self_check(model)
-    if not is_lean(model.model) or run_lean(model, config.native_kernels):
+    if not is_lean(model.model) or run_lean(model, config.native_kernels, narrow):
         return model
     if config.native_kernels:
         model = load()
-        if run_lean(model, native_kernels=False):
+        if run_lean(model, False, narrow):
             return model
     return load(may_be_lean=False)
 

@@ -26,7 +26,9 @@ class ModelSettings(BaseModel):
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Weights and activations. auto: bfloat16 on a GPU, float32 on a CPU."
+        "auto",
+        description="Weights and activations. auto: bfloat16 on a GPU; on a CPU float32, with the weights of "
+        "a 16-bit checkpoint kept in 16 bits, which loses nothing.",
     )
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
         None,

@@ -25,7 +25,7 @@ from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.decoder_only import DecoderModel
 from engine.models.in_place_attention import InPlaceAttention, find_kernel
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
-from engine.models.packed_linear import make_product
+from engine.models.packed_linear import Product, make_product
 from engine.native.decoder import NativeDecoder
 from engine.native.layer_parts import NativeKernels, serves
 from engine.native.library import load_library
@@ -56,11 +56,12 @@ def is_lean(model: Any) -> bool:
 
 
 @torch.inference_mode()
-def run_lean(decoder: DecoderModel, native_kernels: bool) -> bool:
-    """Let ``decoder`` run through a ``LeanDecoder``, which takes over its weights. False if the logits of a
+def run_lean(decoder: DecoderModel, native_kernels: bool, narrow: bool = True) -> bool:
+    """Let ``decoder`` run through a ``LeanDecoder``, which takes over its weights; ``narrow`` as in
+    ``make_product``. False if the logits of a
     short text then differ from those of the module, which is left without weights in either case."""
     expected = _probe_logits(decoder)
-    decoder.short_forward = lean = LeanDecoder(decoder.model, native_kernels)
+    decoder.short_forward = lean = LeanDecoder(decoder.model, native_kernels, narrow)
     decoder.is_native = isinstance(lean.make_parts, NativeKernels)
     decoder.make_whole_pass = lean.whole_pass
     same = same_logits(_probe_logits(decoder), expected, decoder.dtype)
@@ -108,7 +109,7 @@ def same_logits(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) ->
 class LeanDecoder:
     """Takes the weights out of a transformers model, layer by layer, so that memory never doubles."""
 
-    def __init__(self, model: Any, native_kernels: bool) -> None:
+    def __init__(self, model: Any, native_kernels: bool, narrow: bool) -> None:
         kernels = _kernels(model) if native_kernels else None
         self.make_parts: Callable[[ForwardBatch, KVCache, Rotary], LayerParts] = TorchParts
         # That of TorchParts, in captured passes too.
@@ -119,10 +120,10 @@ class LeanDecoder:
         self.rotary = Rotary(model.model.rotary_emb, model.config, self.embeddings)
         self.layers = []
         for index, layer in enumerate(model.model.layers):
-            self.layers.append(_Layer(layer, index, kernels))
+            self.layers.append(_Layer(layer, index, partial(make_product, kernels=kernels, narrow=narrow)))
             model.model.layers[index] = nn.Identity()
         self.norm = Norm.of(model.model.norm)
-        self.head = make_product([model.lm_head], kernels)
+        self.head = make_product([model.lm_head], kernels, narrow)
         model.model, model.lm_head = nn.Identity(), nn.Identity()
 
     @property
@@ -166,15 +167,15 @@ class LeanDecoder:
 
 
 class _Layer:
-    def __init__(self, layer: Any, index: int, kernels: ctypes.CDLL | None) -> None:
+    def __init__(self, layer: Any, index: int, make: Callable[[list[nn.Linear]], Product]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.attention = _attention_shape(attention, index)
         self.input_norm = Norm.of(layer.input_layernorm)
-        self.qkv = make_product([attention.q_proj, attention.k_proj, attention.v_proj], kernels)
-        self.output = make_product([attention.o_proj], kernels)
+        self.qkv = make([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.output = make([attention.o_proj])
         self.mlp_norm = Norm.of(layer.post_attention_layernorm)
-        self.gate_up = make_product([mlp.gate_proj, mlp.up_proj], kernels)
-        self.down = make_product([mlp.down_proj], kernels)
+        self.gate_up = make([mlp.gate_proj, mlp.up_proj])
+        self.down = make([mlp.down_proj])
 
     def __call__(self, hidden: torch.Tensor, parts: LayerParts) -> torch.Tensor:
         """``hidden`` [tokens, hidden size]."""

@@ -45,11 +45,13 @@ def load_decoder(
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
     may_be_lean: bool = True,
+    narrow: bool = True,
 ) -> DecoderModel:
     """The model at ``path``, decoder-only or encoder-decoder, on ``device``, its cache not yet allocated.
 
     With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say. Linears are
-    packed unless the model ``may_be_lean``: then its weights stay as they are for ``run_lean`` to take.
+    packed (``narrow`` as in ``make_product``) unless the model ``may_be_lean``: then its weights stay as they
+    are for ``run_lean`` to take.
     """
     model = load_causal_model(
         path, dtype, device, ATTENTION_NAME, device_map=device_map, trust_remote_code=trust_remote_code
@@ -57,7 +59,7 @@ def load_decoder(
     device = model.get_input_embeddings().weight.device
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if can_pack(dtype, device) and device_map is None and not (may_be_lean and is_lean(model)):
-        pack_linears(model)
+        pack_linears(model, narrow)
     served = EncoderDecoderModel if model.config.is_encoder_decoder else DecoderModel
     return served(model, num_parameters, dtype, device)
 

@@ -114,18 +114,23 @@ def half_scale(weight: torch.Tensor) -> float | None:
     return scale if bool(kept.all()) else None
 
 
-def make_product(linears: list[nn.Linear], kernels: ctypes.CDLL | None = None) -> Product:
-    """One product in place of several of the same input; their outputs lie one after the other."""
+def make_product(
+    linears: list[nn.Linear], kernels: ctypes.CDLL | None = None, narrow: bool = True
+) -> Product:
+    """One product in place of several of the same input; their outputs lie one after the other.
+
+    ``narrow``: keep the weights in 16 bits where that loses nothing.
+    """
     weights = [linear.weight.detach() for linear in linears]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
     assert len(biases) in (0, len(linears))
     bias = torch.cat(biases) if biases else None
     if kernels is not None:
-        return NativeProduct(kernels, weight, bias, half_scale(weight))
+        return NativeProduct(kernels, weight, bias, half_scale(weight) if narrow else None)
     if not can_pack(weight.dtype, weight.device) or weight.numel() < MIN_PACKED_WEIGHTS:
         return PlainProduct(weight, bias)
-    scale = half_scale(weight) if _can_half() else None
+    scale = half_scale(weight) if narrow and _can_half() else None
     if scale is not None:
         return HalfProduct(weight, bias, scale)
     return PackedProduct(weight, bias)
@@ -136,11 +141,11 @@ class PackedLinear(nn.Module):
 
     weight: None = None  # T5 asks for its type
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, narrow: bool) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.product = make_product([linear])
+        self.product = make_product([linear], narrow=narrow)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.product(x.reshape(-1, self.in_features))
@@ -156,10 +161,10 @@ def _can_half() -> bool:
     return torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
-def pack_linears(model: nn.Module) -> None:
+def pack_linears(model: nn.Module, narrow: bool) -> None:
     """Replace every large ``nn.Linear`` below ``model``, one at a time, so that memory never doubles."""
     for name, child in list(model.named_children()):
         if type(child) is nn.Linear and child.weight.numel() >= MIN_PACKED_WEIGHTS:
-            setattr(model, name, PackedLinear(child))
+            setattr(model, name, PackedLinear(child, narrow))
         else:
-            pack_linears(child)
+            pack_linears(child, narrow)

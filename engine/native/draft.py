@@ -4,6 +4,7 @@ Draws what ``Sampler.draw_drafts`` draws with ``NativeDraws``, bit for bit. Rows
 trace take the loop.
 """
 
+from array import array
 from collections.abc import Sequence
 from ctypes import addressof, byref
 
@@ -43,18 +44,11 @@ def draft_round(
     num_rows, longest, vocab_size = len(limits), max(limits), decoder.vocab_size
     assert len(drawing) == num_rows == packed.num_logits
     ids = torch.zeros(num_rows, longest, dtype=torch.int64)
-    numbers = np.array([*drawing, *limits, *[0] * num_rows])  # the last ones are filled in
-    start, column = numbers.ctypes.data, numbers.itemsize * num_rows
-    rows = DraftRows(
-        num_rows=num_rows,
-        longest=longest,
-        vocab=vocab_size,
-        num_threads=torch.get_num_threads(),
-        span=start,
-        limit=start + column,
-        ids=ids.data_ptr(),
-        num_drawn=start + 2 * column,
-    )
+    numbers = array("q", [*drawing, *limits, *limits])  # in place of the last ones C says how many it drew
+    start, column = numbers.buffer_info()[0], numbers.itemsize * num_rows
+    rows = DraftRows(num_rows, longest, vocab_size, len(BINS), torch.get_num_threads())
+    rows.span, rows.limit, rows.num_drawn = start, start + column, start + 2 * column
+    rows.ids = ids.data_ptr()
     probs = None
     if sampler.uses_draft_probs:
         probs = torch.zeros(num_rows, longest, vocab_size)
@@ -68,13 +62,15 @@ def draft_round(
     if not decoder.library.draft(byref(decoder.decoder), byref(packed.new), byref(rows)):
         return None
     del kept  # C has read it
-    num_drawn = numbers[2 * num_rows :].tolist()
+    num_drawn = list(numbers[2 * num_rows :])
     passes = iter(num_drawn)
     for span in spans:
         span.table.num_computed_tokens += len(span.token_ids) + (next(passes) - 1 if span.num_logits else 0)
     lengths = num_drawn if confidence is None else _lengths(patience, num_drawn, limits, confidence.tolist())
     width = max(lengths)
-    return Drafts(ids[:, :width], None if probs is None else probs[:, :width], lengths)
+    if width < longest:
+        ids, probs = ids[:, :width], None if probs is None else probs[:, :width]
+    return Drafts(ids, probs, lengths)
 
 
 def _can_draw(decoder: NativeDecoder, sampler: Sampler) -> bool:
@@ -109,7 +105,7 @@ def _end_early(rows: DraftRows, patience: Sequence[Patience | None]) -> list[obj
     limits = np.array([(p.least_to_score, p.least_to_draft) if p else (0.0, 0.0) for p in patience]).T.copy()
     rates = np.array([[p.table.rate(b) for b in range(len(BINS))] if p else always for p in patience])
     rows.least_to_score, rows.least_to_draft = limits[0].ctypes.data, limits[1].ctypes.data
-    rows.rates, rows.bins, rows.num_bins = rates.ctypes.data, _BINS.ctypes.data, len(BINS)
+    rows.rates, rows.bins = rates.ctypes.data, _BINS.ctypes.data
     return [limits, rates]
 
 
