@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from engine.block_manager import BlockTable
@@ -177,6 +178,19 @@ def test_models_run_with_and_without(native: bool, tmp_path: Path, kernels: Nati
     model = make_engine(path, None, native_kernels=native).target
     assert isinstance(model.short_forward, LeanDecoder)
     assert isinstance(model.short_forward.make_parts, NativeKernels) == native
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("auto", torch.float16), ("float32", torch.float32)])
+def test_sixteen_bits_are_kept_unless_float32_is_asked_for(
+    dtype: str, kept: torch.dtype, tmp_path: Path, kernels: NativeKernels
+) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = make_engine(str(tmp_path), None, dtype=dtype).target
+    assert model.dtype == torch.float32
+    assert isinstance(model.short_forward, LeanDecoder)
+    for product in (model.short_forward.head, *(layer.qkv for layer in model.short_forward.layers)):
+        assert isinstance(product, NativeProduct)
+        assert product.weights.dtype == kept
 
 
 def test_other_types_and_head_sizes_are_torchs() -> None:
