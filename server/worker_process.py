@@ -17,8 +17,8 @@ import zmq.asyncio
 from engine.config import EngineConfig
 from engine.messages import FromWorker, Shutdown, ToWorker, decode_from_worker, encode
 
-# How long a dead worker's last messages may take to come out of the socket.
-LAST_MESSAGES_SECONDS = 0.1
+# How long to wait for the end of a dead worker's connection. One that never had any takes as long.
+LAST_MESSAGES_SECONDS = 2.0
 STOP_SECONDS = 5.0
 
 
@@ -30,11 +30,13 @@ class WorkerProcess:
         process: asyncio.subprocess.Process,
         context: zmq.asyncio.Context,
         socket: zmq.asyncio.Socket,
+        connection_ends: zmq.asyncio.Socket,
         folder: "tempfile.TemporaryDirectory[str]",
     ) -> None:
         self._process = process
         self._context = context
         self._socket = socket
+        self._connection_ends = connection_ends
         self._folder = folder
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -46,6 +48,7 @@ class WorkerProcess:
         socket = context.socket(zmq.PAIR)
         socket.set_hwm(0)  # the front end limits its queue itself; a full socket would only hide tokens
         socket.linger = 0
+        connection_ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.bind(address)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -55,9 +58,9 @@ class WorkerProcess:
                 start_new_session=True,  # Ctrl-C is for the front end, which then stops the worker in order
             )
         except BaseException:
-            _close(context, socket, folder)
+            _close(context, socket, connection_ends, folder)
             raise
-        return cls(process, context, socket, folder)
+        return cls(process, context, socket, connection_ends, folder)
 
     def send(self, message: ToWorker) -> None:
         """Encoded at once: a message that cannot be is the error of who sends it, not of the connection."""
@@ -72,7 +75,7 @@ class WorkerProcess:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
-                await asyncio.wait({receiving}, timeout=LAST_MESSAGES_SECONDS)
+                await self._let_arrive(receiving)
             for task in (receiving, sending):
                 if task.done():
                     task.result()  # neither loop ends but by an error
@@ -94,6 +97,20 @@ class WorkerProcess:
                 await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
                 return
 
+    async def _let_arrive(self, receiving: "asyncio.Task[None]") -> None:
+        """A dead worker's last messages. All have come once the connection ends, however long that takes."""
+        ended = asyncio.ensure_future(self._connection_ends.recv_multipart())
+        tasks: set[asyncio.Future[Any]] = {ended, receiving}
+        await asyncio.wait(tasks, timeout=LAST_MESSAGES_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        while not receiving.done() and self._has_message():
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the last one is still on its way to ``receiving``
+
+    def _has_message(self) -> bool:
+        events = self._socket.get(zmq.EVENTS)
+        return isinstance(events, int) and bool(events & zmq.POLLIN)
+
     async def _receive(self, on_message: Callable[[FromWorker], None]) -> None:
         while True:
             on_message(decode_from_worker(await self._socket.recv()))
@@ -106,12 +123,17 @@ class WorkerProcess:
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
-        _close(self._context, self._socket, self._folder)
+        _close(self._context, self._socket, self._connection_ends, self._folder)
 
 
 def _close(
-    context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, folder: "tempfile.TemporaryDirectory[str]"
+    context: zmq.asyncio.Context,
+    socket: zmq.asyncio.Socket,
+    connection_ends: zmq.asyncio.Socket,
+    folder: "tempfile.TemporaryDirectory[str]",
 ) -> None:
+    socket.disable_monitor()
+    connection_ends.close()
     socket.close()
     context.term()
     folder.cleanup()
