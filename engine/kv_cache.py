@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.huge_pages import HugePages
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -27,9 +29,10 @@ class KVCache:
 
     def __init__(self, layers: list[LayerShape], num_slots: int, dtype: torch.dtype) -> None:
         # Zeros, not empty: masked slots are multiplied by zero, which does not silence a NaN.
-        self.keys = [torch.zeros(num_slots, *layer.key, dtype=dtype, device=layer.device) for layer in layers]
+        pages = HugePages()
+        self.keys = [pages.zeros(num_slots, *layer.key, dtype=dtype, device=layer.device) for layer in layers]
         self.values = [
-            torch.zeros(num_slots, *layer.value, dtype=dtype, device=layer.device) for layer in layers
+            pages.zeros(num_slots, *layer.value, dtype=dtype, device=layer.device) for layer in layers
         ]
         self._by_head = [
             (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])

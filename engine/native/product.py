@@ -10,7 +10,11 @@ from ctypes import byref
 
 import torch
 
+from engine.huge_pages import HugePages
 from engine.native.library import Product
+
+# All weights are in the same few: most of a small model's are smaller than a page.
+_pages = HugePages()
 
 
 class NativeProduct:
@@ -24,7 +28,8 @@ class NativeProduct:
         panel = library.panel_size()
         dtype = torch.float32 if scale is None else torch.float16
         # Kept for as long as the structure points to them.
-        self.weights = torch.zeros(-(-self.out_features // panel), in_features, panel, dtype=dtype)
+        num_panels = -(-self.out_features // panel)
+        self.weights = _pages.zeros(num_panels, in_features, panel, dtype=dtype)
         for i, part in enumerate(torch.split(weight, panel)):
             self.weights[i, :, : len(part)] = (part if scale is None else part * scale).T
         self.bias = None if bias is None else bias.contiguous()

@@ -154,6 +154,20 @@ def test_products_are_float32_products(
     torch.testing.assert_close(residual.double(), exact + kept, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("out", "size"), [(576, 192), (33, 3), (100, 35), (7, 8)])
+def test_a_row_does_not_depend_on_the_others(
+    out: int, size: int, dtype: torch.dtype, kernels: NativeKernels
+) -> None:
+    """To the last bit, however many there are."""
+    weight = (torch.randn(out, size) * 0.02).to(dtype).float()
+    product = NativeProduct(kernels.library, weight, torch.randn(out), half_scale(weight))
+    x, residual = torch.randn(30, size), torch.randn(30, out)
+    alone = torch.cat([product.add_to(residual[i : i + 1], x[i : i + 1]) for i in range(30)])
+    for rows in range(1, 31):
+        assert torch.equal(product.add_to(residual[:rows], x[:rows]), alone[:rows])
+
+
 def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
     """The largest score takes all without overflow, and NaN is not hidden."""
     shape = dataclasses.replace(SHAPES["a head for each"], scaling=1e4)

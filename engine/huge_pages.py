@@ -1,0 +1,52 @@
+"""Zeros in huge pages, where Linux has them: weights and caches that a CPU reads over and over.
+
+The processor looks up where each page lies, and remembers some: few of 4 KB, as many of 2 MB are enough.
+"""
+
+import ctypes
+import math
+import mmap
+
+import torch
+
+CPU = torch.device("cpu")
+PAGE_BYTES = 2 << 20
+# Tensors share chunks. What of a chunk is never written to takes no memory.
+CHUNK_BYTES = 64 << 20
+# A cache line.
+ALIGNMENT = 64
+
+
+class HugePages:
+    """Makes tensors, one behind the other. A chunk is given back when the last of its tensors is gone."""
+
+    def __init__(self) -> None:
+        self._chunk: mmap.mmap | None = None
+        self._start = self._end = 0
+
+    def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+        """``torch.zeros``, and just that on other devices and where huge pages cannot be had."""
+        count = math.prod(shape)
+        size = -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if device.type != "cpu" or count == 0 or not self._make_room(size):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        assert self._chunk is not None
+        flat = torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=self._start)
+        self._start += size
+        return flat.view(shape)
+
+    def _make_room(self, size: int) -> bool:
+        """Whether the chunk, or a new one, has so many bytes left."""
+        if self._start + size <= self._end:
+            return True
+        if not hasattr(mmap, "MADV_HUGEPAGE"):
+            return False
+        length = max(size, CHUNK_BYTES) + PAGE_BYTES
+        try:
+            chunk = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            chunk.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            return False
+        address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+        self._chunk, self._start, self._end = chunk, -address % PAGE_BYTES, length
+        return True
