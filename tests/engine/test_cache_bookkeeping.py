@@ -2,10 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockPool, BlockTable
+from engine.block_manager import RUN, BlockPool, BlockTable
 from engine.draft_planner import DraftPlanner
 from engine.messages import SamplingParams
 from engine.scheduler import Scheduler
@@ -35,6 +36,20 @@ def test_blocks_are_always_either_free_or_owned_once(history: list[tuple[int, in
             pool.reserve(table, num_tokens)
             table.num_computed_tokens = max(table.num_computed_tokens, num_tokens)
         assert_partition(pool, tables)
+
+
+@pytest.mark.parametrize("others", [0, 3])
+def test_tables_that_grow_by_turns_lie_in_one_piece_each(others: int) -> None:
+    """As long as there is room; after that every block is used all the same."""
+    pool = BlockPool(num_blocks=4 * RUN, block_size=4)
+    tables = [BlockTable() for _ in range(1 + others)]
+    for num_blocks in range(1, RUN + 1):
+        for table in tables:
+            pool.reserve(table, 4 * num_blocks)
+            assert table.block_ids == list(range(table.block_ids[0], table.block_ids[0] + num_blocks))
+    pool.reserve(tables[0], 4 * (pool.num_free + RUN))
+    assert pool.num_free == 0
+    assert_partition(pool, tables)
 
 
 def make_sequence(name: int, prompt: int, max_tokens: int, k: int, draft: bool = True) -> Sequence:
