@@ -17,7 +17,7 @@ BlockHash = bytes
 # Rows that decode together would take blocks by turns. A pass reads each row's keys from end to end, which
 # goes faster if they lie in one piece: tables begin so many blocks apart, as long as there is room.
 RUN = 32
-MAX_RUNS_LOOKED_AT = 64
+MAX_RUNS = 256
 
 
 class BlockTable:
@@ -44,7 +44,6 @@ class BlockPool:
         self._num_users = [0] * num_blocks
         self._hash_of: dict[int, BlockHash] = {}
         self._block_of: dict[BlockHash, int] = {}
-        self._next_run = 0  # where a run may begin that nobody is in
         # Free blocks in the order of their next use: unpublished ones, then the least recently used.
         self._free = OrderedDict.fromkeys(range(num_blocks))
 
@@ -78,11 +77,10 @@ class BlockPool:
         behind = block_ids[-1] + 1 if block_ids else -1
         if self._is_unused(behind):
             return behind
-        for _ in range(min(MAX_RUNS_LOOKED_AT, -(-self.num_blocks // RUN))):
-            beginning = self._next_run
+        # Always from the first one on: memory that was never touched takes time to be touched.
+        for beginning in range(0, min(self.num_blocks, RUN * MAX_RUNS), RUN):
             if self._is_unused(beginning):
                 return beginning
-            self._next_run = beginning + RUN if beginning + RUN < self.num_blocks else 0
         first: int = next(iter(self._free))
         return first
 
