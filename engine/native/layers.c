@@ -140,6 +140,7 @@ static inline ALWAYS void attend_span(
     qkv += first * qkv_size + first_head * shared * size;
     out += first * out_size + first_head * shared * size;
     const float *keys = layer->keys + first_head * size, *values = layer->values + first_head * size;
+    const float scaling = layer->scaling;
     float best[rows], total[rows], scores[rows][CHUNK];
     for (int64_t row = 0; row < rows; row++) {
         best[row] = -INFINITY;
@@ -160,14 +161,17 @@ static inline ALWAYS void attend_span(
             const int64_t at = offset[j];
             for (int64_t i = 0; i < (end_head - first_head) * size; i += 16)
                 __builtin_prefetch(values + at + i);
-            for (int64_t head = 0; head < heads; head++) {
-                const vec *key = (const vec *)(keys + at + head / shared * size);
-                for (int64_t query = 0; query < num_queries; query++) {
-                    const vec *of = (const vec *)(qkv + query * qkv_size + head * size);
-                    vec score = of[0] * key[0];
-                    UNROLL
-                    for (int64_t i = 1; i < width; i++) score += of[i] * key[i];
-                    scores[head * num_queries + query][j] = sum_of(score) * layer->scaling;
+            const float *at_head = keys + at;
+            for (int64_t head = 0; head < heads; at_head += size) {
+                const vec *key = (const vec *)at_head;
+                for (int64_t end = head + shared; head < end; head++) {
+                    for (int64_t query = 0; query < num_queries; query++) {
+                        const vec *of = (const vec *)(qkv + query * qkv_size + head * size);
+                        vec score = of[0] * key[0];
+                        UNROLL
+                        for (int64_t i = 1; i < width; i++) score += of[i] * key[i];
+                        scores[head * num_queries + query][j] = sum_of(score) * scaling;
+                    }
                 }
             }
         }
