@@ -17,7 +17,8 @@ from benchmarks.common import STORY_OPENINGS
 from engine.llm import LLM
 from engine.messages import SamplingParams, Verification
 from engine.sampling.explain import explain_block, explain_rejection
-from engine.sampling.sampler import Drafts, Judgement, Sampler
+from engine.sampling.sampler import Drafts, Sampler
+from engine.sampling.verify import RowVerdict
 
 MAX_DEVIATION = 4.0
 
@@ -55,12 +56,15 @@ class Observer:
         self.positions = Tally()  # acceptance of each reached position
         self.rounds = Tally()  # kept length of each round, given its drafts
 
-    def wrap(self, honest: Callable[[Sampler, torch.Tensor, Drafts], Judgement]) -> Callable[..., Judgement]:
-        def verify(sampler: Sampler, logits: torch.Tensor, drafts: Drafts) -> Judgement:
-            judgement = honest(sampler, logits, drafts)
+    def wrap(
+        self, honest: Callable[[Sampler, torch.Tensor, Drafts], list[RowVerdict]]
+    ) -> Callable[..., list[RowVerdict]]:
+        def verify(sampler: Sampler, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
+            verdicts = honest(sampler, logits, drafts)
             if drafts.probs is not None and max(drafts.lengths) > 0:
-                self._observe(sampler, logits, drafts, judgement.verdict.num_accepted)
-            return judgement
+                num_accepted = torch.tensor([verdict.num_accepted for verdict in verdicts])
+                self._observe(sampler, logits, drafts, num_accepted)
+            return verdicts
 
         return verify
 

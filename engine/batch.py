@@ -18,7 +18,7 @@ from engine.host_to_device import on_device, send
 MAX_GROUPED_QUERIES = 33
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
 class Span:
     """New tokens of one sequence: they are stored after ``table.num_computed_tokens`` others.
 

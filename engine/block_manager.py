@@ -132,6 +132,8 @@ class BlockPool:
         """
         table.num_computed_tokens = min(table.num_computed_tokens, num_tokens)
         num_kept = self.blocks_for(table.num_computed_tokens)
+        if num_kept == len(table.block_ids):
+            return
         for block in reversed(table.block_ids[num_kept:]):
             self._drop(block)
         del table.block_ids[num_kept:]

@@ -5,24 +5,16 @@ text nor processes: ``worker`` runs it behind a socket, ``llm`` in place.
 """
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
 import torch
 
 from engine.admission import Admission, RequestError
 from engine.batch import Span
 from engine.draft_length.rounds import Outcome, RoundSeconds
-from engine.messages import (
-    Failed,
-    Generate,
-    RoundTrace,
-    Stats,
-    TokenOutput,
-)
+from engine.messages import Failed, Generate, RoundTrace, Stats, TokenOutput
 from engine.models.decoder_only import DecoderModel
 from engine.proposers.routed import RoutedProposer
 from engine.round_report import (
-    drafted_ids,
     failure,
     follow_prediction,
     output_logprobs,
@@ -31,7 +23,8 @@ from engine.round_report import (
 )
 from engine.sampling.adjust import History
 from engine.sampling.draws import Draws, TorchDraws
-from engine.sampling.sampler import Row, RowVerdict, Rule, Sampler
+from engine.sampling.sampler import Row, Rule, Sampler
+from engine.sampling.verify import RowVerdict
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
@@ -54,7 +47,7 @@ class EngineCore:
         self.admission = admission
         self.make_draws = make_draws
         self.stats = EngineStats()
-        self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
+        self._rows: dict[Sequence, Row] = {}  # of the last step's sequences
 
     def add(self, request: Generate) -> None:
         """Queue a request's sequences; ``RequestError`` if it can never be served."""
@@ -80,58 +73,68 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput | Failed]:
-        before = dict(self.stats.phase_seconds)
-        with self.stats.phase("host"):
-            scheduled = self.scheduler.schedule()
-            if not scheduled:
-                return []
-            parts = [part for part in scheduled if part.completes]
-            rows = [self._row(part.sequence) for part in parts]
-            sampler = Sampler(rows, self.target.vocab_size, self.target.device, self.make_draws)
-        with self.stats.phase("draft"):
-            drafts = self.proposer.propose(scheduled, sampler)
-            drafted = drafted_ids(drafts)
-        with self.stats.phase("score"):
-            logits = self._score(scheduled, drafted)
-        with self.stats.phase("verify"):
-            verdicts = sampler.verify(logits, drafts).tolist()
-        with self.stats.phase("host"):
-            for part in scheduled:
-                if not part.completes:
-                    self.scheduler.publish(part.sequence)
-            round_traces = traces(parts, self.proposer.trace_source, sampler, drafts, logits, verdicts)
-            outputs = self._commit(parts, drafted, logits, verdicts, round_traces)
-        self._observe(scheduled, parts, drafted, verdicts, before)
+        """Schedule, propose, score, verify, commit."""
+        stats = self.stats
+        stats.start_step()
+        scheduled = self.scheduler.schedule()
+        parts = [part for part in scheduled if part.completes]
+        sampler = Sampler(self._rows_of(parts), self.target.vocab_size, self.target.device, self.make_draws)
+        host = stats.end_phase("host")
+        if not scheduled:
+            return []
+
+        drafts = self.proposer.propose(scheduled, sampler)
+        drafted = drafts.ids
+        draft = stats.end_phase("draft")
+
+        logits = self._score(scheduled, drafted)
+        score = stats.end_phase("score")
+
+        verdicts = sampler.verify(logits, drafts)
+        score += stats.end_phase("verify")
+
+        for part in scheduled:
+            if not part.completes:
+                self.scheduler.publish(part.sequence)
+        round_traces = traces(parts, self.proposer.trace_source, sampler, drafts, logits, verdicts)
+        outputs = self._commit(parts, drafted, logits, verdicts, round_traces)
+        host += stats.end_phase("host")
+        self._observe(scheduled, parts, drafted, verdicts, RoundSeconds(draft, score, host))
         return outputs
 
+    def _rows_of(self, parts: list[Scheduled]) -> list[Row]:
+        """Every sequence has a row in the samplers of all its steps; it follows the tokens by itself."""
+        known = self._rows
+        self._rows = {part.sequence: known.get(part.sequence) or self._row(part.sequence) for part in parts}
+        return list(self._rows.values())
+
     def _row(self, sequence: Sequence) -> Row:
-        """A sequence's row in every sampler; it follows the sequence's tokens by itself."""
-        row = self._rows.get(sequence)
-        if row is None:
-            history = History(
-                params=sequence.params,
-                token_ids=sequence.token_ids,
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                stop_token_ids=sequence.stop_token_ids,
-                num_encoder_tokens=sequence.num_encoder_tokens,
-                rules=self.target.rules,
-            )
-            row = self._rows[sequence] = Row(_rule(sequence), sequence.seed, history)
-        return row
+        history = History(
+            params=sequence.params,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            stop_token_ids=sequence.stop_token_ids,
+            num_encoder_tokens=sequence.num_encoder_tokens,
+            rules=self.target.rules,
+        )
+        return Row(_rule(sequence), sequence.seed, history)
 
     def _score(self, scheduled: list[Scheduled], drafted: list[list[int]]) -> torch.Tensor:
         """Target logits of every drawing sequence's pending token and drafted tokens, packed."""
         drafts = iter(drafted)
         spans, num_drawing_rows = [], []
         for part in scheduled:
-            table = part.sequence.target_blocks
+            sequence = part.sequence
+            table = sequence.target_blocks
             start = table.num_computed_tokens
-            token_ids = part.sequence.token_ids[start : start + part.num_tokens]
-            draft = next(drafts) if part.completes else []
-            num_rows = len(draft) + 1 if part.completes else 0
-            wants_all = part.sequence.wants_prompt_logprobs
-            num_logits = len(token_ids) + len(draft) if wants_all else num_rows
-            spans.append(Span(table, token_ids + draft, num_logits))
+            token_ids = sequence.token_ids[start : start + part.num_tokens]
+            num_rows = 0
+            if part.completes:
+                draft = next(drafts)
+                token_ids += draft
+                num_rows = len(draft) + 1
+            num_logits = len(token_ids) if sequence.wants_prompt_logprobs else num_rows
+            spans.append(Span(table, token_ids, num_logits))
             num_drawing_rows.append(num_rows)
         logits = self.target.forward(spans)
         if len(logits) == sum(num_drawing_rows):
@@ -148,14 +151,16 @@ class EngineCore:
     ) -> list[TokenOutput | Failed]:
         """Append what was emitted and bring both caches back to all tokens but the pending one."""
         outputs: list[TokenOutput | Failed] = []
+        failed_requests: set[str] = set()
         next_row = 0
         for part, draft, verdict, trace in zip(parts, drafted, verdicts, round_traces, strict=True):
             sequence = part.sequence
             num_accepted, next_token, failed = verdict
             first_row, next_row = next_row, next_row + len(draft) + 1
-            if sequence not in self.scheduler.running:
+            if sequence.request_id in failed_requests:
                 continue  # another choice of its request has just failed
             if failed:
+                failed_requests.add(sequence.request_id)
                 self.abort(sequence.request_id)
                 outputs.append(failure(sequence))
                 continue
@@ -193,7 +198,7 @@ class EngineCore:
         parts: list[Scheduled],
         drafted: list[list[int]],
         verdicts: list[RowVerdict],
-        before: dict[str, float],
+        seconds: RoundSeconds,
     ) -> None:
         """Tell policy and chooser what became of the rows they were asked about, and what the step cost."""
         policy, chooser = self.scheduler.planner.policy, self.scheduler.planner.chooser
@@ -201,20 +206,23 @@ class EngineCore:
             return
         # A draft cache that only caught up has drafted nothing, which is nobody's failure.
         outcomes = [
-            Outcome(part.sequence, len(draft), verdict.num_accepted, part.sequence.finish_reason is not None)
+            Outcome(
+                part.sequence,
+                len(draft),
+                verdict.num_accepted,
+                part.sequence.finish_reason is not None,
+                part.source,
+            )
             for part, draft, verdict in zip(parts, drafted, verdicts, strict=True)
             if part.sequence in self.scheduler.chosen
             and (part.num_draft_tokens or not part.num_catch_up_tokens)
         ]
         # Steps that also compute prompts say nothing about rounds.
-        seconds = None
-        if len(outcomes) == len(scheduled):
-            took = {name: value - before[name] for name, value in self.stats.phase_seconds.items()}
-            seconds = RoundSeconds(took["draft"], took["score"] + took["verify"], took["host"])
+        known_seconds = seconds if len(outcomes) == len(scheduled) else None
         if chooser is not None:
-            chooser.observe(outcomes, seconds)
+            chooser.observe(outcomes, known_seconds)
         if policy is not None:
-            policy.observe(outcomes, seconds)
+            policy.observe(outcomes, known_seconds)
 
     def speculation(self) -> dict[str, object]:
         """How drafts are chosen, and why: for ``GET /speculation``."""

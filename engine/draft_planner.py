@@ -4,8 +4,8 @@ Puts together what the sources offer, which of them is worth most (``draft_lengt
 draft pays (``draft_length.policy``). Plain integers, no tensors.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, LengthPolicy
@@ -13,12 +13,13 @@ from engine.draft_length.sources import AUTO_LIMITS, Offer, SourceChooser, stren
 from engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
-    """What a decoding sequence is to draft in this step."""
+    """What a decoding sequence is to draft in this step; ``lag`` tokens must be caught up with first."""
 
     source: str
     num_tokens: int
+    lag: int = 0
 
 
 def offer_all(sequence: Sequence, limit: int) -> list[Offer]:
@@ -45,27 +46,26 @@ class DraftPlanner:
         self.offers = offers
         self.follows = follows
 
-    def choose(self, running: Iterable[Sequence], max_prompt_tokens: int) -> dict[Sequence, Choice]:
+    def choose(self, running: list[Sequence], max_prompt_tokens: int) -> dict[Sequence, Choice]:
         """For every running sequence that decodes; prompts share the step with ``max_prompt_tokens``."""
-        running = list(running)
         decoding = [sequence for sequence in running if sequence.num_uncomputed_tokens == 1]
         rows = self._choose_sources(decoding)
         lengths = [row.limit for row in rows]
         if self.policy is not None:
-            num_prompt_tokens = sum(sequence.num_uncomputed_tokens for sequence in running) - len(decoding)
-            chosen = self.policy.choose(
-                [
-                    replace(row, limit=0) if sequence.fixed_draft_length else row
-                    for sequence, row in zip(decoding, rows, strict=True)
-                ],
-                min(num_prompt_tokens, max_prompt_tokens),
-            )
+            num_prompt_tokens = 0
+            if len(decoding) < len(running):
+                num_tokens = sum(sequence.num_uncomputed_tokens for sequence in running)
+                num_prompt_tokens = num_tokens - len(decoding)
+            for sequence, row in zip(decoding, rows, strict=True):
+                if sequence.fixed_draft_length:
+                    row.limit = 0  # for the policy: here it has nothing to say
+            chosen = self.policy.choose(rows, min(num_prompt_tokens, max_prompt_tokens))
             lengths = [
                 fixed if sequence.fixed_draft_length else length
                 for sequence, fixed, length in zip(decoding, lengths, chosen, strict=True)
             ]
         return {
-            sequence: Choice(row.method, length)
+            sequence: Choice(row.method, length, row.lag)
             for sequence, row, length in zip(decoding, rows, lengths, strict=True)
         }
 
@@ -77,7 +77,7 @@ class DraftPlanner:
         combining = [
             i
             for i, sequence in enumerate(decoding)
-            if sequence.combines and [option.method for option in options[i]] != [DRAFT_MODEL]
+            if sequence.combines and not (len(options[i]) == 1 and options[i][0].method == DRAFT_MODEL)
         ]
         if self.chooser is not None and combining:
             choices = self.chooser.choose(
@@ -88,31 +88,31 @@ class DraftPlanner:
             for i, choice in zip(combining, choices, strict=True):
                 chosen[i] = choice
         return [
-            choice or self._candidate(sequence, Offer("none", 0))
+            choice or self._candidate(sequence, "none", 0)
             for sequence, choice in zip(decoding, chosen, strict=True)
         ]
 
     def _candidates(self, sequence: Sequence) -> list[Candidate]:
         """The sources that could draft something now."""
         # A round emits one more than it drafts.
-        room = min(sequence.num_speculative_tokens, sequence.max_num_tokens - len(sequence) - 1)
+        room = min(sequence.num_speculative_tokens, sequence.max_num_tokens - len(sequence.token_ids) - 1)
         if room <= 0:
             return []
         candidates = []
-        for offer in self.offers(sequence, room):
-            limit = offer.num_tokens
+        for source, limit, match_length in self.offers(sequence, room):
             if not sequence.fixed_draft_length:
-                limit = min(limit, AUTO_LIMITS[offer.source])
-            if offer.source == DRAFT_MODEL:
-                limit = min(limit, self.max_draft_len - len(sequence))
+                limit = min(limit, AUTO_LIMITS[source])
+            if source == DRAFT_MODEL:
+                limit = min(limit, self.max_draft_len - len(sequence.token_ids))
             if limit > 0:
-                candidates.append(self._candidate(sequence, offer._replace(num_tokens=limit)))
+                candidates.append(self._candidate(sequence, source, limit, match_length))
         return candidates
 
     def unasked(self, sequence: Sequence) -> Choice:
         """For a prompt of one token, which draws at once: nobody has been asked about it."""
-        candidates = self._candidates(sequence) if sequence.fixed_draft_length else []
-        return Choice(candidates[0].method, candidates[0].limit) if candidates else Choice("none", 0)
+        if sequence.fixed_draft_length and (candidates := self._candidates(sequence)):
+            return Choice(candidates[0].method, candidates[0].limit, candidates[0].lag)
+        return Choice("none", 0)
 
     def follows_prompt(self, sequence: Sequence) -> bool:
         """Whether a draft model computes the prompt along with the target, or catches up when it drafts."""
@@ -129,19 +129,11 @@ class DraftPlanner:
         if self.chooser is not None:
             self.chooser.forget(sequence)
 
-    def lag(self, sequence: Sequence, source: str) -> int:
-        """Tokens that the draft model's cache misses before ``source`` can draft, the pending one apart."""
-        if source != DRAFT_MODEL or not self.follows:
-            return 0
-        return max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
-
-    def _candidate(self, sequence: Sequence, offer: Offer) -> Candidate:
-        return Candidate(
-            key=sequence,
-            method=offer.source,
-            temperature=0.0 if sequence.greedy else sequence.params.temperature,
-            limit=offer.num_tokens,
-            num_stored=len(sequence) - 1,
-            lag=self.lag(sequence, offer.source),
-            match=strength(offer.match_length),
-        )
+    def _candidate(self, sequence: Sequence, source: str, limit: int, match_length: int = 0) -> Candidate:
+        num_stored = len(sequence.token_ids) - 1
+        lag = 0
+        if source == DRAFT_MODEL and self.follows:
+            # What the draft model's cache misses, the pending token apart.
+            lag = max(0, num_stored - sequence.draft_blocks.num_computed_tokens)
+        temperature = 0.0 if sequence.greedy else sequence.params.temperature
+        return Candidate(sequence, source, temperature, limit, lag, strength(match_length), num_stored)

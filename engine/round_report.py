@@ -7,14 +7,10 @@ import torch
 from engine.batch import Span
 from engine.messages import Failed, PredictionUse, RoundTrace, TokenLogprob
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.sampler import Drafts, RowVerdict, Sampler
+from engine.sampling.sampler import Drafts, Sampler
+from engine.sampling.verify import RowVerdict
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence
-
-
-def drafted_ids(drafts: Drafts) -> list[list[int]]:
-    """Each row's drafted ids, without padding."""
-    return [ids[:length] for ids, length in zip(drafts.token_ids.tolist(), drafts.lengths, strict=True)]
 
 
 def take_prompt_logprobs(
@@ -68,14 +64,13 @@ def traces(
     """One per drawing sequence; Nones where nobody asked. ``name_source``: what traces call a source."""
     if not sampler.traced:
         return [None] * len(sampler.rows)
-    drafted = drafted_ids(drafts)
     target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
     return [
         RoundTrace(
             position=row.position,
             source=name_source(parts[i].source) if drafts.lengths[i] else "none",
             rule=row.rule.value,
-            draft_ids=drafted[i],
+            draft_ids=drafts.ids[i],
             target_probs=target_probs[i][: drafts.lengths[i]],
             draft_probs=draft_probs[i][: drafts.lengths[i]],
             num_accepted=verdicts[i].num_accepted,

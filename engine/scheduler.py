@@ -18,7 +18,7 @@ from engine.draft_planner import Choice, DraftPlanner
 from engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as Span
 class Scheduled:
     """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
@@ -98,7 +98,8 @@ class Scheduler:
         if not self._uses_prefix_cache(sequence):
             return
         for pool, table in self._shares(sequence):
-            pool.publish(table, sequence.token_ids[: table.num_computed_tokens], sequence.cache_salt)
+            if table.num_computed_tokens // pool.block_size > len(table.hashes):
+                pool.publish(table, sequence.token_ids[: table.num_computed_tokens], sequence.cache_salt)
 
     def cache_usage(self) -> dict[str, float]:
         usage = {"target": self.target_pool.usage}
@@ -111,11 +112,10 @@ class Scheduler:
         self._catch_up_budget = self.max_num_batched_tokens
         budget = self.max_num_batched_tokens
         scheduled: list[Scheduled] = []
-        for sequence in list(self.running):
+        # One that is preempted for an earlier one leaves the list at its end, and is not met.
+        for sequence in self.running:
             if budget <= 0:
                 break
-            if sequence not in self.running:
-                continue  # preempted for an earlier one
             part = self._plan(sequence, budget)
             if self._reserve_or_preempt(sequence, part):
                 scheduled.append(part)
@@ -185,24 +185,28 @@ class Scheduler:
         choice = self.chosen.get(sequence) or self.planner.unasked(sequence)
         num_tokens = min(choice.num_tokens, budget - 1)
         if num_tokens == 0:
-            return Scheduled(sequence, 1, 0, completes=True)
-        lag = self.planner.lag(sequence, choice.source)
-        num_caught_up = min(lag, self._catch_up_budget)
+            return Scheduled(sequence, 1, 0, True)
+        num_caught_up = min(choice.lag, self._catch_up_budget)
         self._catch_up_budget -= num_caught_up
-        if num_caught_up < lag:
+        if num_caught_up < choice.lag:
             num_tokens = 0  # all of it would stall the others; the rest comes in the next steps
         patience = self.planner.patience(sequence)
         return Scheduled(sequence, 1, num_tokens, True, choice.source, num_caught_up, patience)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:
         """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""
-        num_tokens = len(sequence) + part.num_draft_tokens
-        while not all(pool.can_reserve(table, num_tokens) for pool, table in self._shares(sequence)):
+        num_tokens = len(sequence.token_ids) + part.num_draft_tokens
+        growing = [
+            (pool, table)
+            for pool, table in self._shares(sequence)
+            if pool.blocks_for(num_tokens) > len(table.block_ids)
+        ]
+        while growing and not all(pool.can_reserve(table, num_tokens) for pool, table in growing):
             last = self.running[-1]
             self._preempt(last)
             if last is sequence:
                 return False
-        for pool, table in self._shares(sequence):
+        for pool, table in growing:
             pool.reserve(table, num_tokens)
         return True
 
@@ -216,12 +220,12 @@ class Scheduler:
         for pool, table in self._shares(sequence):
             pool.release(table)
 
-    def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
+    def _shares(self, sequence: Sequence) -> tuple[tuple[BlockPool, BlockTable], ...]:
         """The pools that hold this sequence, each with its table there; the target's first."""
-        shares = [(self.target_pool, sequence.target_blocks)]
-        if sequence.uses_draft_model and self.draft_pool is not None:
-            shares.append((self.draft_pool, sequence.draft_blocks))
-        return shares
+        target_share = self.target_pool, sequence.target_blocks
+        if self.draft_pool is None or not sequence.uses_draft_model:
+            return (target_share,)
+        return target_share, (self.draft_pool, sequence.draft_blocks)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

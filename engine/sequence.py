@@ -68,8 +68,9 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether some of the prompt's log-probabilities are asked for and not yet known."""
-        known = len(self.prompt_logprobs or [None])
-        return self.params.prompt_logprobs is not None and known < self.num_prompt_tokens
+        if self.params.prompt_logprobs is None:
+            return False
+        return len(self.prompt_logprobs or [None]) < self.num_prompt_tokens
 
     def add_prompt_logprobs(self, first: int, logprobs: list[TokenLogprob]) -> None:
         """Those of prompt tokens ``first``, ``first`` + 1, ...; ones already known (before a preemption)
@@ -83,6 +84,10 @@ class Sequence:
 
         A stop token is kept, as the last one. It wins over the length limit if it is within it.
         """
+        fits = len(self.token_ids) + len(token_ids) < self.max_num_tokens
+        if fits and self.stop_token_ids.isdisjoint(token_ids):
+            self.token_ids += token_ids
+            return token_ids
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             is_full = len(self.token_ids) >= self.max_num_tokens

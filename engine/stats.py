@@ -1,8 +1,6 @@
 """Counters of the engine since it started; rates are derived by whoever reads them."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from engine.messages import DraftCounts
 
@@ -17,6 +15,7 @@ class EngineStats:
         self.draft_tokens_per_position = [0] * MAX_POSITIONS
         self.accepted_tokens_per_position = [0] * MAX_POSITIONS
         self.phase_seconds = dict.fromkeys(("draft", "score", "verify", "host"), 0.0)
+        self._since = 0.0
 
     @property
     def num_draft_tokens(self) -> int:
@@ -30,7 +29,9 @@ class EngineStats:
         """One row's verdict; rows that drafted nothing are not drafts."""
         if num_draft_tokens == 0:
             return
-        counts = self.drafts.setdefault(source, DraftCounts())
+        counts = self.drafts.get(source)
+        if counts is None:
+            counts = self.drafts[source] = DraftCounts()
         counts.num_drafts += 1
         counts.num_draft_tokens += num_draft_tokens
         counts.num_accepted_tokens += num_accepted_tokens
@@ -39,10 +40,13 @@ class EngineStats:
         for position in range(num_accepted_tokens):
             self.accepted_tokens_per_position[position] += 1
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.phase_seconds[name] += time.perf_counter() - started
+    def start_step(self) -> None:
+        self._since = time.perf_counter()
+
+    def end_phase(self, name: str) -> float:
+        """A step's phases follow one another: what has passed since the last one's end was ``name``'s."""
+        now = time.perf_counter()
+        seconds = now - self._since
+        self._since = now
+        self.phase_seconds[name] += seconds
+        return seconds

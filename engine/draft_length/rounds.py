@@ -8,8 +8,10 @@ from engine.draft_length.confidence import Patience
 
 DRAFT_MODEL = "draft_model"
 
+# What is made of every row in every round is not frozen: that would take five times as long.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Candidate:
     """One drawing row. ``limit``: the most it may draft. ``num_stored``: tokens in the target's cache.
     ``lag``: tokens that its draft cache misses. ``match`` names how good the match is that a look-up goes on
@@ -28,18 +30,19 @@ class Candidate:
         return f"{self.method} after {self.match}" if self.match else self.method
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
-    """What became of one row. ``ended``: it finished within the round, which then says nothing about
-    acceptance: the tokens behind its end were never judged."""
+    """What became of one row, for which ``source`` has drafted. ``ended``: it finished within the round,
+    which then says nothing about acceptance: the tokens behind its end were never judged."""
 
     key: Hashable
     num_draft_tokens: int
     num_accepted_tokens: int
     ended: bool = False
+    source: str = DRAFT_MODEL
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundSeconds:
     """Wall time of drafting, of scoring with verification, and of the rest."""
 

@@ -9,7 +9,6 @@ Exactness: chosen before the round draws anything, from earlier rounds and the t
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.draft_length.costs import CostModel
@@ -43,6 +42,8 @@ class Offer(NamedTuple):
 
 def strength(match_length: int) -> str:
     """Names matches that are alike."""
+    if match_length == 0:
+        return ""
     names = [name for shortest, name in STRENGTHS.items() if match_length >= shortest]
     return names[-1] if names else ""
 
@@ -95,12 +96,6 @@ class FollowedCosts:
             self.draft_pass = _follow(self.draft_pass, seconds.draft / num_passes)
 
 
-@dataclass(slots=True)
-class _Asked:
-    candidate: Candidate
-    acceptance: SequenceAcceptance
-
-
 class SourceChooser:
     """``choose`` before every round, ``observe`` after it, ``forget`` a sequence that has ended."""
 
@@ -108,7 +103,7 @@ class SourceChooser:
         self.costs = costs
         self._groups: dict[tuple[str, str, str], GroupAcceptance] = {}
         self._sequences: dict[Hashable, dict[tuple[str, str], SequenceAcceptance]] = {}
-        self._asked: dict[Hashable, _Asked] = {}
+        self._asked: dict[Hashable, SequenceAcceptance] = {}  # whose draft was chosen in this round
         self._round = 0
 
     def choose(
@@ -124,19 +119,20 @@ class SourceChooser:
         ]
 
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
-        """Verdicts on the drafts of the rows that were asked about; ``seconds`` of a step without prompts."""
-        model_lengths = []
+        """Verdicts on all drafts; acceptance is learned of the rows that were asked about. ``seconds``: of a
+        step without prompts."""
+        # Forgotten with its verdict: in the next round a draft model may be alone, and nobody asked.
+        asked, self._asked = self._asked, {}
         for outcome in outcomes:
-            asked = self._asked.get(outcome.key)
-            if asked is None or outcome.num_draft_tokens == 0:
+            acceptance = asked.get(outcome.key)
+            if acceptance is None or outcome.num_draft_tokens == 0:
                 continue
-            if asked.candidate.method == DRAFT_MODEL:
-                model_lengths.append(outcome.num_draft_tokens)
             # What was not drafted of the limit says nothing: the length policy may have asked for less.
             drafted = outcome.num_draft_tokens
-            asked.acceptance.learn(self._round, drafted, drafted, outcome.num_accepted_tokens, outcome.ended)
+            acceptance.learn(self._round, drafted, drafted, outcome.num_accepted_tokens, outcome.ended)
         if seconds is not None and outcomes:
-            self.costs.observe(model_lengths, seconds)
+            by_model = [outcome.num_draft_tokens for outcome in outcomes if outcome.source == DRAFT_MODEL]
+            self.costs.observe(by_model, seconds)
 
     def forget(self, key: Hashable) -> None:
         self._sequences.pop(key, None)
@@ -163,7 +159,7 @@ class SourceChooser:
         else:
             if rated[index] <= 0:
                 return None
-        self._asked[candidates[index].key] = _Asked(candidates[index], acceptances[index])
+        self._asked[candidates[index].key] = acceptances[index]
         return candidates[index]
 
     def _rate(self, candidate: Candidate, num_rows: int, is_fixed: bool) -> float:

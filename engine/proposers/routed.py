@@ -44,15 +44,18 @@ class RoutedProposer:
         return source
 
     def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
-        sources = {source for part in scheduled for source in part.sequence.sources}
-        drafts = [
+        sources: set[Source] = set()
+        for scheduled_part in scheduled:
+            sources.update(scheduled_part.sequence.sources)
+        parts = [
             proposer.propose(scheduled, sampler)
             for name, proposer in self.proposers.items()
             if name in sources
         ]
-        if not drafts:
+        drafting = [part for part in parts if any(part.lengths)]
+        if not drafting:
             return Drafts.empty(len(sampler.rows), sampler.device)
-        return drafts[0] if len(drafts) == 1 else _merge(drafts, sampler)
+        return drafting[0] if len(drafting) == 1 else _merge(drafting, sampler)
 
 
 def _merge(parts: list[Drafts], sampler: Sampler) -> Drafts:

@@ -34,6 +34,11 @@ class History:
         object.__setattr__(self, "_always_adjusts", always)
 
     @property
+    def may_need_adjustment(self) -> bool:
+        """Now or at another length."""
+        return self._always_adjusts or self.params.min_tokens > 0
+
+    @property
     def text(self) -> list[int]:
         """What the decoder has seen."""
         return self.token_ids[self.num_encoder_tokens :] if self.num_encoder_tokens else self.token_ids

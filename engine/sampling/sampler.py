@@ -7,7 +7,7 @@ Knows nothing of models and schedules: logits come in, token ids go out.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
@@ -23,13 +23,16 @@ from engine.sampling.draws import Draws, TorchDraws
 from engine.sampling.processors import SamplingTensors
 from engine.sampling.random import Stream, round_seeds
 from engine.sampling.verify import (
-    Verdict,
+    RowVerdict,
+    accept_while_equal,
     probs_of_draft,
     verify_block,
-    verify_coupled,
-    verify_exact_match,
+    verify_greedy,
     verify_rejection,
 )
+
+# Of a tensor's rows; see ``_take``.
+ALL = slice(None)
 
 
 class Rule(Enum):
@@ -38,6 +41,9 @@ class Rule(Enum):
     REJECTION = "rejection"
     BLOCK = "block"
 
+    # Rules are looked up in every step, and an enumeration's own hash is written in Python.
+    __hash__ = object.__hash__
+
     @property
     def uses_draft_probs(self) -> bool:
         return self in (Rule.REJECTION, Rule.BLOCK)
@@ -45,11 +51,18 @@ class Rule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence that draws: its next token follows ``history``."""
+    """One sequence that draws: its next token follows ``history``. Made once, serves in every step.
+
+    ``is_plain``: it is never traced, and its logits are never adjusted.
+    """
 
     rule: Rule
     seed: int
     history: History
+    is_plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_plain", not (self.params.trace or self.history.may_need_adjustment))
 
     @property
     def params(self) -> SamplingParams:
@@ -61,7 +74,7 @@ class Row:
         return len(self.history.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drafts:
     """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
@@ -78,28 +91,10 @@ class Drafts:
         ids = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
         return cls(token_ids=ids, probs=None, lengths=[0] * num_rows)
 
-
-class RowVerdict(NamedTuple):
-    """One row's part of a judgement, in plain numbers."""
-
-    num_accepted: int
-    next_token: int
-    failed: bool
-
-
-class Judgement(NamedTuple):
-    """A step's verdict, and which rows met logits that are no distribution (NaN, nothing allowed). [B]"""
-
-    verdict: Verdict
-    failed: torch.Tensor
-
-    def tolist(self) -> list[RowVerdict]:
-        """By row, in one copy from the device."""
-        columns = torch.stack([*self.verdict, self.failed.long()]).tolist()
-        return [
-            RowVerdict(accepted, token, bool(failed))
-            for accepted, token, failed in zip(*columns, strict=True)
-        ]
+    @cached_property
+    def ids(self) -> list[list[int]]:
+        """Each row's drafted ids, without padding, in one copy from the device."""
+        return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths, strict=True)]
 
 
 class DraftDraw(NamedTuple):
@@ -131,11 +126,13 @@ class Sampler:
         for i, row in enumerate(rows):
             self.groups.setdefault(row.rule, []).append(i)
         self.all_greedy = self.groups.keys() == {Rule.EXACT_MATCH}
-        self.traced = any(row.params.trace for row in rows)
+        special = [i for i, row in enumerate(rows) if not row.is_plain]
+        self.traced = any(rows[i].params.trace for i in special)
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
-        self._adjusted = [i for i, row in enumerate(rows) if row.history.needs_adjustment]
+        self._adjusted = [i for i in special if rows[i].history.needs_adjustment]
         self.make_draws = make_draws
         self._draws = make_draws()
+        self._sampling: dict[tuple[int, ...], SamplingTensors] = {}  # by rows
 
     @cached_property
     def seeds(self) -> torch.Tensor:
@@ -158,57 +155,40 @@ class Sampler:
         if self._adjusted:
             logits = self._adjust(logits[:, None], drafted, offset)[:, 0]
         # A draft model that has lost its mind may still be asked: any guess is a guess.
-        if self.all_greedy:
-            ids, confidence = self._draws.likeliest(logits) if with_confidence else (argmax(logits), None)
-            one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
-            return DraftDraw(ids, one_hot, confidence)
-        logits, _ = _replace_broken(logits)
+        if not self.all_greedy:
+            logits, _ = _replace_broken(logits)
+        if len(self.groups) == 1:
+            ((rule, indices),) = self.groups.items()
+            return self._draw(rule, indices, logits, offset, with_confidence)
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
         confidence = logits.new_empty(len(self.rows)) if with_confidence else None
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
         for rule, indices in self.groups.items():
             members = self._index(indices)
-            rule_probs = None
-            if rule is Rule.EXACT_MATCH:
-                ids[members] = argmax(logits[members])
-            else:
-                rule_probs = self._probs(logits[members][:, None], indices)
-                if rule is Rule.COUPLED:
-                    ids[members] = self._race(rule_probs, members, offset)[:, 0]
-                rule_probs = rule_probs[:, 0]
-                if rule is not Rule.COUPLED:
-                    seeds, positions = self._seeds(rule, members), self.positions[members] + offset
-                    uniforms = self._draws.uniform(seeds, positions, Stream.DRAFT)
-                    ids[members] = self._draws.inverse_cdf(rule_probs, uniforms)
-            if confidence is not None:
-                likeliest = self._draws.likeliest
-                confidence[members] = (
-                    likeliest(logits[members])[1] if rule_probs is None else rule_probs.amax(-1)
-                )
-            if probs is not None:
-                if rule_probs is None:
-                    rule_probs = F.one_hot(ids[members], self.vocab_size).float()
-                probs[members] = rule_probs
+            draw = self._draw(rule, indices, logits[members], offset, with_confidence)
+            ids[members] = draw.ids
+            if probs is not None and draw.probs is not None:
+                probs[members] = draw.probs
+            if confidence is not None and draw.confidence is not None:
+                confidence[members] = draw.confidence
         return DraftDraw(ids, probs, confidence)
 
-    def verify(self, logits: torch.Tensor, drafts: Drafts) -> Judgement:
+    def verify(self, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
         """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row."""
+        if self.all_greedy and not self._adjusted:
+            return verify_greedy(logits, drafts.ids)
         padded, broken = self._target_logits(logits, drafts)
-        num_draft = on_device(drafts.lengths, self.device)
-        if len(self.groups) == 1:
-            ((rule, indices),) = self.groups.items()
-            verdict = self._judge(rule, indices, padded, drafts, num_draft)
-        else:
-            verdict = Verdict(torch.empty_like(num_draft), torch.empty_like(num_draft))
-            for rule, indices in self.groups.items():
-                members = self._index(indices)
-                part = self._judge(rule, indices, padded[members], drafts, num_draft[members])
-                verdict.num_accepted[members] = part.num_accepted
-                verdict.next_token[members] = part.next_token
-        if broken is None:
-            return Judgement(verdict, torch.zeros(len(self.rows), dtype=torch.bool))
-        reached = torch.arange(padded.shape[1], device=self.device) <= verdict.num_accepted[:, None]
-        return Judgement(verdict, (broken & reached).any(-1))
+        found: list[tuple[int, int]] = [(0, 0)] * len(self.rows)
+        for rule, indices in self.groups.items():
+            members = self._index(indices)
+            judged = self._judge(rule, indices, _take(padded, members), drafts)
+            for i, verdict in zip(indices, judged, strict=True):
+                found[i] = verdict
+        flags = [[]] * len(found) if broken is None else broken.tolist()
+        return [
+            RowVerdict(num_accepted, next_token, any(is_broken[: num_accepted + 1]))
+            for (num_accepted, next_token), is_broken in zip(found, flags, strict=True)
+        ]
 
     def drafted_probs(self, logits: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
         """For the trace: target's and draft's processed probability of each drafted token, [B, K] each."""
@@ -219,34 +199,58 @@ class Sampler:
         target_probs = torch.where(greedy[:, None, None], one_hot, target_probs)
         return probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(drafts, slice(None)))
 
-    def _judge(
-        self, rule: Rule, indices: list[int], logits: torch.Tensor, drafts: Drafts, num_draft: torch.Tensor
-    ) -> Verdict:
-        """One rule's rows; ``logits`` [members, K+1, V]."""
-        members = self._index(indices)
-        draft_ids = drafts.token_ids[members]
+    def _draw(
+        self, rule: Rule, indices: list[int], logits: torch.Tensor, offset: int, with_confidence: bool
+    ) -> DraftDraw:
+        """One rule's rows; ``logits`` [members, V], adjusted."""
         if rule is Rule.EXACT_MATCH:
-            return verify_exact_match(logits, draft_ids, num_draft)
-        target_probs = self._probs(logits, indices)
+            ids, confidence = self._draws.likeliest(logits) if with_confidence else (argmax(logits), None)
+            one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
+            return DraftDraw(ids, one_hot, confidence)
+        members = self._index(indices)
+        probs = self._probs(logits[:, None], indices)
         if rule is Rule.COUPLED:
-            return verify_coupled(self._race(target_probs, members, offset=0), draft_ids, num_draft)
-        seeds = self.seeds[members][:, None]
+            ids, probs = self._race(probs, members, offset)[:, 0], probs[:, 0]
+        else:
+            probs = probs[:, 0]
+            seeds, positions = self._seeds(rule, members), _take(self.positions, members) + offset
+            ids = self._draws.inverse_cdf(probs, self._draws.uniform(seeds, positions, Stream.DRAFT))
+        confidence = probs.amax(-1) if with_confidence else None
+        return DraftDraw(ids, probs if self.uses_draft_probs else None, confidence)
+
+    def _judge(
+        self, rule: Rule, indices: list[int], logits: torch.Tensor, drafts: Drafts
+    ) -> list[tuple[int, int]]:
+        """How many drafts of one rule's rows stand, and what follows; ``logits`` [members, K+1, V]."""
+        members = self._index(indices)
+        if not rule.uses_draft_probs:
+            if rule is Rule.COUPLED:
+                target_ids = self._race(self._probs(logits, indices), members, offset=0)
+            else:
+                target_ids = argmax(logits)
+            drafted = [drafts.ids[i] for i in indices]
+            return list(map(accept_while_equal, target_ids.tolist(), drafted))
+        target_probs = self._probs(logits, indices)
+        seeds = _take(self.seeds, members)[:, None]
         spent_seeds = self._seeds(rule, members)[:, None]
-        positions = self.positions[members][:, None] + torch.arange(logits.shape[1], device=self.device)
+        first = _take(self.positions, members)[:, None]
+        positions = first + torch.arange(logits.shape[1], device=self.device)
         verify = verify_rejection if rule is Rule.REJECTION else verify_block
-        return verify(
+        verdict = verify(
             target_probs,
-            draft_ids,
+            _take(drafts.token_ids, members),
             self._draft_probs(drafts, members),
-            num_draft,
+            on_device([drafts.lengths[i] for i in indices], self.device),
             accept_uniforms=self._draws.uniform(spent_seeds, positions[:, :-1], Stream.ACCEPT),
             recover_uniforms=self._draws.uniform(seeds, positions, Stream.RECOVER),
             draw=self._draws.draw_next,
         )
+        num_accepted, next_token = torch.stack(verdict).tolist()
+        return list(zip(num_accepted, next_token, strict=True))
 
     def _race(self, probs: torch.Tensor, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
         """What the rows ``members`` draw from ``probs`` [members, n, V], from ``offset`` on: [members, n]."""
-        return self._draws.race(probs, self.seeds[members], self.positions[members], offset)
+        return self._draws.race(probs, _take(self.seeds, members), _take(self.positions, members), offset)
 
     def _target_logits(
         self, logits: torch.Tensor, drafts: Drafts
@@ -267,24 +271,33 @@ class Sampler:
 
     def _probs(self, logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
         """Processed distributions of the rows ``indices``, whose logits are [members, positions, V]."""
-        params = [self.rows[i].params for i in indices]
-        return self._draws.probs(logits, SamplingTensors.build(params, self.device))
+        key = tuple(indices)
+        sampling = self._sampling.get(key)
+        if sampling is None:
+            params = [self.rows[i].params for i in indices]
+            sampling = self._sampling[key] = SamplingTensors.build(params, self.device)
+        return self._draws.probs(logits, sampling)
 
     def _draft_probs(self, drafts: Drafts, members: slice | torch.Tensor) -> torch.Tensor:
         """The distributions the members' drafts were drawn from; one-hot for deterministic drafts."""
         if drafts.probs is not None:
-            return drafts.probs[members]
-        return F.one_hot(drafts.token_ids[members], self.vocab_size).float()
+            return _take(drafts.probs, members)
+        return F.one_hot(_take(drafts.token_ids, members), self.vocab_size).float()
 
     def _seeds(self, rule: Rule, members: slice | torch.Tensor) -> torch.Tensor:
         """Seeds for drafting and accepting; each sequence's own, except under the block rule."""
-        seeds = self.seeds[members]
-        return round_seeds(seeds, self.positions[members]) if rule is Rule.BLOCK else seeds
+        seeds = _take(self.seeds, members)
+        return round_seeds(seeds, _take(self.positions, members)) if rule is Rule.BLOCK else seeds
 
     def _index(self, indices: list[int]) -> slice | torch.Tensor:
         if len(indices) == len(self.rows):
-            return slice(None)
+            return ALL
         return on_device(indices, self.device)
+
+
+def _take(tensor: torch.Tensor, members: slice | torch.Tensor) -> torch.Tensor:
+    """``tensor[members]``, at no cost where that is all of it."""
+    return tensor if members is ALL else tensor[members]
 
 
 def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

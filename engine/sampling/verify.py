@@ -10,9 +10,10 @@ rows is the one after the last drafted token. A deterministic draft has one-hot 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from engine.sampling.draw import argmax, inverse_cdf
+from engine.sampling.draw import inverse_cdf
 
 
 class Verdict(NamedTuple):
@@ -22,24 +23,50 @@ class Verdict(NamedTuple):
     next_token: torch.Tensor
 
 
-def verify_exact_match(
-    target_logits: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor
-) -> Verdict:
-    """Temperature 0: accept while the draft equals the target's argmax (lowest index on ties).
+class RowVerdict(NamedTuple):
+    """The same of one row. ``failed``: it met logits that are no distribution (NaN, nothing allowed)."""
 
-    ``target_logits`` [B, K+1, V], ``draft_ids`` [B, K], ``num_draft`` [B].
+    num_accepted: int
+    next_token: int
+    failed: bool
+
+
+def verify_greedy(logits: torch.Tensor, drafted: list[list[int]]) -> list[RowVerdict]:
+    """Temperature 0: the target's own tokens are its likeliest (lowest index on ties).
+
+    ``logits`` [sum of (drafted + 1), V] are packed row after row. In plain numbers, as there are few.
     """
-    return _accept_while_equal(argmax(target_logits), draft_ids, num_draft)
+    if logits.device.type == "cpu":
+        scores = logits.numpy()
+        likeliest = scores.argmax(-1)
+        # A NaN counts as the highest of its row, here as in torch.
+        is_number = np.isfinite(scores[np.arange(len(scores)), likeliest]).tolist()
+        target_ids: list[int] = likeliest.tolist()
+    else:
+        is_finite = logits.amax(-1).isfinite()
+        target_ids, is_number = torch.stack([logits.argmax(-1), is_finite.long()]).tolist()
+    verdicts, start = [], 0
+    for draft_ids in drafted:
+        end = start + len(draft_ids) + 1
+        num_accepted, next_token = accept_while_equal(target_ids[start:end], draft_ids)
+        failed = not all(is_number[start : start + num_accepted + 1])
+        verdicts.append(RowVerdict(num_accepted, next_token, failed))
+        start = end
+    return verdicts
 
 
-def verify_coupled(target_ids: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor) -> Verdict:
-    """Accept while the draft equals the target's own draw; always emit the target's draw.
+def accept_while_equal(target_ids: list[int], draft_ids: list[int]) -> tuple[int, int]:
+    """Accept while the draft equals the target's own token; always emit the target's.
 
-    ``target_ids`` [B, K+1] won the target's races. The draft drew with the same noise, which makes agreement
-    likely but is never needed for exactness: the output is a function of target and noise alone (Daliri,
-    Musco and Suresh 2024).
+    How many of one row's ``draft_ids`` stand, and the token after them. ``target_ids`` are one more, or
+    padded. Under the coupled rule they won the target's races: the draft drew with the same noise, which
+    makes agreement likely but is never needed for exactness: the output is a function of target and noise
+    alone (Daliri, Musco and Suresh 2024).
     """
-    return _accept_while_equal(target_ids, draft_ids, num_draft)
+    for num_accepted, draft_id in enumerate(draft_ids):
+        if draft_id != target_ids[num_accepted]:
+            return num_accepted, target_ids[num_accepted]
+    return len(draft_ids), target_ids[len(draft_ids)]
 
 
 def draw_next(
@@ -154,23 +181,6 @@ def probs_of_draft(
     """Both models' probability of each drafted token: [B, K] each."""
     ids = draft_ids[..., None]
     return target_probs[:, :-1].gather(-1, ids).squeeze(-1), draft_probs.gather(-1, ids).squeeze(-1)
-
-
-def _accept_while_equal(
-    target_ids: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor
-) -> Verdict:
-    if draft_ids.shape[1] == 0:
-        return Verdict(torch.zeros_like(num_draft), target_ids[:, 0])
-    if target_ids.device.type == "cpu":  # a handful of numbers: one by one is faster than ten operations
-        target, drafted = target_ids.tolist(), draft_ids.tolist()
-        lengths = [
-            next((j for j in range(limit) if target[row][j] != drafted[row][j]), limit)
-            for row, limit in enumerate(num_draft.tolist())
-        ]
-        tokens = [target[row][length] for row, length in enumerate(lengths)]
-        return Verdict(torch.tensor(lengths), torch.tensor(tokens))
-    num_accepted = _leading(target_ids[:, :-1] == draft_ids, num_draft)
-    return Verdict(num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1))
 
 
 def _leading(accepted: torch.Tensor, num_draft: torch.Tensor) -> torch.Tensor:

@@ -75,11 +75,10 @@ def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range, unsure: bo
                 for j in range(length + 1)
             ]
         )
-        (num_accepted, next_token), failed = sampler.verify(logits, drafts)
-        assert not failed.any()
-        for i, seed in enumerate(unfinished):
-            drafted = drafts.token_ids[i, : int(num_accepted[i])].tolist()
-            texts[seed] += [*drafted, int(next_token[i])]
+        verdicts = sampler.verify(logits, drafts)
+        for seed, drafted, verdict in zip(unfinished, drafts.ids, verdicts, strict=True):
+            assert not verdict.failed
+            texts[seed] += [*drafted[: verdict.num_accepted], verdict.next_token]
     return [tuple(texts[seed][len(PROMPT) :]) for seed in seeds]
 
 

@@ -26,7 +26,7 @@ def accepted_lengths(params: SamplingParams, rule: Rule, k: int) -> np.ndarray:
         for ids in itertools.product(range(VOCAB_SIZE), repeat=k)
     }
     logits = torch.cat([rows[tuple(ids)] for ids in drafts.token_ids.tolist()])
-    return sampler.verify(logits, drafts).verdict.num_accepted.numpy()
+    return np.array([verdict.num_accepted for verdict in sampler.verify(logits, drafts)])
 
 
 def probs(model: object, params: SamplingParams, prefix: tuple[int, ...]) -> torch.Tensor:

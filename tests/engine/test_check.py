@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine.check_exactness import chi_square
 from engine.check_speed import Costs, Speed
 from engine.pairing import compare_tokenizers
 from engine.sampling import sampler as sampler_module
-from engine.sampling.verify import Verdict
+from engine.sampling.verify import RowVerdict, Verdict
 from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import TOKENIZERS, save_tokenizer
 from tests.models import save_random_llama
@@ -75,22 +76,28 @@ def accept_everything(*arguments: Any, **keywords: Any) -> Verdict:
     return Verdict(num_draft, scores[rows, num_draft].argmax(-1))
 
 
+def accept_every_greedy_draft(logits: torch.Tensor, drafted: list[list[int]]) -> list[RowVerdict]:
+    rows = logits.split([len(ids) + 1 for ids in drafted])
+    return [RowVerdict(len(row) - 1, int(row[-1].argmax()), False) for row in rows]
+
+
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    ("name", "broken", "words"),
     [
-        ("verify_rejection", "another distribution under rejection"),
-        ("verify_block", "another distribution under block"),
-        ("verify_exact_match", "greedy decoding differs"),
+        ("verify_rejection", accept_everything, "another distribution under rejection"),
+        ("verify_block", accept_everything, "another distribution under block"),
+        ("verify_greedy", accept_every_greedy_draft, "greedy decoding differs"),
     ],
 )
 def test_a_broken_engine_is_not_exact(
     models: Models,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    broken: str,
+    name: str,
+    broken: Callable[..., Any],
     words: str,
 ) -> None:
-    monkeypatch.setattr(sampler_module, broken, accept_everything)
+    monkeypatch.setattr(sampler_module, name, broken)
     code, report = run_check(models.target, models.random_draft, capsys)
     assert code == 1
     assert not report["exact"]

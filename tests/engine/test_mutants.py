@@ -184,13 +184,12 @@ def noise_forgets_the_position(patch: Patch) -> None:
 
 def coupled_emits_the_draft(patch: Patch) -> None:
     """Accepts by equality, as coupling does, but with noise that the draft does not share."""
-    honest = sampler.verify_coupled
+    honest = sampler.accept_while_equal
 
-    def emit(target_ids: torch.Tensor, draft_ids: torch.Tensor, num_draft: torch.Tensor) -> Verdict:
-        verdict = honest(target_ids, draft_ids, num_draft)
-        return Verdict(num_draft, verdict.next_token)
+    def emit(target_ids: list[int], draft_ids: list[int]) -> tuple[int, int]:
+        return len(draft_ids), honest(target_ids, draft_ids)[1]
 
-    patch.setattr(sampler, "verify_coupled", emit)
+    patch.setattr(sampler, "accept_while_equal", emit)
 
 
 def penalties_see_only_the_last_token(patch: Patch) -> None:

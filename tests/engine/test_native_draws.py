@@ -236,7 +236,7 @@ def test_a_step_of_all_rules_is_torchs(native: NativeDraws) -> None:
             assert draw.probs is not None
             ids[:, j], probs[:, j] = draw.ids, draw.probs
         packed = torch.cat([logits[i, : length + 1] for i, length in enumerate(lengths)])
-        results.append((ids, probs, sampler.verify(packed, Drafts(ids, probs, lengths)).tolist()))
+        results.append((ids, probs, sampler.verify(packed, Drafts(ids, probs, lengths))))
     (ids, probs, verdicts), (our_ids, our_probs, our_verdicts) = results
     assert torch.equal(our_ids, ids)
     torch.testing.assert_close(our_probs, probs, atol=1e-6, rtol=0)

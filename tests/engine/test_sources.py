@@ -1,6 +1,7 @@
 """Who drafts in a round: the choice itself, and the engine with several sources in one sequence."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from engine.draft_length.sources import (
     SourceChooser,
     strength,
 )
+from engine.draft_length.survival import SequenceAcceptance
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.replay import Replayer
@@ -43,7 +45,7 @@ def teach(chooser: SourceChooser, candidate: Candidate, num_accepted: int, round
     seconds = RoundSeconds(draft=1.0 if candidate.method == "draft_model" else 0.0, score=1.0, host=0.0)
     for _ in range(rounds):
         if choose(chooser, [candidate]) is not None:
-            chooser.observe([Outcome("row", candidate.limit, num_accepted)], seconds)
+            chooser.observe([Outcome("row", candidate.limit, num_accepted, source=candidate.method)], seconds)
 
 
 def calibrated(draft_seconds: float) -> CalibratedCosts:
@@ -84,6 +86,46 @@ def test_a_look_up_that_is_hardly_right_is_left_alone_and_tried_again() -> None:
     teach(chooser, PREDICTED, 0)
     chosen = [choose(chooser, [PREDICTED]) for _ in range(2 * TRY_AGAIN + 10)]
     assert 1 <= sum(candidate is not None for candidate in chosen) <= 3
+
+
+def test_a_draft_model_that_was_alone_says_nothing_about_the_look_up_before() -> None:
+    """Nobody is asked in its round, whose verdict and seconds are its own."""
+    chooser = SourceChooser(costs := FollowedCosts())
+    teach(chooser, LONG, 4)
+    before = chooser.state()
+    for _ in range(20):
+        chooser.observe([Outcome("row", 4, 0, source="draft_model")], RoundSeconds(4.0, 1.0, 0.0))
+    assert chooser.state() == before
+    assert costs.draft_pass == 1.0
+
+
+def test_verdicts_are_booked_to_who_drafted(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups have matches now and then; in between the draft model is alone."""
+    drafted: dict[Any, str] = {}
+    booked: list[tuple[str, str]] = []
+    honest_learn, honest_observe = SequenceAcceptance.learn, SourceChooser.observe
+
+    def observe(self: SourceChooser, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
+        drafted.update({outcome.key: outcome.source for outcome in outcomes})
+        known = None if seconds is None else RoundSeconds(1.0, 1.0, 0.0)  # nothing depends on the clock
+        honest_observe(self, outcomes, known)
+
+    def learn(self: SequenceAcceptance, *verdict: Any) -> None:
+        for key, by_name in chooser._sequences.items():
+            booked.extend((name[0], drafted[key]) for name, mine in by_name.items() if mine is self)
+        honest_learn(self, *verdict)
+
+    monkeypatch.setattr(SourceChooser, "observe", observe)
+    monkeypatch.setattr(SequenceAcceptance, "learn", learn)
+    core = make_engine(
+        models.target, models.close_draft, method="auto", num_speculative_tokens=3, ngram_min_match=3
+    )
+    chooser = core.scheduler.planner.chooser
+    assert chooser is not None
+    run_engine(core, PROMPTS, GREEDY)
+    assert set(booked) >= {("ngram", "ngram")}
+    assert all(taken_for == source for taken_for, source in booked)
+    assert core.stats.drafts["draft_model"].num_drafts > 10
 
 
 def test_what_is_forgotten_leaves_nothing() -> None:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy import stats
 
 from engine.sampling.draw import race
 from engine.sampling.explain import Explanation, explain_block, explain_equality, explain_rejection
 from engine.sampling.random import Stream, exponential_noise, uniform
-from engine.sampling.verify import Verdict, verify_block, verify_coupled, verify_exact_match, verify_rejection
+from engine.sampling.verify import Verdict, accept_while_equal, verify_block, verify_greedy, verify_rejection
 from tests.engine.gates import leaves_its_inputs_alone
 
 Explain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Explanation]
@@ -195,11 +196,9 @@ def test_coupled_draws_are_the_targets_whatever_was_drafted() -> None:
     noise = exponential_noise(torch.arange(num_seeds)[:, None], torch.arange(2), vocab_size)
     target_probs = probs.expand(num_seeds, 2, vocab_size)
     for drafted in (0, 3):
-        draft_ids = torch.full((num_seeds, 1), drafted)
-        num_draft = torch.ones(num_seeds, dtype=torch.int64)
-        verdict = verify_coupled(race(target_probs, noise), draft_ids, num_draft)
-        first = torch.where(verdict.num_accepted > 0, draft_ids[:, 0], verdict.next_token)
-        counts = torch.bincount(first, minlength=vocab_size).numpy()
+        verdicts = [accept_while_equal(ids, [drafted]) for ids in race(target_probs, noise).tolist()]
+        first = [drafted if num_accepted else next_token for num_accepted, next_token in verdicts]
+        counts = np.bincount(first, minlength=vocab_size)
         want = probs.double() / probs.double().sum() * num_seeds
         assert stats.chisquare(counts, want.numpy()).pvalue > 1e-4
 
@@ -218,12 +217,31 @@ def test_coupled_acceptance_is_the_formulas() -> None:
     assert formula >= overlap / (2 - overlap)
 
 
-def test_exact_match_takes_the_lowest_index_on_ties() -> None:
-    logits = torch.tensor([[[1.0, 3.0, 3.0], [2.0, 2.0, 0.0]]])
-    verdict = verify_exact_match(logits, torch.tensor([[1]]), torch.tensor([1]))
-    assert (verdict.num_accepted.tolist(), verdict.next_token.tolist()) == ([1], [0])
-    verdict = verify_exact_match(logits, torch.tensor([[2]]), torch.tensor([1]))
-    assert (verdict.num_accepted.tolist(), verdict.next_token.tolist()) == ([0], [1])
+def test_greedy_takes_the_lowest_index_on_ties() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0], [2.0, 2.0, 0.0]])
+    assert verify_greedy(logits, [[1]]) == [(1, 0, False)]
+    assert verify_greedy(logits, [[2]]) == [(0, 1, False)]
+
+
+def test_greedy_rows_are_packed() -> None:
+    """Drafts of different lengths, one after the other: each row has its own logits."""
+    likeliest = [4, 2, 1, 3, 0, 2]
+    logits = F.one_hot(torch.tensor(likeliest), 5).float()
+    assert verify_greedy(logits, [[4, 3], [], [0]]) == [(1, 2, False), (0, 3, False), (1, 2, False)]
+    assert verify_greedy(logits, [[4, 2], [2], []]) == [(2, 1, False), (0, 3, False), (0, 2, False)]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_greedy_rows_fail_where_they_meet_what_is_no_distribution(value: float) -> None:
+    """Not behind the first rejection, where nobody looks."""
+    logits = F.one_hot(torch.tensor([1, 2, 3, 1]), 5).float()
+    logits[2, 4] = value
+    if value < 0:
+        logits[2] = value  # every token forbidden
+    reached, rejected_before, others = [[1, 2], []], [[1, 3], []], [[], [2, 3]]
+    assert [verdict.failed for verdict in verify_greedy(logits, reached)] == [True, False]
+    assert [verdict.failed for verdict in verify_greedy(logits, rejected_before)] == [False, False]
+    assert [verdict.failed for verdict in verify_greedy(logits, others)] == [False, True]
 
 
 def test_equality_rules_explain_themselves() -> None:
