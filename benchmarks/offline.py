@@ -48,7 +48,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: as the engine chooses")
-    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument(
+        "--num-speculative-tokens", default="4", help="a number, or auto, which has no peer in transformers"
+    )
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -59,7 +61,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--save", type=Path, help="write FILE.json and FILE.png")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.num_speculative_tokens != "auto":
+        arguments.num_speculative_tokens = int(arguments.num_speculative_tokens)
+    elif not arguments.no_transformers:
+        parser.error("--num-speculative-tokens auto needs --no-transformers")
+    return arguments
 
 
 def variant_name(kind: str, concurrency: int) -> str:
@@ -72,7 +79,7 @@ def our_variants(
     variants: Variants = {}
     for concurrency in arguments.concurrency:
         number = max(arguments.num_prompts, concurrency)
-        for name, k in (("plain", 0), ("speculative", arguments.num_speculative_tokens)):
+        for name, k in (("plain", 0), ("speculative", None)):
             params = decode_params(arguments.max_tokens, temperature, k)
             variants[variant_name(name, concurrency)] = partial(
                 run_engine, core, prompts[:number], params, concurrency
