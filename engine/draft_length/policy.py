@@ -256,13 +256,14 @@ class DraftLengthPolicy:
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search
     ) -> list[int] | None:
         """Other lengths for this round, if some are due and can be afforded."""
-        outlooks = self._outlooks.of(rows, sequences, by_row=True)
+        outlooks = self._outlooks.of(rows, sequences, self._is_uneven or len(rows) <= FEW_ROWS)
         ages = [sequence.age(self._round) for sequence in sequences]
         limits = [max(0, row.limit) for row in rows]
         for lengths in self.probes.candidates(found, limits, ages, [row.lag for row in rows]):
             plan = evaluate(outlooks, lengths, self.costs, 0, _lag(rows, lengths))
-            again = evaluate(outlooks, lengths, self.costs, 0)
-            if self.probes.begin(plan, again.seconds, found.best):
+            if self.probes.can_afford(plan, found.best):
+                again = evaluate(outlooks, lengths, self.costs, 0)
+                self.probes.begin(plan, again.seconds)
                 return lengths
         self.probes.postpone(self._round, found)
         return None

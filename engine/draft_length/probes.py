@@ -16,7 +16,7 @@ SHARE = 0.008
 SAVED_ROUNDS = 192
 # What the account starts with: nothing is known about the text yet.
 START_ROUNDS = 4
-# Rounds between probes that did not pay, and until one that is too expensive is looked at again.
+# Rounds between probes that did not pay, and a few of them: after good signs, or where little can be lost.
 INTERVAL = 64
 RETRY = 8
 # While drafting is on, every round tells how far drafts survive. What is left to learn are the costs of other
@@ -93,23 +93,26 @@ class Probes:
             else:
                 yield [0] * len(lengths)
 
-    def begin(self, plan: Plan, seconds_again: float, best: Plan) -> bool:
-        """Run ``plan`` this round if the account covers what it is expected to lose, or if it has just
-        succeeded. ``seconds_again``: what it would take the next time, with nothing to catch up with."""
+    def can_afford(self, plan: Plan, best: Plan) -> bool:
+        """Whether the account covers what a round of ``plan`` may lose, or it has just succeeded."""
         on_credit = self._succeeded and plan.lengths == self._repeat
         loss = plan.seconds - plan.tokens / best.rate
-        if self.credit is None or (loss > self.credit and not on_credit):
-            missing = loss - (self.credit or 0.0)
-            self._missing = missing if self._missing is None else min(missing, self._missing)
-            return False
+        if self.credit is not None and (loss <= self.credit or on_credit):
+            return True
+        missing = loss - (self.credit or 0.0)
+        self._missing = missing if self._missing is None else min(missing, self._missing)
+        return False
+
+    def begin(self, plan: Plan, seconds_again: float) -> None:
+        """Run ``plan`` this round. ``seconds_again``: what it would take the next time, with nothing to catch
+        up with."""
         self._running, self._seconds_again, self._missing = plan, seconds_again, None
         self.num_run += 1
-        return True
 
     def postpone(self, current_round: int, found: Search) -> None:
         """Nothing was affordable: not before the account has saved enough."""
         wait = INTERVAL if self._missing is None else int(self._missing / (SHARE * found.best.seconds))
-        self._next_round = self._next_close = current_round + max(RETRY, min(wait, INTERVAL))
+        self._next_round = self._next_close = current_round + max(2 * RETRY, min(wait, INTERVAL))
         self._missing = None
 
     def stop(self) -> None:
