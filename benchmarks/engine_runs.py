@@ -75,6 +75,8 @@ class EndlessRun:
     turns so often that a mood of the machine meets all of them alike. Each engine runs at most one.
 
     The first sequences end one after the other, so that those after them are out of step, as in a server.
+    Runs that were asked for equally many tokens are at the same place of the same texts, but for a round:
+    who is further on looks at more stored tokens, and would seem slower.
     """
 
     def __init__(
@@ -84,14 +86,17 @@ class EndlessRun:
         self._prompts = prompts
         self._params = params
         self._num_started = 0
+        self._num_due = 0  # of the tokens asked for, those not made yet; less than 0: made in advance
         for number in range(1, concurrency + 1):
             self._start(max(1, params.max_tokens * number // concurrency))
 
     def advance(self, num_tokens: int) -> Run:
-        """So many tokens of all sequences together, or a round more. Prompts of new sequences included."""
+        """So many tokens of all sequences together, or a round more, of which the next time is made so much
+        less. Prompts of new sequences included."""
         run = Run(0, 0.0)
+        self._num_due += num_tokens
         started = time.perf_counter()
-        while run.num_tokens < num_tokens:
+        while run.num_tokens < self._num_due:
             for output in self._core.step():
                 if isinstance(output, Failed):
                     raise RuntimeError(output.message)
@@ -101,6 +106,7 @@ class EndlessRun:
                 )
                 if output.finish_reason is not None:
                     self._start(self._params.max_tokens)
+        self._num_due -= run.num_tokens
         return run._replace(seconds=time.perf_counter() - started)
 
     def stop(self) -> None:

@@ -19,12 +19,18 @@ from itertools import accumulate
 
 # A moving average's share of the newest measurement, once there were some.
 RATE = 0.1
-# Sizes not measured now follow half of what the measured one shows: a slower machine is slower everywhere,
-# but a point measured wrongly at start says nothing about the others.
+# How a surprise is split. While a size is new, half of it is believed of all sizes, as the points measured
+# at start do not contain everything. Once it is known, the same size taking longer than before says that the
+# machine has become slower, for a while or for good: that is followed fast, and for all sizes, so that they
+# stay comparable. Another size than before tells how they compare. Each is the share of one round's surprise.
 SHARED = 0.5
+SAME_COMMON, SAME_POINT = 0.02, 0.001
+OTHER_COMMON, OTHER_POINT = 0.005, 0.06
+# A median of some rounds weighs as much as so many at most.
+FULL_ROUNDS = 8
 # A measurement moves the average as if it were off by at most this factor's logarithm: a process that was
-# descheduled takes ten times longer, and that is no news about the model.
-MAX_SURPRISE = 0.25
+# descheduled takes ten times longer, and that is no news about the model. A median of some rounds is.
+MAX_SURPRISE, MAX_MEDIAN_SURPRISE = 0.25, 1.0
 # Sizes that differ by less share a point: up to ten tokens each has its own, later there are a few dozen.
 NEAR = 0.1
 # Rows of different lengths are padded to the longest for attention, and gathered and scattered around it:
@@ -51,6 +57,7 @@ class CostCurve:
         self.seconds_per_stored = 0.0
         self.stored_seconds = 0.0  # of the tokens stored now
         self._num_measured = [0] * len(self._sizes)
+        self._last_size = 0.0  # of several rounds
 
     def __call__(self, size: float) -> float:
         return self._of_size(size) + self.stored_seconds if size > 0 else 0.0
@@ -74,16 +81,22 @@ class CostCurve:
         slope = (last - self._seconds[-2]) / (last_size - self._sizes[-2])
         return last + slope * (size - last_size)
 
-    def follow(self, size: float, surprise: float) -> None:
-        """A pass of this size took exp(``surprise``) times what the curve says."""
-        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
-        share = self.stored_seconds / self(size)
-        self.seconds_per_stored *= math.exp(RATE * share * surprise)
+    def follow(self, size: float, surprise: float, num_rounds: int = 1) -> None:
+        """Passes of this size took exp(``surprise``) times what the curve says, by their median."""
+        surprise = _believable(surprise, num_rounds)
         index = self._point(size)
-        rate = max(RATE, 1 / (2 + self._num_measured[index]))
+        new = SHARED / (2 + self._num_measured[index])
+        is_same = self._sizes[index] == self._last_size
+        weight = min(num_rounds, FULL_ROUNDS)
+        common = max(new, weight * (SAME_COMMON if is_same else OTHER_COMMON))
+        own = max(new, weight * (SAME_POINT if is_same else OTHER_POINT))
+        if num_rounds > 1:
+            self._last_size = self._sizes[index]
+        share = self.stored_seconds / self(size)
+        self.seconds_per_stored *= math.exp(common * share * surprise)
         self._num_measured[index] += 1
-        self._scale *= math.exp(SHARED * rate * surprise)
-        self._seconds[index] *= math.exp((1 - SHARED) * rate * surprise)
+        self._scale *= math.exp(common * surprise)
+        self._seconds[index] *= math.exp(own * surprise)
         self._keep_rising(index)
 
     def _point(self, size: float) -> int:
@@ -136,8 +149,9 @@ class CostModel:
         for curve in (self.draft, self.score):
             curve.stored_seconds = curve.seconds_per_stored * num_stored
 
-    def observe_round(
+    def observe_rounds(
         self,
+        num_rounds: int,
         draft_sizes: Sequence[float],
         num_lookups: int,
         num_rows: int,
@@ -146,21 +160,23 @@ class CostModel:
         score_seconds: float,
         host_seconds: float,
     ) -> None:
-        """A step without prompts. ``draft_sizes`` are the tokens of each draft pass, catching up included."""
+        """Steps without prompts that were alike, by their medians. ``draft_sizes`` are the tokens of each
+        draft pass, catching up included."""
         if draft_sizes:
-            self._follow_drafts(draft_sizes, draft_seconds - num_lookups * self.lookup_seconds)
+            self._follow_drafts(draft_sizes, draft_seconds - num_lookups * self.lookup_seconds, num_rounds)
         elif num_lookups:
             # Half a millisecond is far beyond any look-up: the process was descheduled.
             seconds = min(draft_seconds / num_lookups, 5e-4)
             self.lookup_seconds += RATE * (seconds - self.lookup_seconds)
-        self.score.follow(num_score_tokens, _surprise(score_seconds, self.score(num_score_tokens)))
-        self.host.follow(num_rows, _surprise(host_seconds, self.host(num_rows)))
+        surprise = _surprise(score_seconds, self.score(num_score_tokens))
+        self.score.follow(num_score_tokens, surprise, num_rounds)
+        self.host.follow(num_rows, _surprise(host_seconds, self.host(num_rows)), num_rounds)
 
-    def _follow_drafts(self, sizes: Sequence[float], seconds: float) -> None:
+    def _follow_drafts(self, sizes: Sequence[float], seconds: float, num_rounds: int) -> None:
         """Normalised least mean squares: start and passes share the error by their weights squared."""
         passes = sum(map(self.draft, sizes))
         expected = self.draft_start + passes
-        surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, _surprise(seconds, expected)))
+        surprise = _believable(_surprise(seconds, expected), num_rounds)
         error = expected * (math.exp(surprise) - 1)
         of_start = START_WEIGHT**2 / (START_WEIGHT**2 + len(sizes) ** 2)
         rate = max(RATE, 1 / (2 + self._num_starts))
@@ -168,7 +184,7 @@ class CostModel:
         self.draft_start = max(0.0, self.draft_start + rate * of_start * error)
         surprise = _surprise(passes + (1 - of_start) * error, passes)
         for size in set(sizes):
-            self.draft.follow(size, surprise * sizes.count(size) / len(sizes))
+            self.draft.follow(size, surprise * sizes.count(size) / len(sizes), num_rounds)
 
     def state(self) -> dict[str, object]:
         """Milliseconds, for people."""
@@ -180,6 +196,11 @@ class CostModel:
             "host_ms_by_rows": _milliseconds(self.host),
             "lookup_ms": round(1000 * self.lookup_seconds, 4),
         }
+
+
+def _believable(surprise: float, num_rounds: int) -> float:
+    most = MAX_SURPRISE if num_rounds < FULL_ROUNDS else MAX_MEDIAN_SURPRISE
+    return max(-most, min(most, surprise))
 
 
 def _surprise(measured: float, expected: float) -> float:

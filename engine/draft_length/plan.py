@@ -15,8 +15,8 @@ from engine.draft_length.costs import CostModel
 # Slots that survive less often than this are not worth the look.
 SURVIVAL_FLOOR = 0.02
 # Rows of their own lengths must promise this many times what even ones do: estimates of single rows are
-# noisy, and the best of many noisy plans looks better than it is.
-UNEVEN_GAIN = 1.05
+# noisy, and the best of many noisy plans looks better than it is. Those in force must go on paying.
+UNEVEN_GAIN, UNEVEN_KEPT = 1.05, 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,13 @@ class Plan:
 
 @dataclass(slots=True)
 class Search:
-    """``best`` may draft nothing; ``best_drafting`` is the best that does, None if nobody can."""
+    """``best`` may draft nothing; ``best_drafting`` is the best that does, None if nobody can; ``best_even``
+    the best in which all rows draft alike."""
 
     plain: Plan
     best: Plan
     best_drafting: Plan | None
+    best_even: Plan | None = None
 
 
 def plain_plan(num_rows: int, costs: CostModel, num_prompt_tokens: int) -> Plan:
@@ -56,18 +58,23 @@ def plain_plan(num_rows: int, costs: CostModel, num_prompt_tokens: int) -> Plan:
 
 
 def search(
-    rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int, may_be_uneven: bool = True
+    rows: Sequence[RowOutlook],
+    costs: CostModel,
+    num_prompt_tokens: int,
+    may_be_uneven: bool = True,
+    uneven_gain: float = UNEVEN_GAIN,
 ) -> Search:
-    """``may_be_uneven``: whether plans of different lengths are looked at too, which takes longest."""
+    """``may_be_uneven``: whether plans of different lengths are looked at too, which takes longest. Rows may
+    share one outlook, which takes least."""
     plain = plain_plan(len(rows), costs, num_prompt_tokens)
     if not any(row.survival for row in rows):
         return Search(plain, plain, None)
-    drafting = _best_even(rows, costs, num_prompt_tokens)
+    drafting = even = _best_even(rows, costs, num_prompt_tokens)
     if may_be_uneven and len(rows) > 1:
         uneven = _best_uneven(rows, costs, num_prompt_tokens, plain)
-        if uneven.rate >= UNEVEN_GAIN * drafting.rate:
+        if uneven.rate >= uneven_gain * even.rate:
             drafting = uneven
-    return Search(plain, drafting if drafting.rate > plain.rate else plain, drafting)
+    return Search(plain, drafting if drafting.rate > plain.rate else plain, drafting, even)
 
 
 def _best_uneven(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int, plain: Plan) -> Plan:
@@ -108,25 +115,48 @@ def _best_uneven(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens
 
 def _best_even(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int) -> Plan:
     """The best of the plans in which every row drafts the same number of tokens, as far as it may."""
-    longest = max(len(row.survival) for row in rows)
-    seconds_before = costs.host(len(rows)) + costs.lookup_seconds * sum(not row.uses_model for row in rows)
+    outlooks = _distinct(rows)
+    longest = max(len(row.survival) for row, _ in outlooks)
+    seconds_before = costs.host(len(rows))
+    seconds_before += costs.lookup_seconds * sum(count for row, count in outlooks if not row.uses_model)
     tokens = score_tokens = float(len(rows))
-    drafting_by_model = [row for row in rows if row.uses_model and row.survival]
-    first_pass, other_passes = len(drafting_by_model), 0.0
+    num_by_model = sum(count for row, count in outlooks if row.uses_model and row.survival)
+    other_passes = 0.0
     best_rate, best_length, best_tokens, best_seconds = 0.0, 1, tokens, 1.0
     for length in range(1, longest + 1):
-        reaching = [row for row in rows if len(row.survival) >= length]
-        tokens += sum(row.fill * row.survival[length - 1] for row in reaching)
-        score_tokens += sum(row.fill for row in reaching) + costs.padding * (len(rows) - len(reaching))
+        num_reaching = num_drafting = 0
+        lag = 0.0
+        for row, count in outlooks:
+            survival = row.survival
+            if len(survival) >= length:
+                num_reaching += count
+                tokens += count * row.fill * survival[length - 1]
+                score_tokens += count * row.fill
+                if row.uses_model:
+                    num_drafting += count
+                    lag += count * survival[length - 1]
+            elif row.uses_model and survival:
+                lag += count * survival[-1]
+        score_tokens += costs.padding * (len(rows) - num_reaching)
         if length > 1:
-            other_passes += costs.draft(sum(row.uses_model for row in reaching))
-        lag = sum(row.survival[min(length, len(row.survival)) - 1] for row in drafting_by_model)
+            other_passes += costs.draft(num_drafting)
         seconds = seconds_before + costs.score(score_tokens + num_prompt_tokens)
-        if drafting_by_model:
-            seconds += costs.draft_start + costs.draft(first_pass + lag) + other_passes
+        if num_by_model:
+            seconds += costs.draft_start + costs.draft(num_by_model + lag) + other_passes
         if tokens > best_rate * seconds:
             best_rate, best_length, best_tokens, best_seconds = tokens / seconds, length, tokens, seconds
     return Plan([min(best_length, len(row.survival)) for row in rows], best_tokens, best_seconds)
+
+
+def _distinct(rows: Sequence[RowOutlook]) -> list[tuple[RowOutlook, int]]:
+    """Outlooks, with the number of rows that share each."""
+    if len(rows) == 1:
+        return [(rows[0], 1)]
+    counts: dict[int, int] = {}
+    for row in rows:
+        counts[id(row)] = counts.get(id(row), 0) + 1
+    by_id = {id(row): row for row in rows}
+    return [(by_id[name], count) for name, count in counts.items()]
 
 
 def evaluate(
@@ -138,16 +168,21 @@ def evaluate(
 ) -> Plan:
     """What a step of these lengths gives. ``lag`` are tokens the draft has to catch up with first; None:
     as many as there will be if it goes on like that, one of every draft that was accepted to its end."""
-    model_lengths = [length for row, length in zip(rows, lengths, strict=True) if row.uses_model]
-    usual_lag = sum(
-        row.survival[length - 1]
-        for row, length in zip(rows, lengths, strict=True)
-        if row.uses_model and 0 < length <= len(row.survival)
-    )
     tokens = score_tokens = float(len(rows))
+    usual_lag = 0.0
+    model_lengths = []
+    sums: dict[tuple[int, int], float] = {}
     for row, length in zip(rows, lengths, strict=True):
-        tokens += row.fill * sum(row.survival[:length])
+        survival = row.survival
+        expected = sums.get((id(row), length))
+        if expected is None:
+            expected = sums[id(row), length] = row.fill * sum(survival[:length])
+        tokens += expected
         score_tokens += row.fill * length
+        if row.uses_model:
+            model_lengths.append(length)
+            if 0 < length <= len(survival):
+                usual_lag += survival[length - 1]
     score_tokens += padding(costs, max(lengths, default=0), len(rows), sum(lengths))
     seconds = costs.host(len(rows)) + costs.score(score_tokens + num_prompt_tokens)
     sizes = draft_sizes(model_lengths, usual_lag if lag is None else lag)

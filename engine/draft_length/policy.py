@@ -4,50 +4,58 @@ Exactness: ``choose`` is called before a round draws anything and knows only ear
 the clock. A length that depended on a token of its own round would bias the output: tokens that are easy
 to accept would be dropped less often than others. Whatever is drafted after ``choose`` must be verified.
 
+A small model's round takes a millisecond, so most rounds only compare their rows with those of the round
+before and are put aside. Every few rounds the policy *looks*: it learns from those put aside (``learning``)
+and searches anew (``plan``).
+
 Three things are tried out now and then, as far as a small share of the time pays for it (``probes``): a
 short draft where drafting is off, a longer one where it is on, and none at all, so that the plain step
 that everything is compared with is a measured one.
 """
 
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
-from engine.draft_length.plan import (
-    SURVIVAL_FLOOR,
-    Plan,
-    RowOutlook,
-    Search,
-    draft_sizes,
-    evaluate,
-    padding,
-    search,
-)
+from engine.draft_length.learning import Round, learn_acceptance, observe_costs
+from engine.draft_length.outlook import Outlooks
+from engine.draft_length.patient import PatienceTrial, compare, thresholds
+from engine.draft_length.plan import UNEVEN_GAIN, UNEVEN_KEPT, RowOutlook, Search, evaluate, search
 from engine.draft_length.probes import Probes
 from engine.draft_length.report import Report
-from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, temperature_bucket
-from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
+from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds
+from engine.draft_length.survival import SequenceAcceptance
 
 # A new plan replaces the last one when it promises this much more. Little: what it saves is a draft cache
 # that lags a token or two, and sitting on a plan that is 5 % worse is a loss of 5 %.
 HYSTERESIS = 0.01
-# The search is repeated after so many rounds, after twice as many where it found the same again, and at once
-# when rows, limits or prompts change and after a probe.
-SEARCH_EVERY, MAX_SEARCH_EVERY = 4, 16
-# Uneven lengths in a batch are looked for after so many rounds, and in every search while they are uneven.
-UNEVEN_EVERY = 16
+# Drafting begins when it promises this much more than none: acceptance is known from a few probes only, and
+# a draft that loses is noticed later than it is begun.
+START_GAIN = 0.02
+# The policy looks after so many rounds, after twice as many where it found the same again, and at once when
+# many rows come or go and after a probe.
+LOOK_EVERY, MAX_LOOK_EVERY = 4, 64
+# It learns from so many verdicts at most, and from the times of so many rounds, spread evenly.
+LEARN_VERDICTS, LEARN_TIMES = 128, 12
+# Rows that come and go keep the plan, if they are at most this share of all.
+FEW_CHANGED = 1 / 8
+# So many rows are looked at one by one, more of them together.
+FEW_ROWS = 4
+# Uneven lengths in a batch are looked for after so many rounds, and at every look while they are uneven.
+UNEVEN_EVERY = 128
 # Switching on must earn within so many rounds what it takes to bring the draft's cache up to date.
 CATCH_UP_ROUNDS = 128
-# Costs are followed in every round at first, then in one of seven and in those that try something else: it
-# takes a while itself, and seven has no rhythm in common with anything above.
-COSTS_EVERY, NEW_ROUNDS = 7, 256
-# So many rows of a round, in turns, tell how far drafts survive.
-LEARN_ROWS = 8
+# At first single rounds tell something about costs.
+NEW_ROUNDS = 256
 # While drafting does not pay, prompts are computed for a draft model that takes less than this share of the
 # target's time over so many tokens. A dearer one catches up if it is needed.
 CHEAP_DRAFT, TYPICAL_CHUNK = 0.1, 64
-# Every so many rounds nothing ends early, so that what unlikely tokens are worth stays known.
-EXPLORE_EVERY = 32
+
+# Methods and matches of rows; keys, kinds and limits of those that a search was about.
+Kinds = tuple[list[str], list[str]]
+Signature = tuple[list[Hashable], Kinds, list[int]]
+_key, _method, _match, _limit = map(attrgetter, ("key", "method", "match", "limit"))
 
 
 class DraftLengthPolicy:
@@ -57,46 +65,52 @@ class DraftLengthPolicy:
         self.costs = costs
         self.probes = Probes()
         self.report = Report()
-        self._groups: dict[tuple[str, str], GroupAcceptance] = {}
-        self._sequences: dict[Hashable, dict[str, SequenceAcceptance]] = {}
+        self.trial = PatienceTrial()
+        self._outlooks = Outlooks()
         self._round = 0
-        self._signature: tuple[object, ...] = ()
+        self._rounds: list[Round] = []  # not learned from yet
         self._last_search: Search | None = None
-        self._next_search = 0
-        self._search_every = SEARCH_EVERY
-        self._next_uneven = 0
-        self._next_learned = 0
-        self._least: tuple[float, float] | None = None  # what a lone row drafts must be worth
-        self._asked: dict[Hashable, tuple[Candidate, int]] = {}
-        self._patience: dict[Hashable, Patience] = {}
+        self._look_every = LOOK_EVERY
+        self._next_look = self._next_uneven = 0
+        self._searched: Signature | None = None
+        # The plan in force, for rows that come too: a length for all, and others for some.
+        self._even_length = 0
+        self._own_lengths: dict[Hashable, int] = {}
+        self._is_uneven = False
+        # Of the rows of the last look: what says that they are the same, and what they are given.
+        self._keys: list[Hashable] = []
+        self._kinds: Kinds = ([], [])
+        self._lengths: list[int] = []
+        self._longest = 0
+        self._looks_up = self._may_be_patient = False
+        self._thresholds: tuple[float, float] | None = None
+        # Of the last round.
+        self._rows: Sequence[Candidate] = ()
+        self._asked: list[int] = []
+        self._patience: Patience | None = None
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
         """Tokens to draft, by row."""
         if not rows:
             return []
         self._round += 1
-        sequences = [self._sequence(row) for row in rows]
-        signature = (num_prompt_tokens, *((row.key, row.label, row.limit) for row in rows))
-        if self._last_search is None or signature != self._signature or self._round >= self._next_search:
-            self._signature = signature
-            self.costs.look_at(sum(row.num_stored for row in rows))
-            before, self._least = self._last_search, None
-            self._last_search = self._search(rows, sequences, num_prompt_tokens)
-            is_same = before is not None and before.best.lengths == self._last_search.best.lengths
-            self._search_every = min(2 * self._search_every, MAX_SEARCH_EVERY) if is_same else SEARCH_EVERY
-            self._next_search = self._round + self._search_every
-        found = self._last_search
-        lengths, self._patience = found.best.lengths, {}
-        if num_prompt_tokens == 0 and self.probes.may_run(self._round, found):
-            lengths = self._probe(rows, sequences, found) or lengths
-        if lengths is found.best.lengths and self._round % EXPLORE_EVERY:
-            lengths = self._be_patient(rows, sequences, found.best)
-        self._asked = {row.key: (row, length) for row, length in zip(rows, lengths, strict=True)}
+        keys = list(map(_key, rows))
+        kinds = list(map(_method, rows)), list(map(_match, rows))
+        if self._round >= self._next_look or keys != self._keys or kinds != self._kinds or self._looks_up:
+            self._look(rows, keys, kinds, num_prompt_tokens)
+        self._rows = rows
+        lengths = self._lengths
+        if min(map(_limit, rows)) < self._longest:
+            lengths = [max(0, min(length, row.limit)) for length, row in zip(lengths, rows, strict=True)]
+        self._patience = None
+        if self._may_be_patient and self.trial.is_on(self._round):
+            lengths = self._be_patient(rows[0], lengths)
+        self._asked = lengths
         return list(lengths)
 
     def patience(self, key: Hashable) -> Patience | None:
         """When a row may stop drafting before the length that ``choose`` has just named."""
-        return self._patience.get(key)
+        return self._patience if self._patience is not None and key == self._keys[0] else None
 
     def follows_prompts(self) -> bool:
         """Whether drafts are to be expected soon, or computing prompts for them costs next to nothing."""
@@ -110,66 +124,116 @@ class DraftLengthPolicy:
         found = self._last_search
         if found is None or not outcomes:
             return
-        num_emitted = len(outcomes) + sum(outcome.num_accepted_tokens for outcome in outcomes)
-        self._learn(outcomes)
-        if seconds is not None:
-            lengths = [outcome.num_draft_tokens for outcome in outcomes]
-            is_new = self._round < NEW_ROUNDS or self.probes.is_running
-            if is_new or self._round % COSTS_EVERY == 0:
-                self._observe_costs(outcomes, seconds)
-            self.report.count(found, lengths, num_emitted, seconds.draft + seconds.score + seconds.host)
+        self._rounds.append(Round(self._rows, self._asked, outcomes, seconds, self._patience))
         if self.probes.is_running:
-            self._next_search = self._round + 1
-        self.probes.settle(self._round, found, num_emitted)
+            num_emitted = self._rounds[-1].num_emitted
+            self._learn(self._round)
+            self.probes.settle(self._round, found, num_emitted)
 
     def forget(self, key: Hashable) -> None:
         """A sequence has ended."""
-        self._sequences.pop(key, None)
+        self._outlooks.end(key)
 
     def state(self) -> dict[str, object]:
         """For people: builtins only."""
         return {
             "policy": "auto",
-            **self.report.state(self._last_search, [length for _, length in self._asked.values()]),
-            "survival": {
-                f"{method}, {bucket}": group.state() for (method, bucket), group in self._groups.items()
-            },
+            **self.report.state(self._last_search, self._asked),
+            "survival": self._outlooks.state(),
+            "patience": self.trial.state(),
             "costs": self.costs.state(),
             "probes": self.probes.state(),
         }
 
-    def _sequence(self, row: Candidate) -> SequenceAcceptance:
-        by_label = self._sequences.setdefault(row.key, {})
-        sequence = by_label.get(row.label)
-        if sequence is None:
-            name = row.label, temperature_bucket(row.temperature)
-            group = self._groups.setdefault(name, GroupAcceptance())
-            sequence = by_label[row.label] = SequenceAcceptance(group, self._round)
-        return sequence
+    def _look(self, rows: Sequence[Candidate], keys: list[Hashable], kinds: Kinds, num_prompts: int) -> None:
+        """Rows have changed, or it is time to learn and to search."""
+        self.probes.stop()
+        if self._round >= self._next_look:
+            self._learn(self._round - 1)
+        limits = [row.limit for row in rows]
+        if self._round >= self._next_look or self._must_search(rows, (keys, kinds, limits), num_prompts):
+            sequences = [self._outlooks.sequence(row, self._round) for row in rows]
+            found = self._search(rows, sequences, num_prompts)
+            self._lengths = found.best.lengths
+            if num_prompts == 0 and self._round >= self.probes.next_round(found):
+                self._lengths = self._probe(rows, sequences, found) or self._lengths
+            next_probe = max(self.probes.next_round(found), self._round + 1)
+            self._next_look = min(self._round + self._look_every, next_probe)
+            self._searched = keys, kinds, limits
+        else:
+            for row in rows:
+                if row.key not in self._outlooks.sequences:
+                    self._outlooks.sequence(row, self._round)
+            self._lengths = [self._own_lengths.get(key, self._even_length) for key in keys]
+        self._keys, self._kinds = keys, kinds
+        self._longest = max(self._lengths)
+        self._looks_up = any(row.method != DRAFT_MODEL and row.limit > 0 for row in rows)
+        is_lone = len(rows) == 1 and rows[0].method == DRAFT_MODEL
+        self._may_be_patient = is_lone and self._longest > 0 and not self.probes.is_running
+
+    def _must_search(self, rows: Sequence[Candidate], signature: Signature, num_prompts: int) -> bool:
+        """Whether the plan in force says little about these rows."""
+        if self._last_search is None:
+            return True
+        if self._looks_up or any(row.method != DRAFT_MODEL and row.limit > 0 for row in rows):
+            return signature != self._searched
+        # Prompts come with rows that have ended and others that begin: what pays is the same.
+        before = len(self._last_search.best.lengths)
+        return not num_prompts and abs(len(rows) - before) > FEW_CHANGED * max(len(rows), before)
 
     def _search(
-        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], num_prompt_tokens: int
+        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], num_prompts: int
     ) -> Search:
-        outlooks = _outlooks(rows, sequences)
-        previous = [
-            min(sequence.num_draft_tokens, max(0, row.limit))
-            for row, sequence in zip(rows, sequences, strict=True)
-        ]
-        may_be_uneven = self._round >= self._next_uneven or len(set(previous)) > 1
+        """The plan from now on."""
+        self.costs.look_at(sum(row.num_stored for row in rows))
+        previous = [self._own_lengths.get(row.key, self._even_length) if row.limit > 0 else 0 for row in rows]
+        may_be_uneven = self._is_uneven or self._round >= self._next_uneven
         if may_be_uneven:
             self._next_uneven = self._round + UNEVEN_EVERY
-        found = search(outlooks, self.costs, num_prompt_tokens, may_be_uneven)
-        if any(previous) and previous != found.best.lengths:
-            kept = evaluate(outlooks, previous, self.costs, num_prompt_tokens)
-            if kept.rate * (1 + HYSTERESIS) > found.best.rate and kept.rate > found.plain.rate:
-                found = Search(found.plain, kept, found.best_drafting)
-        elif not any(previous) and found.best.rate < (1 + HYSTERESIS) * found.plain.rate:
-            found = Search(found.plain, found.plain, found.best_drafting)
-        if any(found.best.lengths) and not self._worth_catching_up(rows, found):
-            found = Search(found.plain, found.plain, found.best_drafting)
-        for sequence, length in zip(sequences, found.best.lengths, strict=True):
-            sequence.num_draft_tokens = length
+        outlooks = self._outlooks.of(rows, sequences, may_be_uneven or len(rows) <= FEW_ROWS)
+        previous = [
+            min(length, len(outlook.survival)) for length, outlook in zip(previous, outlooks, strict=True)
+        ]
+        gain = UNEVEN_KEPT if self._is_uneven else UNEVEN_GAIN
+        found = search(outlooks, self.costs, num_prompts, may_be_uneven, gain)
+        found = self._hold_on(found, previous, outlooks, num_prompts)
+        if any(found.best.lengths) and not any(previous) and not self._worth_catching_up(rows, found):
+            found = Search(found.plain, found.plain, found.best_drafting, found.best_even)
+        self._put_in_force(rows, found)
         return found
+
+    def _hold_on(
+        self, found: Search, previous: list[int], outlooks: list[RowOutlook], num_prompts: int
+    ) -> Search:
+        """The previous plan instead, if that is hardly worse."""
+        if not any(previous):
+            is_better = found.best.rate >= (1 + START_GAIN) * found.plain.rate
+            best = found.best if is_better else found.plain
+        elif previous != found.best.lengths:
+            kept = evaluate(outlooks, previous, self.costs, num_prompts)
+            least = max(found.plain.rate, found.best.rate / (1 + HYSTERESIS))
+            if self._is_uneven and found.best_even is not None:
+                least = max(least, UNEVEN_KEPT * found.best_even.rate)
+            best = kept if kept.rate > least else found.best
+        else:
+            return found
+        return Search(found.plain, best, found.best_drafting, found.best_even)
+
+    def _put_in_force(self, rows: Sequence[Candidate], found: Search) -> None:
+        """For rows that come, too."""
+        before = self._even_length, self._own_lengths
+        lengths = found.best.lengths
+        some = sorted(length for length, row in zip(lengths, rows, strict=True) if row.limit > 0)
+        self._even_length = some[len(some) // 2] if some else 0
+        self._own_lengths = {
+            row.key: length
+            for row, length in zip(rows, lengths, strict=True)
+            if length != self._even_length and row.limit > 0
+        }
+        self._is_uneven = bool(self._own_lengths)
+        self._last_search, self._thresholds = found, None
+        is_same = before == (self._even_length, self._own_lengths)
+        self._look_every = min(2 * self._look_every, MAX_LOOK_EVERY) if is_same else LOOK_EVERY
 
     def _worth_catching_up(self, rows: Sequence[Candidate], found: Search) -> bool:
         """A draft cache that was left behind costs a long pass, to be earned within some rounds."""
@@ -177,96 +241,56 @@ class DraftLengthPolicy:
         catching_up = self.costs.draft(_lag(rows, best.lengths)) / CATCH_UP_ROUNDS
         return best.tokens / (best.seconds + catching_up) > found.plain.rate
 
-    def _be_patient(
-        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], best: Plan
-    ) -> list[int]:
-        """A lone row may draft up to its limit, but ends early where the draft is unsure.
-
-        A token is worth what it costs at the rate of ``best``: its place in the target's pass, and a draft
-        pass. Rows that share their passes save little by one row's doubt, and rows of different lengths
-        cost more: there the planned lengths stay.
-        """
-        (row, sequence), *others = zip(rows, sequences, strict=True)
-        if others or not best.lengths[0] or row.method != DRAFT_MODEL:
-            return best.lengths
-        if self._least is None:
-            costs, longest = self.costs, max(2, row.limit)
-            score_seconds = (costs.score(1 + longest) - costs.score(2)) / (longest - 1)
-            usual_rate = max(0.1, sequence.survival(1, 0.0)[0])
-            to_draft = best.rate * (score_seconds + costs.draft(1)) / usual_rate
-            self._least = best.rate * score_seconds, to_draft
-        to_score, to_draft = self._least
-        self._patience[row.key] = Patience(sequence.group.confidence, to_score, to_draft)
+    def _be_patient(self, row: Candidate, lengths: list[int]) -> list[int]:
+        """A lone row may draft up to its limit, but ends early where the draft is unsure. Rows that share
+        their passes save little by one row's doubt: there the planned lengths stay."""
+        if row.limit <= 0 or self._last_search is None:
+            return lengths
+        sequence = self._outlooks.sequence(row, self._round)
+        if self._thresholds is None:
+            self._thresholds = thresholds(self._last_search.best, row.limit, sequence, self.costs)
+        self._patience = Patience(sequence.group.confidence, *self._thresholds)
         return [row.limit]
 
     def _probe(
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search
     ) -> list[int] | None:
         """Other lengths for this round, if some are due and can be afforded."""
-        outlooks = _outlooks(rows, sequences)
+        outlooks = self._outlooks.of(rows, sequences, self._is_uneven or len(rows) <= FEW_ROWS)
         ages = [sequence.age(self._round) for sequence in sequences]
         limits = [max(0, row.limit) for row in rows]
         for lengths in self.probes.candidates(found, limits, ages, [row.lag for row in rows]):
             plan = evaluate(outlooks, lengths, self.costs, 0, _lag(rows, lengths))
-            again = evaluate(outlooks, lengths, self.costs, 0)
-            if self.probes.begin(plan, again.seconds, found.best):
+            if self.probes.can_afford(plan, found.best):
+                again = evaluate(outlooks, lengths, self.costs, 0)
+                self.probes.begin(plan, again.seconds)
                 return lengths
-        self.probes.postpone(self._round)
+        self.probes.postpone(self._round, found)
         return None
 
-    def _learn(self, outcomes: Sequence[Outcome]) -> None:
-        drafted = [outcome for outcome in outcomes if self._asked[outcome.key][1]]
-        if len(drafted) > LEARN_ROWS:
-            first = self._next_learned = self._next_learned % len(drafted)
-            drafted = [*drafted[first:], *drafted[:first]][:LEARN_ROWS]
-            self._next_learned += LEARN_ROWS
-        for outcome in drafted:
-            row, num_asked = self._asked[outcome.key]
-            by_label = self._sequences.get(outcome.key)
-            if by_label is not None:
-                by_label[row.label].learn(
-                    self._round,
-                    num_asked,
-                    outcome.num_draft_tokens,
-                    outcome.num_accepted_tokens,
-                    outcome.ended,
-                    self._patience.get(outcome.key),
-                )
+    def _learn(self, last_round: int) -> None:
+        """From the rounds that were put aside."""
+        rounds, self._rounds = self._rounds, []
+        found = self._last_search
+        if not rounds or found is None:
+            return
+        self.probes.save(found, len(rounds))
+        self._compare_patience(rounds, found)
+        first_round = last_round - len(rounds) + 1
+        some = rounds[:: -(-len(rounds) * len(rounds[-1].rows) // LEARN_VERDICTS)]
+        learn_acceptance(some, self._outlooks.sequences, first_round, last_round)
+        some = rounds[:: -(-len(rounds) // LEARN_TIMES)]
+        observe_costs(some, self.costs, self._round < NEW_ROUNDS or self.probes.is_running)
+        self.report.count(found, some)
+        self._outlooks.forget_ended()
 
-    def _observe_costs(self, outcomes: Sequence[Outcome], seconds: RoundSeconds) -> None:
-        lag, num_lookups, by_model = 0, 0, []
-        for outcome in outcomes:
-            row, num_asked = self._asked[outcome.key]
-            patience = self._patience.get(outcome.key)
-            # A token that was refused has cost its draft pass all the same.
-            refused = patience is not None and patience.refused_rate is not None
-            num_passes = outcome.num_draft_tokens + refused
-            if row.method != DRAFT_MODEL:
-                num_lookups += num_asked > 0
-            elif num_passes:
-                by_model.append(num_passes)
-                lag += row.lag
-        lengths = [outcome.num_draft_tokens for outcome in outcomes]
-        num_drafted = sum(lengths)
-        padded = padding(self.costs, max(lengths), len(outcomes), num_drafted)
-        # A pass that caught up with a pause was many times larger than any round's: no news about those.
-        is_usual = lag <= len(by_model)
-        self.costs.observe_round(
-            draft_sizes=draft_sizes(by_model, lag) if is_usual else [],
-            num_lookups=num_lookups,
-            num_rows=len(outcomes),
-            num_score_tokens=len(outcomes) + num_drafted + padded,
-            draft_seconds=seconds.draft,
-            score_seconds=seconds.score,
-            host_seconds=seconds.host,
-        )
-
-
-def _outlooks(rows: Sequence[Candidate], sequences: list[SequenceAcceptance]) -> list[RowOutlook]:
-    return [
-        RowOutlook(sequence.survival(row.limit, SURVIVAL_FLOOR), sequence.fill, row.method == DRAFT_MODEL)
-        for row, sequence in zip(rows, sequences, strict=True)
-    ]
+    def _compare_patience(self, rounds: Sequence[Round], found: Search) -> None:
+        patient = [one for one in rounds if one.patience is not None]
+        if patient and len(found.best.lengths) == 1 and found.best.lengths[0]:
+            sequence = self._outlooks.sequence(patient[-1].rows[0], self._round)
+            compared = compare(patient, found.best, sequence, self.costs)
+            if compared is not None:
+                self.trial.learn(*compared)
 
 
 def _lag(rows: Sequence[Candidate], lengths: list[int]) -> int:

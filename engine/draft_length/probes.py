@@ -12,49 +12,56 @@ from collections.abc import Iterator
 from engine.draft_length.plan import Plan, Search
 
 # Share of the time for probes, and for how many rounds it is saved up.
-SHARE = 0.012
-SAVED_ROUNDS = 128
-# Rounds between probes that did not pay, and until one that is too expensive is looked at again.
+SHARE = 0.008
+SAVED_ROUNDS = 192
+# What the account starts with: nothing is known about the text yet.
+START_ROUNDS = 4
+# Rounds between probes that did not pay, and a few of them: after good signs, or where little can be lost.
 INTERVAL = 64
 RETRY = 8
 # While drafting is on, every round tells how far drafts survive. What is left to learn are the costs of other
-# lengths, which change slowly: after so many probes they come seldom.
-NEW_PROBES, SELDOM = 8, 128
+# lengths, which change slowly: after so many probes next to the same plan they come seldom.
+NEW_PROBES, SOON, SELDOM = 16, 32, 128
 # Tokens that a probe drafts for rows that are off, and adds for rows that are on. Two: the second token
 # tells whether it is worth getting past the first.
 PROBE_LENGTH = 2
 
 # Drafting that is expected to lose less than this is tried again soon: it costs next to nothing, and an
-# unlucky run of rejections must not switch off what is really a gain.
+# unlucky run of rejections must not switch off what is really a gain. Every time that it loses again, the
+# next one waits twice as long.
 CLOSE = 0.9
 MAX_REPEATS = 4
 # What succeeded so often in a row has changed the estimates, or is not worth more.
 MAX_SUCCESSES = 6
+MOSTLY = 0.7
 
-KINDS = ("rest", "longer", "plain")
+KINDS = ("longer", "shorter", "plain", "rest")
 
 
 class Probes:
     def __init__(self) -> None:
-        self.credit: float | None = None  # full at first: nothing is known about the text yet
+        self.credit: float | None = None  # until the first round has been measured
         self.num_run = 0
         self._running: Plan | None = None
         self._seconds_again = 0.0
+        self._missing: float | None = None  # of the cheapest that was not affordable
+        self._close_wait = RETRY  # rounds
         self._repeat: list[int] = []  # lengths to try once more
         self._succeeded = False
-        self._next_round, self._last_round = RETRY, 0
+        self._next_round = self._next_close = RETRY
         self._kind = 0
-        self._repeats = 0
+        self._repeats = self._successes = 0
+        self._plan = (0, 0)  # rows and length of the plan that was in force
+        self._num_beside = 0  # probes since then
 
     @property
     def is_running(self) -> bool:
         """Whether this round tries something else."""
         return self._running is not None
 
-    def may_run(self, current_round: int, found: Search) -> bool:
-        if is_close(found):
-            return current_round >= min(self._next_round, self._last_round + RETRY)
-        return current_round >= self._next_round
+    def next_round(self, found: Search) -> int:
+        """From which round on something else may be tried."""
+        return min(self._next_round, self._next_close) if is_close(found) else self._next_round
 
     def candidates(
         self, found: Search, limits: list[int], ages: list[int], lags: list[int]
@@ -80,52 +87,82 @@ class Probes:
                 ]
                 if longer != lengths:
                     yield longer
+            elif kind == "shorter":
+                if max(lengths) > 1:
+                    yield [max(1, length - 1) if length else 0 for length in lengths]
             else:
                 yield [0] * len(lengths)
 
-    def begin(self, plan: Plan, seconds_again: float, best: Plan) -> bool:
-        """Run ``plan`` this round if the account covers what it is expected to lose, or if it has just
-        succeeded. ``seconds_again``: what it would take the next time, with nothing to catch up with."""
+    def can_afford(self, plan: Plan, best: Plan) -> bool:
+        """Whether the account covers what a round of ``plan`` may lose, or it has just succeeded."""
         on_credit = self._succeeded and plan.lengths == self._repeat
-        if self.credit is None or (plan.seconds - plan.tokens / best.rate > self.credit and not on_credit):
-            return False
-        self._running, self._seconds_again = plan, seconds_again
-        self.num_run += 1
-        return True
+        loss = plan.seconds - plan.tokens / best.rate
+        if self.credit is not None and (loss <= self.credit or on_credit):
+            return True
+        missing = loss - (self.credit or 0.0)
+        self._missing = missing if self._missing is None else min(missing, self._missing)
+        return False
 
-    def postpone(self, current_round: int) -> None:
-        """Nothing was affordable."""
-        self._next_round = current_round + RETRY
-        self._last_round = current_round
+    def begin(self, plan: Plan, seconds_again: float) -> None:
+        """Run ``plan`` this round. ``seconds_again``: what it would take the next time, with nothing to catch
+        up with."""
+        self._running, self._seconds_again, self._missing = plan, seconds_again, None
+        self.num_run += 1
+
+    def postpone(self, current_round: int, found: Search) -> None:
+        """Nothing was affordable: not before the account has saved enough."""
+        wait = INTERVAL if self._missing is None else int(self._missing / (SHARE * found.best.seconds))
+        self._next_round = self._next_close = current_round + max(2 * RETRY, min(wait, INTERVAL))
+        self._missing = None
+
+    def stop(self) -> None:
+        """Nothing came of the probe that was running: its rows have left."""
+        self._running = None
+
+    def save(self, found: Search, num_rounds: int) -> None:
+        """After some rounds."""
+        seconds = SHARE * found.best.seconds
+        full = SAVED_ROUNDS * seconds
+        if self.credit is None:
+            self.credit = START_ROUNDS * found.best.seconds
+        elif self.credit < full:
+            self.credit = min(self.credit + num_rounds * seconds, full)
 
     def settle(self, current_round: int, found: Search, num_emitted: int) -> None:
-        """After every round: save, and pay for the probe if this was one."""
+        """Pay for the probe that this round was."""
         best = found.best
-        full = SHARE * SAVED_ROUNDS * best.seconds
-        self.credit = full if self.credit is None else min(self.credit + SHARE * best.seconds, full)
-        if self._running is None:
-            return
+        assert self._running is not None
+        assert self.credit is not None
         worth = num_emitted / best.rate
         self.credit -= self._running.seconds - worth
         lengths = self._running.lengths
+        plan = len(best.lengths), max(best.lengths)
+        self._num_beside = self._num_beside + 1 if plan == self._plan else 1
+        self._plan = plan
         # A lone row's draft seldom pays for what it does to the others, but says that times have changed.
         is_off = not any(best.lengths)
         all_accepted = num_emitted == len(lengths) + sum(lengths) > len(lengths)
         self._succeeded = worth > self._seconds_again or (is_off and all_accepted)
         self._running, self._repeat = None, []
-        self._last_round = current_round
         self._repeats += 1
+        self._successes += self._succeeded
         if self._repeats < (MAX_SUCCESSES if self._succeeded else MAX_REPEATS if is_close(found) else 0):
             # Bringing the draft's cache up to date was the expensive part; another round is cheap now.
             self._next_round = current_round + 1
             self._repeat = lengths
         else:
-            # One that keeps succeeding while drafting is off goes on soon, as far as the account pays for it.
-            goes_on = self._succeeded and is_off
-            is_seldom = not is_off and self.num_run >= NEW_PROBES
-            self._next_round = current_round + (RETRY if goes_on else SELDOM if is_seldom else INTERVAL)
+            # One that mostly succeeds while drafting is off goes on soon, as far as the account pays for it.
+            goes_on = is_off and self._successes >= MOSTLY * self._repeats
+            self._close_wait = RETRY if goes_on or not is_off else min(2 * self._close_wait, SELDOM)
+            if is_off:
+                wait = RETRY if goes_on else INTERVAL
+            else:
+                wait = SOON if self._num_beside < NEW_PROBES else SELDOM
+            self._next_round = current_round + wait
             self._repeat = lengths if goes_on else []
             self._succeeded = False
+            self._successes = 0
+            self._next_close = current_round + self._close_wait
             self._kind += 1
             self._repeats = 0
 
@@ -151,7 +188,9 @@ def _wake(lengths: list[int], limits: list[int], ages: list[int], lags: list[int
         if due:
             yield _with(lengths, due, length, limits)
     if len(due) > 1:
-        yield _with(lengths, [min(due, key=lambda i: lags[i])], PROBE_LENGTH, limits)
+        scout = [min(due, key=lambda i: lags[i])]
+        for length in (PROBE_LENGTH, 1):
+            yield _with(lengths, scout, length, limits)
 
 
 def _with(lengths: list[int], rows: list[int], length: int, limits: list[int]) -> list[int]:

@@ -1,5 +1,8 @@
 """What the policy does and why, for people."""
 
+from collections.abc import Sequence
+
+from engine.draft_length.learning import Round
 from engine.draft_length.plan import Plan, Search
 
 # Decay of the sums over recent rounds: about the last fifty.
@@ -11,14 +14,17 @@ class Report:
         self._tokens = self._seconds = self._plain_tokens = self._plain_seconds = 0.0
         self._rows = self._lengths = 0.0
 
-    def count(self, found: Search, lengths: list[int], num_emitted: int, seconds: float) -> None:
-        """One step without prompts."""
-        self._tokens = DECAY * self._tokens + num_emitted
-        self._seconds = DECAY * self._seconds + seconds
-        self._plain_tokens = DECAY * self._plain_tokens + found.plain.tokens
-        self._plain_seconds = DECAY * self._plain_seconds + found.plain.seconds
-        self._rows = DECAY * self._rows + len(lengths)
-        self._lengths = DECAY * self._lengths + sum(lengths)
+    def count(self, found: Search, rounds: Sequence[Round]) -> None:
+        """Some steps; those with prompts say nothing about speed."""
+        for one in rounds:
+            if one.seconds is None:
+                continue
+            self._tokens = DECAY * self._tokens + one.num_emitted
+            self._seconds = DECAY * self._seconds + one.seconds.draft + one.seconds.score + one.seconds.host
+            self._plain_tokens = DECAY * self._plain_tokens + found.plain.tokens
+            self._plain_seconds = DECAY * self._plain_seconds + found.plain.seconds
+            self._rows = DECAY * self._rows + len(one.outcomes)
+            self._lengths = DECAY * self._lengths + one.num_drafted
 
     def state(self, found: Search | None, lengths: list[int]) -> dict[str, object]:
         """``plain`` is what the same steps would give without drafts, from their measured cost."""

@@ -6,26 +6,72 @@ A position hardly ever reached is taken to be like the one before it. Survival t
 ``a_1`` to ``a_j``.
 """
 
-from engine.draft_length.confidence import ConfidenceTable, Patience
+import math
+from dataclasses import dataclass, field
 
-# Decay of the counts per draft: a group remembers about 100 drafts, a sequence about 50.
-GROUP_DECAY, SEQUENCE_DECAY = 0.99, 0.98
+from engine.draft_length.confidence import ConfidenceTable
+
+# Decay of the counts per draft: a group remembers about 200 drafts, a sequence about 100.
+GROUP_DECAY, SEQUENCE_DECAY = 0.995, 0.99
 # The same for further drafts of one round: many rows must not make a group forget within a few rounds.
-SAME_ROUND_DECAY = 0.9975
-# What was known before a pause of so many rounds is old, and the first draft after it counts for more.
-PAUSE, PAUSED_DECAY = 16, 0.7
+SAME_ROUND_DECAY = 0.999
+# What was known before a pause of so many rounds is old: it is worth less than it was, and of a group no more
+# than so many drafts, however many there were. In a batch a probe is often one row's and can seldom be
+# afforded: more is believed of it.
+PAUSE, PAUSED_DECAY, PAUSED_WORTH = 16, 0.6, 5.0
+LONE_PAUSED_DECAY, LONE_PAUSED_WORTH = 0.85, 12.0
 # A round long before the first one.
 NEVER = -1_000_000
 # The first draft of all starts optimistic; being wrong costs a few rounds.
 FIRST_RATE = 0.6
 # How many drafts the assumptions are worth: of a group that the next position is like the last, of a
 # sequence that it is like its group.
-GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 10.0
+GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 15.0
 # The text has changed when the first drafted tokens of late do so much better or worse than expected; what
 # was known then loses most of its weight.
 DRIFT_RATE, MAX_DRIFT, CHANGED_DECAY = 0.2, 0.5, 0.3
 # The share of the tokens asked for that a proposer really drafts; a look-up often finds nothing.
 FILL_RATE = 0.1
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What became of some drafts: how many reached each position, how many were accepted there."""
+
+    is_lone: bool = False  # the only row of its rounds
+    num_drafts: int = 0
+    reached: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+
+    def add(self, num_drafted: int, num_accepted: int, count: int = 1) -> None:
+        """``count`` drafts alike. A verdict speaks of the accepted positions and the first rejected one."""
+        self._reach(num_drafted)
+        self.num_drafts += count
+        for position in range(num_accepted):
+            self.reached[position] += count
+            self.accepted[position] += count
+        if num_accepted < num_drafted:
+            self.reached[num_accepted] += count
+
+    def add_refused(self, position: int, rate: float) -> None:
+        """A draft ended before a token that would have been accepted so often. Without counting it, a
+        position would seem better than it is: only the likely tokens get there."""
+        self._reach(position + 1)
+        self.reached[position] += 1
+        self.accepted[position] += rate
+
+    def update(self, other: "Verdicts") -> None:
+        self._reach(len(other.reached))
+        self.num_drafts += other.num_drafts
+        for position, (reached, accepted) in enumerate(zip(other.reached, other.accepted, strict=True)):
+            self.reached[position] += reached
+            self.accepted[position] += accepted
+
+    def _reach(self, num_positions: int) -> None:
+        missing = num_positions - len(self.reached)
+        if missing > 0:
+            self.reached += [0.0] * missing
+            self.accepted += [0.0] * missing
 
 
 class AcceptanceCounts:
@@ -47,6 +93,11 @@ class AcceptanceCounts:
             self.accepted = [count / self.weight for count in self.accepted]
             self.weight = 1.0
 
+    def pause(self, decay: float, most: float = math.inf) -> None:
+        """What comes next is told after a while without drafts. What is known is worth ``most`` drafts."""
+        worth = self.reached[0] / self.weight if self.reached else 0.0
+        self.fade(min(decay, most / max(worth, 1.0)))
+
     def rate(self, position: int, otherwise: float, otherwise_worth: float) -> float:
         """Acceptance rate there; ``otherwise`` is what is assumed, and how many drafts that is worth."""
         if position >= len(self.reached):
@@ -54,35 +105,26 @@ class AcceptanceCounts:
         worth = otherwise_worth * self.weight
         return (self.accepted[position] + worth * otherwise) / (self.reached[position] + worth)
 
-    def notice_change(self, accepted: bool, expected: float) -> None:
-        """``accepted`` of the first drafted token, against its expected rate."""
-        self._drift += DRIFT_RATE * (accepted - expected - self._drift)
+    def notice_change(self, verdicts: Verdicts, expected: float) -> None:
+        """By the first drafted tokens, against the rate at which they were expected to be accepted."""
+        if not verdicts.reached or not verdicts.reached[0]:
+            return
+        share = 1 - (1 - DRIFT_RATE) ** verdicts.reached[0]
+        self._drift += share * (verdicts.accepted[0] / verdicts.reached[0] - expected - self._drift)
         if abs(self._drift) > MAX_DRIFT:
             self.fade(CHANGED_DECAY)
             self._drift = 0.0
 
-    def add(
-        self, num_drafted: int, num_accepted: int, decay: float, refused_rate: float | None = None
-    ) -> None:
-        """A verdict says something about the accepted positions and the first rejected one.
-
-        ``refused_rate``: the draft ended before a token that would have been accepted so often. Without
-        counting it, a position would seem better than it is: only the likely tokens get there.
-        """
-        reached, accepted, weight = self.reached, self.accepted, self.weight
-        num_positions = num_drafted + (refused_rate is not None)
-        if len(reached) < num_positions:
-            missing = [0.0] * (num_positions - len(reached))
-            reached += missing
-            accepted += missing
-        for position in range(num_accepted):
-            reached[position] += weight
-            accepted[position] += weight
-        if num_accepted < num_positions:
-            reached[num_accepted] += weight
-        if num_accepted == num_drafted and refused_rate is not None:
-            accepted[num_drafted] += weight * refused_rate
+    def add(self, verdicts: Verdicts, decay: float) -> None:
+        """``decay`` of what is known by these drafts together."""
         self.fade(decay)
+        missing = len(verdicts.reached) - len(self.reached)
+        if missing > 0:
+            self.reached += [0.0] * missing
+            self.accepted += [0.0] * missing
+        for position, (reached, accepted) in enumerate(zip(verdicts.reached, verdicts.accepted, strict=True)):
+            self.reached[position] += self.weight * reached
+            self.accepted[position] += self.weight * accepted
 
 
 class GroupAcceptance:
@@ -95,15 +137,17 @@ class GroupAcceptance:
         self.last_drafted = NEVER  # round
         self._rates: list[float] | None = None
 
-    def add(
-        self, current_round: int, num_drafted: int, num_accepted: int, refused_rate: float | None
-    ) -> None:
-        if current_round - self.last_drafted > PAUSE:
-            self.counts.fade(PAUSED_DECAY)
-        if num_drafted:
-            self.counts.notice_change(num_accepted > 0, self.counts.rate(0, FIRST_RATE, GROUP_WEIGHT))
-        decay = SAME_ROUND_DECAY if current_round == self.last_drafted else GROUP_DECAY
-        self.counts.add(num_drafted, num_accepted, decay, refused_rate)
+    def learn(self, verdicts: Verdicts, first_round: int, last_round: int) -> None:
+        """The verdicts on drafts of these rounds."""
+        counts = self.counts
+        if first_round - self.last_drafted > PAUSE:
+            worth = LONE_PAUSED_WORTH if verdicts.is_lone else PAUSED_WORTH
+            counts.pause(LONE_PAUSED_DECAY if verdicts.is_lone else PAUSED_DECAY, worth)
+        counts.notice_change(verdicts, counts.rate(0, FIRST_RATE, GROUP_WEIGHT))
+        num_rounds = min(last_round - first_round + 1, verdicts.num_drafts)
+        decay = GROUP_DECAY**num_rounds * SAME_ROUND_DECAY ** (verdicts.num_drafts - num_rounds)
+        counts.add(verdicts, decay)
+        self.last_drafted = last_round
         self._rates = None
 
     def rates(self) -> list[float]:
@@ -115,6 +159,18 @@ class GroupAcceptance:
                 rates.append(rate)
             self._rates = rates
         return self._rates
+
+    def survival(self, num_positions: int, floor: float) -> list[float]:
+        """Chance to be accepted, by position; ends early where it falls below ``floor``."""
+        rates, rate, chance = self.rates(), FIRST_RATE, 1.0
+        chances = []
+        for position in range(num_positions):
+            rate = rates[position] if position < len(rates) else rate
+            chance *= rate
+            if chance < floor:
+                break
+            chances.append(chance)
+        return chances
 
     def state(self) -> dict[str, object]:
         """Acceptance rate and survival by position, and how many drafts of late reached it."""
@@ -139,38 +195,35 @@ class SequenceAcceptance:
         self.counts = AcceptanceCounts()
         self.fill = group.fill
         self.last_drafted = current_round
-        self.num_draft_tokens = 0  # chosen last
+
+    def learn_all(self, verdicts: Verdicts, first_round: int, last_round: int) -> None:
+        """The verdicts on its drafts of these rounds; its group is told by whoever tells it."""
+        counts = self.counts
+        if first_round - self.last_drafted > PAUSE:
+            counts.pause(LONE_PAUSED_DECAY if verdicts.is_lone else PAUSED_DECAY)
+        counts.notice_change(verdicts, self._first_rate())
+        counts.add(verdicts, SEQUENCE_DECAY**verdicts.num_drafts)
+        self.last_drafted = last_round
 
     def learn(
-        self,
-        current_round: int,
-        num_asked: int,
-        num_drafted: int,
-        num_accepted: int,
-        ended: bool,
-        patience: Patience | None = None,
+        self, current_round: int, num_asked: int, num_drafted: int, num_accepted: int, ended: bool
     ) -> None:
-        """The verdict on one draft. One that was cut short by the end of the text is not counted.
-
-        With ``patience`` fewer tokens than asked for are no sign of a proposer that finds nothing.
-        """
-        if patience is None and (num_drafted < num_asked or self.fill < 1):
-            self._add_fill(num_drafted / num_asked)
-        refused_rate = None if patience is None else patience.refused_rate
-        if (num_drafted or refused_rate is not None) and not ended:
-            if current_round - self.last_drafted > PAUSE:
-                self.counts.fade(PAUSED_DECAY)
-            if num_drafted:
-                self.counts.notice_change(num_accepted > 0, self._first_rate())
-            self.counts.add(num_drafted, num_accepted, SEQUENCE_DECAY, refused_rate)
-            self.group.add(current_round, num_drafted, num_accepted, refused_rate)
-            if patience is not None:
-                patience.learn(num_accepted)
+        """The verdict on one draft, for the group too. One cut short by the end of the text is not
+        counted."""
+        self.add_fill(num_asked, num_drafted, 1)
+        if num_drafted and not ended:
+            verdicts = Verdicts()
+            verdicts.add(num_drafted, num_accepted)
+            self.learn_all(verdicts, current_round, current_round)
+            self.group.learn(verdicts, current_round, current_round)
         self.last_drafted = self.group.last_drafted = current_round
 
-    def _add_fill(self, share: float) -> None:
-        self.fill += FILL_RATE * (share - self.fill)
-        self.group.fill += FILL_RATE * (share - self.group.fill)
+    def add_fill(self, num_asked: int, num_drafted: int, num_drafts: int) -> None:
+        """Of the tokens asked for in some drafts, so many were drafted."""
+        if num_drafted < num_asked or self.fill < 1:
+            share, rate = num_drafted / num_asked, 1 - (1 - FILL_RATE) ** num_drafts
+            self.fill += rate * (share - self.fill)
+            self.group.fill += rate * (share - self.group.fill)
 
     def age(self, current_round: int) -> int:
         """Rounds since it drafted, or since anyone like it did if that is longer: short sequences must not

@@ -126,9 +126,12 @@ def test_online_serves_loads_and_compares_with_the_engine(benchmark: Benchmark) 
 def test_draft_lengths_take_turns(benchmark: Benchmark) -> None:
     document = benchmark(
         *("draft_length", "--pairs", "never right", "--shape", "tiny", "--concurrency", 2, "--lengths", 1),
-        *("--max-tokens", 12, "--cycles", 2, "--builds", 2, "--warm-up", 0, "--seconds", 0.005),
+        *("--max-tokens", 12, "--cycles", 20, "--builds", 2, "--warm-up", 0, "--seconds", 0.005),
+        "--control",
     )
     (row,) = document["rows"]
     assert (row["pair"], row["at a time"], row["k=0"]) == ("never right", 2, 1.0)
     assert row["auto"] > 0
+    assert row["k=0 again"] > 0
+    assert row["error"] >= 0
     assert row["auto to best"] == pytest.approx(row["auto"] / row[f"k={row['best k']}"])

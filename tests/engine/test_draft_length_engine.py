@@ -72,7 +72,7 @@ def test_prompts_wait_for_a_dear_draft_that_does_not_pay(
     policy = core.scheduler.planner.policy
     monkeypatch.setattr(policy.costs, "draft", lambda size: (0.01 if is_cheap else 1.0) * size)
     monkeypatch.setattr(policy.costs, "score", lambda size: 1.0 * size)
-    monkeypatch.setattr(policy.costs, "observe_round", lambda **_: None)
+    monkeypatch.setattr(policy.costs, "observe_rounds", lambda **_: None)
     length = 0
     monkeypatch.setattr(policy, "choose", lambda rows, *_: [min(length, row.limit) for row in rows])
     monkeypatch.setattr(policy, "observe", lambda *_: None)

@@ -1,0 +1,151 @@
+"""Rounds as they come, kept until they are looked at together: what they say of acceptance and of costs.
+
+Learning from every round on its own took longer than a small model's draft. Times are medians of rounds that
+were alike, which a moment of a busy machine does not move.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from engine.draft_length.confidence import Patience
+from engine.draft_length.costs import CostModel
+from engine.draft_length.plan import draft_sizes, padding
+from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds
+from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance, Verdicts
+
+# Fewer rounds alike say little about costs once those are known.
+ENOUGH_ALIKE = 3
+
+
+class Round(NamedTuple):
+    """``lengths`` were asked for, of ``rows``; ``patience`` is a lone row's, if it had some."""
+
+    rows: Sequence[Candidate]
+    lengths: Sequence[int]
+    outcomes: Sequence[Outcome]
+    seconds: RoundSeconds | None
+    patience: Patience | None = None
+
+    @property
+    def num_drafted(self) -> int:
+        return sum([outcome.num_draft_tokens for outcome in self.outcomes])
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.outcomes) + sum([outcome.num_accepted_tokens for outcome in self.outcomes])
+
+    def asked(self) -> Iterable[tuple[Candidate, int]]:
+        """The rows of the outcomes, with what was asked of them; some may have left in between."""
+        if len(self.rows) == len(self.outcomes):
+            return zip(self.rows, self.lengths, strict=True)
+        by_key = {row.key: (row, length) for row, length in zip(self.rows, self.lengths, strict=True)}
+        return [by_key[outcome.key] for outcome in self.outcomes]
+
+
+def learn_acceptance(
+    rounds: Sequence[Round],
+    sequences: Mapping[Hashable, Mapping[str, SequenceAcceptance]],
+    first_round: int,
+    last_round: int,
+) -> None:
+    """``rounds`` are some of those from ``first_round`` to ``last_round``."""
+    counts: dict[tuple[Hashable, str, str, int, int, int], int] = {}
+    patient: list[tuple[SequenceAcceptance, Round]] = []
+    for one in rounds:
+        if one.patience is not None:
+            (row,) = one.rows
+            if row.key in sequences:
+                patient.append((sequences[row.key][row.label], one))
+            continue
+        for (row, asked), outcome in zip(one.asked(), one.outcomes, strict=True):
+            # The tokens behind an end were never judged.
+            if asked and not outcome.ended:
+                num_drafted, num_accepted = outcome.num_draft_tokens, outcome.num_accepted_tokens
+                kind = (row.key, row.method, row.match, asked, num_drafted, num_accepted)
+                counts[kind] = counts.get(kind, 0) + 1
+    is_lone = len(rounds[-1].rows) == 1
+    verdicts: dict[SequenceAcceptance, Verdicts] = {}
+    for (key, method, match, asked, num_drafted, num_accepted), count in counts.items():
+        sequence = sequences.get(key, {}).get(Candidate(key, method, 0.0, 0, match=match).label)
+        if sequence is None:
+            continue
+        sequence.add_fill(asked * count, num_drafted * count, count)
+        verdicts.setdefault(sequence, Verdicts(is_lone)).add(num_drafted, num_accepted, count)
+    for sequence, one in patient:
+        _learn_patient(one, verdicts.setdefault(sequence, Verdicts(is_lone)))
+    of_groups: dict[GroupAcceptance, Verdicts] = {}
+    for sequence, mine in verdicts.items():
+        sequence.learn_all(mine, first_round, last_round)
+        of_groups.setdefault(sequence.group, Verdicts(is_lone)).update(mine)
+    for group, together in of_groups.items():
+        group.learn(together, first_round, last_round)
+
+
+def _learn_patient(one: Round, verdicts: Verdicts) -> None:
+    """A draft that ended early is no sign of a proposer that finds nothing."""
+    assert one.patience is not None
+    for outcome in one.outcomes:
+        if outcome.ended:
+            continue
+        verdicts.add(outcome.num_draft_tokens, outcome.num_accepted_tokens)
+        rate = one.patience.refused_rate
+        if rate is not None and outcome.num_accepted_tokens == outcome.num_draft_tokens:
+            verdicts.add_refused(outcome.num_draft_tokens, rate)
+        one.patience.learn(outcome.num_accepted_tokens)
+
+
+def observe_costs(rounds: Sequence[Round], costs: CostModel, is_new: bool) -> None:
+    """``is_new``: single rounds are news too. Steps with prompts are none."""
+    alike: dict[tuple[int, int, bool], list[Round]] = {}
+    for one in rounds:
+        if one.seconds is not None:
+            kind = len(one.outcomes), one.num_drafted, one.patience is None
+            alike.setdefault(kind, []).append(one)
+    most = min(ENOUGH_ALIKE, max(map(len, alike.values()), default=0))
+    for (num_rows, num_drafted, is_planned), some in alike.items():
+        if is_new or len(some) >= most:
+            _observe_alike(some, costs, num_rows, num_drafted, is_planned)
+
+
+def _observe_alike(
+    rounds: Sequence[Round], costs: CostModel, num_rows: int, num_drafted: int, is_planned: bool
+) -> None:
+    drafted = [
+        (row, outcome.num_draft_tokens)
+        for (row, _), outcome in zip(rounds[0].asked(), rounds[0].outcomes, strict=True)
+    ]
+    by_model = [length for row, length in drafted if length and row.method == DRAFT_MODEL]
+    num_lookups = sum(
+        asked > 0 and row.method != DRAFT_MODEL
+        for row, asked in zip(rounds[0].rows, rounds[0].lengths, strict=True)
+    )
+    lag = 0
+    if by_model and is_planned:
+        lag = round(sum(_lag(one.rows, one.lengths) for one in rounds) / len(rounds))
+    longest = max(length for _, length in drafted)
+    seconds = [one.seconds for one in rounds if one.seconds is not None]
+    # A pass that caught up with a pause was many times larger than any round's: no news about those. One
+    # that may end early is drawn differently.
+    is_usual = is_planned and lag <= len(by_model)
+    costs.observe_rounds(
+        num_rounds=len(rounds),
+        draft_sizes=draft_sizes(by_model, lag) if is_usual else [],
+        num_lookups=0 if by_model and not is_usual else num_lookups,
+        num_rows=num_rows,
+        num_score_tokens=num_rows + num_drafted + padding(costs, longest, num_rows, num_drafted),
+        draft_seconds=_median([one.draft for one in seconds]),
+        score_seconds=_median([one.score for one in seconds]),
+        host_seconds=_median([one.host for one in seconds]),
+    )
+
+
+def _median(values: list[float]) -> float:
+    """The lower one of two."""
+    values.sort()
+    return values[(len(values) - 1) // 2]
+
+
+def _lag(rows: Sequence[Candidate], lengths: Sequence[int]) -> int:
+    return sum(
+        [row.lag for row, length in zip(rows, lengths, strict=True) if length and row.method == DRAFT_MODEL]
+    )
