@@ -14,7 +14,7 @@ from engine.draft_length.survival import SequenceAcceptance
 # Patience is on where it has gained so much, in so many rounds at least. Where it is off it is tried for some
 # rounds again and again, seldom once it is known; where it is on, some rounds are as planned.
 LEAST_GAIN, SOME_ROUNDS = 1.015, 32
-TRIAL_ROUNDS, TRIAL_EVERY, TRIAL_SELDOM, NEW_ROUNDS = 16, 128, 512, 96
+TRIAL_ROUNDS, TRIAL_EVERY, TRIAL_SELDOM, NEW_ROUNDS = 16, 128, 1024, 64
 PLANNED_ROUNDS, PLANNED_EVERY = 4, 128
 # Decay of what trials have shown, per round.
 TRIAL_DECAY = 0.995

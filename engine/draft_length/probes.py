@@ -11,16 +11,17 @@ from collections.abc import Iterator
 
 from engine.draft_length.plan import Plan, Search
 
-# Share of the time for probes, and for how many rounds it is saved up.
-SHARE = 0.008
+# Share of the time for probes while drafting is off and while it is on, when every round tells how far drafts
+# survive; and for how many rounds it is saved up.
+SHARE, SHARE_ON = 0.008, 0.004
 SAVED_ROUNDS = 192
 # What the account starts with: nothing is known about the text yet.
 START_ROUNDS = 4
 # Rounds between probes that did not pay, and a few of them: after good signs, or where little can be lost.
 INTERVAL = 64
 RETRY = 8
-# While drafting is on, every round tells how far drafts survive. What is left to learn are the costs of other
-# lengths, which change slowly: after so many probes next to the same plan they come seldom.
+# While drafting is on, what is left to learn are the costs of other lengths, which change slowly: after so
+# many probes next to the same plan they come seldom.
 NEW_PROBES, SOON, SELDOM = 16, 32, 128
 # Tokens that a probe drafts for rows that are off, and adds for rows that are on. Two: the second token
 # tells whether it is worth getting past the first.
@@ -121,7 +122,7 @@ class Probes:
 
     def save(self, found: Search, num_rounds: int) -> None:
         """After some rounds."""
-        seconds = SHARE * found.best.seconds
+        seconds = (SHARE_ON if any(found.best.lengths) else SHARE) * found.best.seconds
         full = SAVED_ROUNDS * seconds
         if self.credit is None:
             self.credit = START_ROUNDS * found.best.seconds
