@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 from engine.draft_length.costs import CostModel
+from engine.draft_length.plan import SURVIVAL_FLOOR
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, temperature_bucket
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
 from engine.messages import Source
@@ -30,6 +31,9 @@ CATCH_UP_ROUNDS = 8
 # A pass of so many more tokens takes twice as long, unless measured.
 CATCH_UP_TOKENS = 16
 RATE = 0.1
+# A choice between the same kinds of offers stands for so many rounds: rating them takes longer than a pass of
+# a small draft model.
+CHOICE_STANDS = 8
 
 
 class Offer(NamedTuple):
@@ -104,6 +108,8 @@ class SourceChooser:
         self._groups: dict[tuple[str, str, str], GroupAcceptance] = {}
         self._sequences: dict[Hashable, dict[tuple[str, str], SequenceAcceptance]] = {}
         self._asked: dict[Hashable, SequenceAcceptance] = {}  # whose draft was chosen in this round
+        # Until which round a sequence's choice stands, between what, and who was chosen.
+        self._standing: dict[Hashable, tuple[int, object, int | None]] = {}
         self._round = 0
 
     def choose(
@@ -135,8 +141,8 @@ class SourceChooser:
             self.costs.observe(by_model, seconds)
 
     def forget(self, key: Hashable) -> None:
-        self._sequences.pop(key, None)
-        self._asked.pop(key, None)
+        for of_sequences in (self._sequences, self._asked, self._standing):
+            of_sequences.pop(key, None)
 
     def state(self) -> dict[str, object]:
         """How often each source was accepted lately, for people."""
@@ -147,25 +153,38 @@ class SourceChooser:
         }
 
     def _choose_one(self, candidates: list[Candidate], num_rows: int, is_fixed: bool) -> Candidate | None:
-        rated = [self._rate(candidate, num_rows, is_fixed) for candidate in candidates]
-        acceptances = [self._acceptance(candidate) for candidate in candidates]
-        best = index = max(range(len(candidates)), key=rated.__getitem__)
-        for i, acceptance in enumerate(acceptances):
-            is_chosen = i == best and rated[best] > 0
-            if not is_chosen and acceptance.age(self._round) >= TRY_AGAIN:
-                index = i
-                acceptance.last_drafted = acceptance.group.last_drafted = self._round
-                break
-        else:
-            if rated[index] <= 0:
-                return None
-        self._asked[candidates[index].key] = acceptances[index]
+        key = candidates[0].key
+        kinds = num_rows, is_fixed, *((c.method, c.match, c.limit, c.lag > 1) for c in candidates)
+        until, of, index = self._standing.get(key, (0, None, None))
+        if self._round >= until or of != kinds:
+            index, rounds = self._due(candidates), 1
+            if index is None:
+                index, rounds = self._best(candidates, num_rows, is_fixed), CHOICE_STANDS
+            self._standing[key] = self._round + rounds, kinds, index
+        if index is None:
+            return None
+        self._asked[key] = self._acceptance(candidates[index])
         return candidates[index]
+
+    def _best(self, candidates: list[Candidate], num_rows: int, is_fixed: bool) -> int | None:
+        """The one that is worth most; None if none is worth it."""
+        rated = [self._rate(candidate, num_rows, is_fixed) for candidate in candidates]
+        best = max(range(len(candidates)), key=rated.__getitem__)
+        return best if rated[best] > 0 else None
+
+    def _due(self, candidates: list[Candidate]) -> int | None:
+        """Who has not drafted for so long that it is tried once."""
+        for index, candidate in enumerate(candidates):
+            acceptance = self._acceptance(candidate)
+            if acceptance.age(self._round) >= TRY_AGAIN:
+                acceptance.last_drafted = acceptance.group.last_drafted = self._round
+                return index
+        return None
 
     def _rate(self, candidate: Candidate, num_rows: int, is_fixed: bool) -> float:
         """Expected tokens per second at the best length; 0 if it is not worth it."""
         uses_model = candidate.method == DRAFT_MODEL
-        survival = self._acceptance(candidate).survival(candidate.limit, floor=0.0)
+        survival = self._acceptance(candidate).survival(candidate.limit, 0.0 if is_fixed else SURVIVAL_FLOOR)
         if is_fixed:
             gain = sum(survival)
             if not uses_model and gain < MIN_GAIN:
