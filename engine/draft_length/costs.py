@@ -19,8 +19,8 @@ from itertools import accumulate
 
 # A moving average's share of the newest measurement, once there were some.
 RATE = 0.1
-# How a surprise is split. While a size is new, half of it is believed of all sizes, as the points measured
-# at start do not contain everything. Once it is known, the same size taking longer than before says that the
+# How a surprise is split. At first half of it is believed of all sizes, as the points measured at start do
+# not contain everything. Once it is known, the same size taking longer than before says that the
 # machine has become slower, for a while or for good: that is followed fast, and for all sizes, so that they
 # stay comparable. Another size than before tells how they compare. Each is the share of one round's surprise.
 SHARED = 0.5
@@ -85,11 +85,14 @@ class CostCurve:
         """Passes of this size took exp(``surprise``) times what the curve says, by their median."""
         surprise = _believable(surprise, num_rounds)
         index = self._point(size)
-        new = SHARED / (2 + self._num_measured[index])
-        is_same = self._sizes[index] == self._last_size
+        new = 1 / (2 + self._num_measured[index])
         weight = min(num_rounds, FULL_ROUNDS)
-        common = max(new, weight * (SAME_COMMON if is_same else OTHER_COMMON))
-        own = max(new, weight * (SAME_POINT if is_same else OTHER_POINT))
+        if self._sizes[index] == self._last_size:
+            common, own = max(SHARED * new, weight * SAME_COMMON), max(SHARED * new, weight * SAME_POINT)
+        elif self._last_size:
+            common, own = weight * OTHER_COMMON, max(new, weight * OTHER_POINT)
+        else:
+            common = own = SHARED * new
         if num_rounds > 1:
             self._last_size = self._sizes[index]
         share = self.stored_seconds / self(size)

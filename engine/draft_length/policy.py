@@ -28,8 +28,8 @@ from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSec
 from engine.draft_length.survival import SequenceAcceptance
 
 # A new plan replaces the last one when it promises this much more. Little: what it saves is a draft cache
-# that lags a token or two, and sitting on a plan that is 5 % worse is a loss of 5 %.
-HYSTERESIS = 0.01
+# that lags a token or two, and a loss of some such steps adds up.
+HYSTERESIS = 0.005
 # Drafting begins when it promises this much more than none: acceptance is known from a few probes only, and
 # a draft that loses is noticed later than it is begun.
 START_GAIN = 0.02

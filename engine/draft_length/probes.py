@@ -23,8 +23,8 @@ RETRY = 8
 # While drafting is on, what is left to learn are the costs of other lengths, which change slowly: after so
 # many probes next to the same plan they come seldom.
 NEW_PROBES, SOON, SELDOM = 16, 32, 128
-# Tokens that a probe drafts for rows that are off, and adds for rows that are on. Two: the second token
-# tells whether it is worth getting past the first.
+# Tokens that a probe drafts for rows that are off. Two: the second token tells whether it is worth getting
+# past the first.
 PROBE_LENGTH = 2
 
 # Drafting that is expected to lose less than this is tried again soon: it costs next to nothing, and an
@@ -36,7 +36,8 @@ MAX_REPEATS = 4
 MAX_SUCCESSES = 6
 MOSTLY = 0.7
 
-KINDS = ("longer", "shorter", "plain", "rest")
+# A longer draft is tried by one token, whose costs are needed, and by two, which tell how far drafts survive.
+KINDS = ("longer", "shorter", "longer", "shorter", "further", "plain", "rest")
 
 
 class Probes:
@@ -81,9 +82,10 @@ class Probes:
             kind = KINDS[(self._kind + turn) % len(KINDS)]
             if kind == "rest":
                 yield from _wake(lengths, limits, ages, lags)
-            elif kind == "longer":
+            elif kind in ("longer", "further"):
+                added = 1 if kind == "longer" else PROBE_LENGTH
                 longer = [
-                    max(length, min(length + PROBE_LENGTH, limit)) if length else 0
+                    max(length, min(length + added, limit)) if length else 0
                     for length, limit in zip(lengths, limits, strict=True)
                 ]
                 if longer != lengths:
@@ -158,7 +160,8 @@ class Probes:
             if is_off:
                 wait = RETRY if goes_on else INTERVAL
             else:
-                wait = SOON if self._num_beside < NEW_PROBES else SELDOM
+                seldom = INTERVAL if self.credit > 0.0 else SELDOM
+                wait = SOON if self._num_beside < NEW_PROBES else seldom
             self._next_round = current_round + wait
             self._repeat = lengths if goes_on else []
             self._succeeded = False

@@ -17,7 +17,7 @@ GROUP_DECAY, SEQUENCE_DECAY = 0.995, 0.99
 SAME_ROUND_DECAY = 0.999
 # What was known before a pause of so many rounds is old: it is worth less than it was, and of a group no more
 # than so many drafts, however many there were. In a batch a probe is often one row's and can seldom be
-# afforded: more is believed of it.
+# afforded: more is believed of it. That a sequence is harder than its group is not forgotten as fast.
 PAUSE, PAUSED_DECAY, PAUSED_WORTH = 16, 0.6, 5.0
 LONE_PAUSED_DECAY, LONE_PAUSED_WORTH = 0.85, 12.0
 # A round long before the first one.
@@ -26,7 +26,7 @@ NEVER = -1_000_000
 FIRST_RATE = 0.6
 # How many drafts the assumptions are worth: of a group that the next position is like the last, of a
 # sequence that it is like its group.
-GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 15.0
+GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 10.0
 # The text has changed when the first drafted tokens of late do so much better or worse than expected; what
 # was known then loses most of its weight.
 DRIFT_RATE, MAX_DRIFT, CHANGED_DECAY = 0.2, 0.5, 0.3
@@ -200,7 +200,7 @@ class SequenceAcceptance:
         """The verdicts on its drafts of these rounds; its group is told by whoever tells it."""
         counts = self.counts
         if first_round - self.last_drafted > PAUSE:
-            counts.pause(LONE_PAUSED_DECAY if verdicts.is_lone else PAUSED_DECAY)
+            counts.pause(LONE_PAUSED_DECAY)
         counts.notice_change(verdicts, self._first_rate())
         counts.add(verdicts, SEQUENCE_DECAY**verdicts.num_drafts)
         self.last_drafted = last_round

@@ -143,12 +143,12 @@ def test_the_same_size_moves_all_and_another_how_they_compare() -> None:
 def test_uneven_lengths_in_force_must_go_on_paying() -> None:
     policy = DraftLengthPolicy(CostModel({1: 0.0005, 16: 0.001}, SCORE, padding=0.0))
     policy._is_uneven = True
-    alike = [RowOutlook([0.8, 0.6, 0.4], 1.0, True)] * 16
+    alike = [RowOutlook([0.8, 0.6, 0.4], 1.0, True)] * 32
     found = search(alike, policy.costs, 0, uneven_gain=UNEVEN_KEPT)
     assert len(set(found.best.lengths)) == 1
     length = found.best.lengths[0]
-    uneven = [length] * 15 + [length - 1]
-    assert evaluate(alike, uneven, policy.costs, 0).rate * 1.01 > found.best.rate
+    uneven = [length] * 31 + [length - 1]
+    assert evaluate(alike, uneven, policy.costs, 0).rate * 1.005 > found.best.rate
     assert policy._hold_on(found, uneven, alike, 0).best.lengths == found.best.lengths
     policy._is_uneven = False
     assert policy._hold_on(found, uneven, alike, 0).best.lengths == uneven
