@@ -70,7 +70,7 @@ def serve_process(
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
-        wait_for(lambda: until in log.read_text(), f"{until!r} in {log}", seconds=2 * PATIENCE_SECONDS)
+        wait_for(lambda: until in log.read_text(), f"{until!r} in {log}")
         url = re.search(r"url +(http://\S+)/v1", log.read_text())
         assert url is not None
         yield ServeProcess(url[1], process, log, orders)

@@ -22,7 +22,10 @@ FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
 
 def test_serves_until_it_is_told_to_stop(model_folder: Path, tmp_path: Path) -> None:
     with serve_process(model_folder, tmp_path) as serve:
-        assert httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=60).status_code == 200
+        assert (
+            httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=PATIENCE_SECONDS).status_code
+            == 200
+        )
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait() == server.cli.INTERRUPTED
     assert "Traceback" not in serve.log.read_text()
