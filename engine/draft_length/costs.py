@@ -85,14 +85,15 @@ class CostCurve:
         """Passes of this size took exp(``surprise``) times what the curve says, by their median."""
         surprise = _believable(surprise, num_rounds)
         index = self._point(size)
-        new = 1 / (2 + self._num_measured[index])
+        num = self._num_measured[index]
+        new = SHARED / (2 + num)
         weight = min(num_rounds, FULL_ROUNDS)
         if self._sizes[index] == self._last_size:
-            common, own = max(SHARED * new, weight * SAME_COMMON), max(SHARED * new, weight * SAME_POINT)
+            common, own = max(new, weight * SAME_COMMON), max(new, weight * SAME_POINT)
         elif self._last_size:
-            common, own = weight * OTHER_COMMON, max(new, weight * OTHER_POINT)
+            common, own = weight * OTHER_COMMON, max(1 / (4 + num), weight * OTHER_POINT)
         else:
-            common = own = SHARED * new
+            common = own = new
         if num_rounds > 1:
             self._last_size = self._sizes[index]
         share = self.stored_seconds / self(size)
