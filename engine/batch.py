@@ -126,9 +126,9 @@ class ForwardBatch:
         slots: list[int] = []
         logits_index: list[int] = []
         for span in spans:
-            start = span.table.num_computed_tokens
+            first = span.table.num_computed_tokens - span.table.num_encoder_tokens
             token_ids += span.token_ids
-            positions += [i + start - span.table.num_encoder_tokens for i in range(len(span.token_ids))]
+            positions += range(first, first + len(span.token_ids))
             slots += new_slots(span, block_size)
             logits_index += range(len(token_ids) - span.num_logits, len(token_ids))
         # One tensor, one copy to the device.
@@ -225,6 +225,10 @@ def new_slots(span: Span, block_size: int) -> list[int]:
     """Where the keys and values of a span's tokens go. A list: for a few, faster than an array."""
     blocks, start = span.table.block_ids, span.table.num_computed_tokens
     stored = range(start, start + len(span.token_ids))
+    block, offset = divmod(start, block_size)
+    if 0 < len(stored) <= block_size - offset:  # most often one block takes them all
+        first = blocks[block] * block_size + offset
+        return list(range(first, first + len(stored)))
     return [blocks[i // block_size] * block_size + i % block_size for i in stored]
 
 

@@ -164,12 +164,13 @@ class EngineCore:
                 self.abort(sequence.request_id)
                 outputs.append(failure(sequence))
                 continue
-            is_first = len(sequence) == sequence.num_prompt_tokens
+            is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
             emitted = sequence.append([*draft[:num_accepted], next_token])
             # A stop inside the accepted run ends the sequence there: what follows was never said.
             num_kept = min(num_accepted, len(emitted))
-            self.stats.count_draft(part.source, len(draft), num_kept)
-            self.scheduler.truncate(sequence, len(sequence) - 1)
+            if draft:
+                self.stats.count_draft(part.source, len(draft), num_kept)
+            self.scheduler.truncate(sequence, len(sequence.token_ids) - 1)
             self.scheduler.publish(sequence)
             if sequence.finish_reason:
                 self.scheduler.finish(sequence)

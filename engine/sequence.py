@@ -42,18 +42,15 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prediction: PredictionCursor | None = None  # if it is a source
     combines: bool = False  # who drafts is decided in each round; else whoever may does
+    greedy: bool = field(init=False)
+    uses_draft_model: bool = field(init=False)  # whether it has a part in the draft model's cache
+
+    def __post_init__(self) -> None:
+        self.greedy = self.params.temperature == 0 or self.params.top_k == 1
+        self.uses_draft_model = "draft_model" in self.sources
 
     def __len__(self) -> int:
         return len(self.token_ids)
-
-    @property
-    def greedy(self) -> bool:
-        return self.params.temperature == 0 or self.params.top_k == 1
-
-    @property
-    def uses_draft_model(self) -> bool:
-        """Whether it has a part in the draft model's cache."""
-        return "draft_model" in self.sources
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -26,9 +26,7 @@ class EngineStats:
         return sum(self.accepted_tokens_per_position)
 
     def count_draft(self, source: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """One row's verdict; rows that drafted nothing are not drafts."""
-        if num_draft_tokens == 0:
-            return
+        """One row's verdict, if it drafted something."""
         counts = self.drafts.get(source)
         if counts is None:
             counts = self.drafts[source] = DraftCounts()

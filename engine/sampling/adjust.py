@@ -5,6 +5,7 @@ forbidden below ``min_tokens``, and the checkpoint's own rules have the last wor
 text as it would stand there: prompt, output and the drafted tokens before it, each counted once.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -86,6 +87,16 @@ def adjust_logits(
         if history.rules:
             _apply_rules(logits[row], history, drafted[row].tolist(), offset)
     return logits
+
+
+def replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows [..., V] with NaN, infinity or nothing allowed become flat, and are named: [...]; None if there
+    are none."""
+    # Elsewhere the question would cost a wait.
+    if logits.device.type == "cpu" and all(map(math.isfinite, logits.amax(-1).flatten().tolist())):
+        return logits, None
+    broken = ~logits.amax(-1).isfinite()
+    return torch.where(broken[..., None], 0.0, logits), broken
 
 
 def _apply_rules(logits: torch.Tensor, history: History, drafted: list[int], offset: int) -> None:

@@ -5,11 +5,10 @@ handled together, and all of it is a function of each row's own parameters, seed
 Knows nothing of models and schedules: logits come in, token ids go out.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 
 from engine.host_to_device import on_device
 from engine.messages import SamplingParams
-from engine.sampling.adjust import History, adjust_logits
+from engine.sampling.adjust import History, adjust_logits, replace_broken
 from engine.sampling.draw import argmax
 from engine.sampling.draws import Draws, TorchDraws
 from engine.sampling.processors import SamplingTensors
@@ -88,8 +87,7 @@ class Drafts:
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
-        ids = torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
-        return cls(token_ids=ids, probs=None, lengths=[0] * num_rows)
+        return cls(token_ids=_no_ids(num_rows, device), probs=None, lengths=[0] * num_rows)
 
     @cached_property
     def ids(self) -> list[list[int]]:
@@ -156,7 +154,7 @@ class Sampler:
             logits = self._adjust(logits[:, None], drafted, offset)[:, 0]
         # A draft model that has lost its mind may still be asked: any guess is a guess.
         if not self.all_greedy:
-            logits, _ = _replace_broken(logits)
+            logits, _ = replace_broken(logits)
         if len(self.groups) == 1:
             ((rule, indices),) = self.groups.items()
             return self._draw(rule, indices, logits, offset, with_confidence)
@@ -233,8 +231,8 @@ class Sampler:
         target_probs = self._probs(logits, indices)
         seeds = _take(self.seeds, members)[:, None]
         spent_seeds = self._seeds(rule, members)[:, None]
-        first = _take(self.positions, members)[:, None]
-        positions = first + torch.arange(logits.shape[1], device=self.device)
+        starts = [self.rows[i].position for i in indices]
+        positions = on_device([range(start, start + logits.shape[1]) for start in starts], self.device)
         verify = verify_rejection if rule is Rule.REJECTION else verify_block
         verdict = verify(
             target_probs,
@@ -257,7 +255,7 @@ class Sampler:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Adjusted logits [B, K+1, V], and where they were broken [B, K+1]; None if nowhere."""
         padded = _pad_rows(logits, drafts.lengths, drafts.token_ids.shape[1] + 1)
-        return _replace_broken(self._adjust(padded, drafts.token_ids, offset=0))
+        return replace_broken(self._adjust(padded, drafts.token_ids, offset=0))
 
     def _adjust(self, logits: torch.Tensor, drafted: torch.Tensor, offset: int) -> torch.Tensor:
         """Bias, penalties and minimum length where a row asks for them. ``logits`` [B, positions, V]."""
@@ -300,14 +298,9 @@ def _take(tensor: torch.Tensor, members: slice | torch.Tensor) -> torch.Tensor:
     return tensor if members is ALL else tensor[members]
 
 
-def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows [..., V] with NaN, infinity or nothing allowed become flat, and are named: [...]; None if there
-    are none."""
-    # Elsewhere the question would cost a wait.
-    if logits.device.type == "cpu" and all(map(math.isfinite, logits.amax(-1).flatten().tolist())):
-        return logits, None
-    broken = ~logits.amax(-1).isfinite()
-    return torch.where(broken[..., None], 0.0, logits), broken
+@lru_cache(maxsize=64)
+def _no_ids(num_rows: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(num_rows, 0, dtype=torch.int64, device=device)
 
 
 def _pad_rows(logits: torch.Tensor, lengths: list[int], num_positions: int) -> torch.Tensor:
