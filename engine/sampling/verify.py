@@ -7,10 +7,10 @@ row b drafted ``num_draft[b]`` <= K tokens, what lies beyond is padding. Positio
 rows is the one after the last drafted token. A deterministic draft has one-hot ``draft_probs``.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from engine.sampling.draw import inverse_cdf
@@ -37,11 +37,11 @@ def verify_greedy(logits: torch.Tensor, drafted: list[list[int]]) -> list[RowVer
     ``logits`` [sum of (drafted + 1), V] are packed row after row. In plain numbers, as there are few.
     """
     if logits.device.type == "cpu":
+        # One by one: right after a model's pass an array operation costs more than all of these numbers.
         scores = logits.numpy()
-        likeliest = scores.argmax(-1)
+        target_ids: list[int] = scores.argmax(-1).tolist()
         # A NaN counts as the highest of its row, here as in torch.
-        is_number = np.isfinite(scores[np.arange(len(scores)), likeliest]).tolist()
-        target_ids: list[int] = likeliest.tolist()
+        is_number = [math.isfinite(scores.item(row, token_id)) for row, token_id in enumerate(target_ids)]
     else:
         is_finite = logits.amax(-1).isfinite()
         target_ids, is_number = torch.stack([logits.argmax(-1), is_finite.long()]).tolist()
