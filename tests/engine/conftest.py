@@ -11,6 +11,9 @@ import torch
 from engine.native import library
 from tests.models import save_perturbed, save_random_llama
 
+# To compile takes a second, or minutes on a machine that is busy; the engine would go on without its kernels.
+library.TIMEOUT_SECONDS = 3600
+
 
 @dataclass(frozen=True)
 class Models:

@@ -23,6 +23,7 @@ while os.getppid() == parent:
     time.sleep(0.01)
 time.sleep(0.2)
 with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+    socket.linger = 60_000
     socket.connect(sys.argv[sys.argv.index("--socket") + 1])
     for number in range(100):
         socket.send(encode(Failed(str(number), "code", "message")))
