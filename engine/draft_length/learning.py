@@ -121,7 +121,7 @@ def _observe_alike(
     )
     lag = 0
     if by_model and is_planned:
-        lag = round(sum(_lag(one.rows, one.lengths) for one in rounds) / len(rounds))
+        lag = round(sum(lag_of(one.rows, one.lengths) for one in rounds) / len(rounds))
     longest = max(length for _, length in drafted)
     seconds = [one.seconds for one in rounds if one.seconds is not None]
     # A pass that caught up with a pause was many times larger than any round's: no news about those. One
@@ -145,7 +145,8 @@ def _median(values: list[float]) -> float:
     return values[(len(values) - 1) // 2]
 
 
-def _lag(rows: Sequence[Candidate], lengths: Sequence[int]) -> int:
+def lag_of(rows: Sequence[Candidate], lengths: Sequence[int]) -> int:
+    """Tokens that the draft's cache has to catch up with before these lengths."""
     return sum(
         [row.lag for row, length in zip(rows, lengths, strict=True) if length and row.method == DRAFT_MODEL]
     )

@@ -18,7 +18,7 @@ from operator import attrgetter
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
-from engine.draft_length.learning import Round, learn_acceptance, observe_costs
+from engine.draft_length.learning import Round, lag_of, learn_acceptance, observe_costs
 from engine.draft_length.outlook import Outlooks
 from engine.draft_length.patient import PatienceTrial, compare, thresholds
 from engine.draft_length.plan import UNEVEN_GAIN, UNEVEN_KEPT, RowOutlook, Search, evaluate, search
@@ -238,7 +238,7 @@ class DraftLengthPolicy:
     def _worth_catching_up(self, rows: Sequence[Candidate], found: Search) -> bool:
         """A draft cache that was left behind costs a long pass, to be earned within some rounds."""
         best = found.best
-        catching_up = self.costs.draft(_lag(rows, best.lengths)) / CATCH_UP_ROUNDS
+        catching_up = self.costs.draft(lag_of(rows, best.lengths)) / CATCH_UP_ROUNDS
         return best.tokens / (best.seconds + catching_up) > found.plain.rate
 
     def _be_patient(self, row: Candidate, lengths: list[int]) -> list[int]:
@@ -260,7 +260,7 @@ class DraftLengthPolicy:
         ages = [sequence.age(self._round) for sequence in sequences]
         limits = [max(0, row.limit) for row in rows]
         for lengths in self.probes.candidates(found, limits, ages, [row.lag for row in rows]):
-            plan = evaluate(outlooks, lengths, self.costs, 0, _lag(rows, lengths))
+            plan = evaluate(outlooks, lengths, self.costs, 0, lag_of(rows, lengths))
             if self.probes.can_afford(plan, found.best):
                 again = evaluate(outlooks, lengths, self.costs, 0)
                 self.probes.begin(plan, again.seconds)
@@ -291,10 +291,3 @@ class DraftLengthPolicy:
             compared = compare(patient, found.best, sequence, self.costs)
             if compared is not None:
                 self.trial.learn(*compared)
-
-
-def _lag(rows: Sequence[Candidate], lengths: list[int]) -> int:
-    """Tokens that the draft's cache has to catch up with before these lengths."""
-    return sum(
-        row.lag for row, length in zip(rows, lengths, strict=True) if length and row.method == DRAFT_MODEL
-    )

@@ -74,7 +74,7 @@ def draft_round(
 
 
 def _can_draw(decoder: NativeDecoder, sampler: Sampler) -> bool:
-    if sampler.traced or any(row.history.needs_adjustment for row in sampler.rows):
+    if sampler.traced or sampler.needs_adjustment:
         return False
     if sampler.all_greedy:
         return decoder.vocab_size <= sampler.vocab_size

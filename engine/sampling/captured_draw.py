@@ -53,7 +53,7 @@ class DrawTensors(NamedTuple):
 
 def draw_rows(sampler: Sampler) -> list[DrawRow] | None:
     """The sampler's rows; None if one of them asks for more than this file does."""
-    if sampler.uses_draft_probs or any(row.history.needs_adjustment for row in sampler.rows):
+    if sampler.uses_draft_probs or sampler.needs_adjustment:
         return None
     return [_draw_row(row) for row in sampler.rows]
 

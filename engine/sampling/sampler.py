@@ -132,6 +132,10 @@ class Sampler:
         self._draws = make_draws()
         self._sampling: dict[tuple[int, ...], SamplingTensors] = {}  # by rows
 
+    @property
+    def needs_adjustment(self) -> bool:
+        return bool(self._adjusted)
+
     @cached_property
     def seeds(self) -> torch.Tensor:
         return on_device([row.seed for row in self.rows], self.device)
