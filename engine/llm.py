@@ -44,7 +44,7 @@ class Completion:
     def add(self, output: TokenOutput) -> None:
         self.token_ids += output.token_ids
         self.finish_reason = output.finish_reason
-        self.num_rounds += 1
+        self.num_rounds += output.num_rounds
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += output.num_accepted_tokens
         self.logprobs += output.logprobs or []

@@ -148,10 +148,11 @@ class RoundTrace(msgspec.Struct, frozen=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
-    """What one step gave one sequence: 1 to k + 1 tokens, the last one final if ``finish_reason``.
+    """What one step gave one sequence: 1 to k + 1 tokens a round, the last one final if ``finish_reason``.
 
     An end-of-sequence or stop token is included in ``token_ids``. ``num_draft_tokens`` and
-    ``num_accepted_tokens`` are those of this step's round. ``seed`` is the sequence's own, given or drawn.
+    ``num_accepted_tokens`` are those of this step's ``num_rounds``, one unless all of them are a few
+    milliseconds. ``seed`` is the sequence's own, given or drawn.
     ``num_cached_tokens`` of the prompt were taken over from earlier requests. ``queue_seconds`` is how long
     the sequence waited for its first step; it and ``prompt_logprobs``, of which the first prompt token has
     none, come with the first output. ``prediction`` is there if one is in use.
@@ -163,6 +164,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_rounds: int = 1
     seed: int = 0
     num_cached_tokens: int = 0
     queue_seconds: float | None = None

@@ -199,7 +199,9 @@ class Generation:
         if output.num_draft_tokens:
             rounds, drafted, accepted = self.speculation
             self.speculation = SpeculationCounts(
-                rounds + 1, drafted + output.num_draft_tokens, accepted + output.num_accepted_tokens
+                rounds + output.num_rounds,
+                drafted + output.num_draft_tokens,
+                accepted + output.num_accepted_tokens,
             )
 
 
