@@ -124,6 +124,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             encoder_decoder=encoder_decoder,
         ),
         make_draws=_draws(config, device),
+        step_seconds=config.step_seconds,
     )
 
 

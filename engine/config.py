@@ -116,6 +116,12 @@ class BatchingSettings(BaseModel):
         ge=1,
         description="Tokens scored per step; longer prompts are computed in chunks, except by encoders.",
     )
+    step_seconds: float = Field(
+        0.01,
+        ge=0,
+        description="On a CPU, rounds of less than half of this share a step, where nothing can change "
+        "between them: small models then spend less time around their passes. 0: every round is a step.",
+    )
     block_size: int = Field(16, ge=1, description="Tokens per cache block.")
     prefix_caching: bool = Field(
         True, description="Let requests take over what earlier ones with the same beginning have computed."

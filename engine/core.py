@@ -10,13 +10,14 @@ import torch
 
 from engine.admission import Admission, RequestError
 from engine.batch import Span
-from engine.draft_length.rounds import Outcome, RoundSeconds
+from engine.draft_length.rounds import RoundSeconds
 from engine.messages import Failed, Generate, RoundTrace, Stats, TokenOutput
 from engine.models.decoder_only import DecoderModel
 from engine.proposers.routed import RoutedProposer
 from engine.round_report import (
     failure,
     follow_prediction,
+    outcome,
     output_logprobs,
     take_prompt_logprobs,
     traces,
@@ -27,6 +28,7 @@ from engine.sampling.sampler import Row, Rule, Sampler
 from engine.sampling.verify import RowVerdict
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Sequence
+from engine.short_rounds import ShortRounds
 from engine.stats import EngineStats
 
 
@@ -40,6 +42,7 @@ class EngineCore:
         scheduler: Scheduler,
         admission: Admission,
         make_draws: Callable[[], Draws] = TorchDraws,
+        step_seconds: float = 0.0,
     ) -> None:
         self.target = target
         self.proposer = proposer
@@ -47,6 +50,9 @@ class EngineCore:
         self.admission = admission
         self.make_draws = make_draws
         self.stats = EngineStats()
+        self.short_rounds = None
+        if step_seconds:
+            self.short_rounds = ShortRounds(target, proposer.draft_model, scheduler, self.stats, step_seconds)
         self._rows: dict[Sequence, Row] = {}  # of the last step's sequences
 
     def add(self, request: Generate) -> None:
@@ -73,7 +79,7 @@ class EngineCore:
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput | Failed]:
-        """Schedule, propose, score, verify, commit."""
+        """Schedule, propose, score, verify, commit; where rounds are short, several of them at once."""
         stats = self.stats
         stats.start_step()
         scheduled = self.scheduler.schedule()
@@ -82,6 +88,10 @@ class EngineCore:
         host = stats.end_phase("host")
         if not scheduled:
             return []
+        if self.short_rounds is not None and len(parts) == len(self.scheduler.running):
+            outputs = self.short_rounds.step(parts, sampler, host)
+            if outputs is not None:
+                return outputs
 
         drafts = self.proposer.propose(scheduled, sampler)
         drafted = drafts.ids
@@ -99,6 +109,8 @@ class EngineCore:
         round_traces = traces(parts, self.proposer.trace_source, sampler, drafts, logits, verdicts)
         outputs = self._commit(parts, drafted, logits, verdicts, round_traces)
         host += stats.end_phase("host")
+        if self.short_rounds is not None:
+            self.short_rounds.last_seconds = draft + score + host
         self._observe(scheduled, parts, drafted, verdicts, RoundSeconds(draft, score, host))
         return outputs
 
@@ -170,10 +182,7 @@ class EngineCore:
             num_kept = min(num_accepted, len(emitted))
             if draft:
                 self.stats.count_draft(part.source, len(draft), num_kept)
-            self.scheduler.truncate(sequence, len(sequence.token_ids) - 1)
-            self.scheduler.publish(sequence)
-            if sequence.finish_reason:
-                self.scheduler.finish(sequence)
+            self.scheduler.settle(sequence)
             outputs.append(
                 TokenOutput(
                     request_id=sequence.request_id,
@@ -201,29 +210,18 @@ class EngineCore:
         verdicts: list[RowVerdict],
         seconds: RoundSeconds,
     ) -> None:
-        """Tell policy and chooser what became of the rows they were asked about, and what the step cost."""
-        policy, chooser = self.scheduler.planner.policy, self.scheduler.planner.chooser
-        if policy is None and chooser is None:
+        """Tell the planner what became of the rows it was asked about, and what the step cost."""
+        if not self.scheduler.planner.learns:
             return
         # A draft cache that only caught up has drafted nothing, which is nobody's failure.
         outcomes = [
-            Outcome(
-                part.sequence,
-                len(draft),
-                verdict.num_accepted,
-                part.sequence.finish_reason is not None,
-                part.source,
-            )
+            outcome(part, len(draft), verdict.num_accepted)
             for part, draft, verdict in zip(parts, drafted, verdicts, strict=True)
             if part.sequence in self.scheduler.chosen
             and (part.num_draft_tokens or not part.num_catch_up_tokens)
         ]
         # Steps that also compute prompts say nothing about rounds.
-        known_seconds = seconds if len(outcomes) == len(scheduled) else None
-        if chooser is not None:
-            chooser.observe(outcomes, known_seconds)
-        if policy is not None:
-            policy.observe(outcomes, known_seconds)
+        self.scheduler.planner.observe(outcomes, seconds if len(outcomes) == len(scheduled) else None)
 
     def speculation(self) -> dict[str, object]:
         """How drafts are chosen, and why: for ``GET /speculation``."""

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.draft_length.confidence import Patience
-from engine.draft_length.rounds import DRAFT_MODEL, Candidate, LengthPolicy
+from engine.draft_length.rounds import DRAFT_MODEL, Candidate, LengthPolicy, Outcome, RoundSeconds
 from engine.draft_length.sources import AUTO_LIMITS, Offer, SourceChooser, strength
 from engine.sequence import Sequence
+
+# More than anybody asks for.
+MANY_ROUNDS = 1000
 
 
 @dataclass(slots=True)
@@ -45,6 +48,11 @@ class DraftPlanner:
         self.chooser = chooser
         self.offers = offers
         self.follows = follows
+
+    @property
+    def num_rounds(self) -> int:
+        """For how many rounds, this one included, what ``choose`` has said stands if the rows stay."""
+        return MANY_ROUNDS if self.policy is None else self.policy.num_rounds
 
     def choose(self, running: list[Sequence], max_prompt_tokens: int) -> dict[Sequence, Choice]:
         """For every running sequence that decodes; prompts share the step with ``max_prompt_tokens``."""
@@ -121,6 +129,27 @@ class DraftPlanner:
     def patience(self, sequence: Sequence) -> Patience | None:
         """When the draft just chosen may end early."""
         return self.policy.patience(sequence) if self.policy is not None else None
+
+    @property
+    def learns(self) -> bool:
+        """Whether somebody wants to know what becomes of rounds."""
+        return self.policy is not None or self.chooser is not None
+
+    def observe(self, outcomes: list[Outcome], seconds: RoundSeconds | None) -> None:
+        """What became of the rows of ``choose``, if they drew; ``seconds`` of a step without prompts."""
+        if self.chooser is not None:
+            self.chooser.observe(outcomes, seconds)
+        if self.policy is not None:
+            self.policy.observe(outcomes, seconds)
+
+    def observe_again(
+        self, outcomes: list[Outcome], seconds: RoundSeconds, patience: Patience | None
+    ) -> None:
+        """What became of the same rows in another round of the step; ``patience`` was a lone row's."""
+        if self.chooser is not None:
+            self.chooser.observe(outcomes, seconds)
+        if self.policy is not None:
+            self.policy.observe_again(outcomes, seconds, patience)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from engine.batch import Span
+from engine.draft_length.rounds import Outcome
 from engine.messages import Failed, PredictionUse, RoundTrace, TokenLogprob
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import Drafts, Sampler
@@ -78,6 +79,12 @@ def traces(
         )
         for i, row in enumerate(sampler.rows)
     ]
+
+
+def outcome(part: Scheduled, num_drafted: int, num_accepted: int, may_have_ended: bool = True) -> Outcome:
+    """For who chooses what is drafted; only a step's last round can have ended a sequence."""
+    ended = may_have_ended and part.sequence.finish_reason is not None
+    return Outcome(part.sequence, num_drafted, num_accepted, ended, part.source)
 
 
 def failure(sequence: Sequence) -> Failed:

@@ -101,6 +101,14 @@ class Scheduler:
             if table.num_computed_tokens // pool.block_size > len(table.hashes):
                 pool.publish(table, sequence.token_ids[: table.num_computed_tokens], sequence.cache_salt)
 
+    def settle(self, sequence: Sequence) -> None:
+        """After what it emitted: both caches keep all tokens but the pending one, and nothing of one that has
+        ended."""
+        self.truncate(sequence, len(sequence) - 1)
+        self.publish(sequence)
+        if sequence.finish_reason:
+            self.finish(sequence)
+
     def cache_usage(self) -> dict[str, float]:
         usage = {"target": self.target_pool.usage}
         if self.draft_pool is not None:
@@ -207,6 +215,16 @@ class Scheduler:
             if last is sequence:
                 return False
         for pool, table in growing:
+            pool.reserve(table, num_tokens)
+        return True
+
+    def reserve_ahead(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make room for so many tokens more, as far as the sequence may grow, if no other has to give way."""
+        num_tokens = min(len(sequence) + num_tokens, sequence.max_num_tokens)
+        shares = self._shares(sequence)
+        if not all(pool.can_reserve(table, num_tokens) for pool, table in shares):
+            return False
+        for pool, table in shares:
             pool.reserve(table, num_tokens)
         return True
 

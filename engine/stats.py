@@ -48,3 +48,14 @@ class EngineStats:
         self._since = now
         self.phase_seconds[name] += seconds
         return seconds
+
+    def end_rounds(self, draft: float, score: float, verify: float) -> float:
+        """Some rounds took so long in each phase; what else has passed since the last phase's end was the
+        host's."""
+        rounds = draft + score + verify
+        rest = self.end_phase("host") - rounds
+        self.phase_seconds["host"] -= rounds
+        self.phase_seconds["draft"] += draft
+        self.phase_seconds["score"] += score
+        self.phase_seconds["verify"] += verify
+        return rest

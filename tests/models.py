@@ -64,6 +64,7 @@ def make_engine(target: str, draft: str | None, **config: Any) -> EngineCore:
         "block_size": 4,
         "cache_memory": "16MiB",
         "num_speculative_tokens": 4,
+        "step_seconds": 0,  # a round a step
         "cuda_graph_seconds": 600,  # however busy the machine is, all are captured
         "method": "draft_model" if draft and config.get("num_speculative_tokens") != 0 else "none",
     }

@@ -10,6 +10,7 @@ would give (.6, .36, .04).
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -70,6 +71,15 @@ class Patience:
     def goes_on(self) -> bool:
         """Whether another draft pass is worth its time."""
         return self.survival >= self.least_to_draft
+
+    def follow(self, confidences: Sequence[float]) -> None:
+        """A round that somebody else has drafted by these rules, by the distributions drawn from."""
+        for confidence in confidences:
+            self.keeps(confidence)
+
+    def again(self) -> "Patience":
+        """The same for another round."""
+        return Patience(self.table, self.least_to_score, self.least_to_draft)
 
     def learn(self, num_accepted: int) -> None:
         """The verdict on the tokens kept: it says something up to the first rejection."""

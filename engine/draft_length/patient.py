@@ -43,6 +43,13 @@ class PatienceTrial:
             self._until = current_round + TRIAL_ROUNDS
         return current_round < self._until
 
+    def until(self, current_round: int) -> int:
+        """The round from which on that is to be asked again."""
+        if self.num_rounds >= SOME_ROUNDS and self.gain > LEAST_GAIN:
+            place = current_round % PLANNED_EVERY
+            return current_round - place + (PLANNED_ROUNDS if place < PLANNED_ROUNDS else PLANNED_EVERY)
+        return self._until if current_round < self._until else self._next_trial
+
     def learn(
         self, num_rounds: int, tokens: float, seconds: float, planned_tokens: float, planned_seconds: float
     ) -> None:

@@ -24,7 +24,7 @@ from engine.draft_length.patient import PatienceTrial, compare, thresholds
 from engine.draft_length.plan import UNEVEN_GAIN, UNEVEN_KEPT, RowOutlook, Search, evaluate, search
 from engine.draft_length.probes import Probes
 from engine.draft_length.report import Report
-from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds
+from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, after
 from engine.draft_length.survival import SequenceAcceptance
 
 # A new plan replaces the last one when it promises this much more. Little: what it saves is a draft cache
@@ -112,6 +112,16 @@ class DraftLengthPolicy:
         """When a row may stop drafting before the length that ``choose`` has just named."""
         return self._patience if self._patience is not None and key == self._keys[0] else None
 
+    @property
+    def num_rounds(self) -> int:
+        """For how many rounds, this one included, what ``choose`` has just said stands if the rows do."""
+        if self.probes.is_running:
+            return 1
+        next_choice = self._next_look
+        if self._may_be_patient:
+            next_choice = min(next_choice, self.trial.until(self._round))
+        return max(1, next_choice - self._round)
+
     def follows_prompts(self) -> bool:
         """Whether drafts are to be expected soon, or computing prompts for them costs next to nothing."""
         found = self._last_search
@@ -129,6 +139,15 @@ class DraftLengthPolicy:
             num_emitted = self._rounds[-1].num_emitted
             self._learn(self._round)
             self.probes.settle(self._round, found, num_emitted)
+
+    def observe_again(
+        self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
+    ) -> None:
+        """The verdict on another round of the same, in the same step."""
+        self._round += 1
+        self._rows = after(self._rows, self._rounds[-1].outcomes, self._patience)
+        self._patience = patience
+        self.observe(outcomes, seconds)
 
     def forget(self, key: Hashable) -> None:
         """A sequence has ended."""

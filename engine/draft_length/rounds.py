@@ -1,7 +1,7 @@
 """What a policy is asked before a round and told after it: rows, outcomes, seconds."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.draft_length.confidence import Patience
@@ -51,15 +51,41 @@ class RoundSeconds:
     host: float
 
 
+def after(
+    rows: Sequence[Candidate], outcomes: Sequence[Outcome], patience: Patience | None
+) -> list[Candidate]:
+    """The same rows in the round after this one; ``patience`` was a lone row's. The last token drawn is in no
+    draft model's cache."""
+    has_refused = patience is not None and patience.refused_rate is not None
+    return [
+        replace(
+            row,
+            lag=int(outcome.num_draft_tokens == outcome.num_accepted_tokens and not has_refused),
+            num_stored=row.num_stored + outcome.num_accepted_tokens + 1,
+        )
+        if outcome.num_draft_tokens or has_refused
+        else replace(row, lag=row.lag + 1, num_stored=row.num_stored + 1)
+        for row, outcome in zip(rows, outcomes, strict=True)
+    ]
+
+
 class LengthPolicy(Protocol):
     """``choose`` and ``observe`` once per step; rows that left in between are left out of ``outcomes``.
+    After a step of several rounds, ``num_rounds`` at most, ``observe_again`` for each but the first.
 
     ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds.
     """
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]: ...
 
+    @property
+    def num_rounds(self) -> int: ...
+
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None: ...
+
+    def observe_again(
+        self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
+    ) -> None: ...
 
     def patience(self, key: Hashable) -> Patience | None: ...
 

@@ -37,43 +37,45 @@ def draft_round(
 
     None if it cannot; nothing has happened then.
     """
-    if not _can_draw(decoder, sampler) or not decoder.holds(spans):
+    if not can_draw(decoder, sampler) or not decoder.holds(spans):
         return None
     packed = PackedTokens(spans)
-    drawing = [i for i, span in enumerate(spans) if span.num_logits]
+    span_of_row = [i for i, span in enumerate(spans) if span.num_logits]
     num_rows, longest, vocab_size = len(limits), max(limits), decoder.vocab_size
-    assert len(drawing) == num_rows == packed.num_logits
+    assert len(span_of_row) == num_rows == packed.num_logits
     ids = torch.zeros(num_rows, longest, dtype=torch.int64)
-    numbers = array("q", [*drawing, *limits, *limits])  # in place of the last ones C says how many it drew
+    numbers = array("q", [*span_of_row, *limits, *[0] * (2 * num_rows)])  # the last ones are C's to fill
     start, column = numbers.buffer_info()[0], numbers.itemsize * num_rows
-    rows = DraftRows(num_rows, longest, vocab_size, len(BINS), torch.get_num_threads())
-    rows.span, rows.limit, rows.num_drawn = start, start + column, start + 2 * column
+    drawing = Drawing(sampler, longest, vocab_size, patience)
+    rows = drawing.rows
+    rows.span, rows.limit = start, start + column
+    rows.num_drawn, rows.num_kept = start + 2 * column, start + 3 * column
     rows.ids = ids.data_ptr()
-    probs = None
+    probs = confidence = None
     if sampler.uses_draft_probs:
         probs = torch.zeros(num_rows, longest, vocab_size)
         rows.probs = probs.data_ptr()
-    kept = [] if sampler.all_greedy else _sample(rows, sampler)
-    confidence = None
-    if any(patience):
+    if drawing.needs_confidence:
         confidence = torch.empty(num_rows, longest)
         rows.confidence = confidence.data_ptr()
-        kept += _end_early(rows, patience)
     if not decoder.library.draft(byref(decoder.decoder), byref(packed.new), byref(rows)):
         return None
-    del kept  # C has read it
-    num_drawn = list(numbers[2 * num_rows :])
+    num_drawn, lengths = list(numbers[2 * num_rows : 3 * num_rows]), list(numbers[3 * num_rows :])
     passes = iter(num_drawn)
     for span in spans:
         span.table.num_computed_tokens += len(span.token_ids) + (next(passes) - 1 if span.num_logits else 0)
-    lengths = num_drawn if confidence is None else _lengths(patience, num_drawn, limits, confidence.tolist())
+    if confidence is not None:
+        for row, row_patience in enumerate(patience):
+            if row_patience is not None:
+                row_patience.follow(confidence[row, : num_drawn[row]].tolist())
     width = max(lengths)
     if width < longest:
         ids, probs = ids[:, :width], None if probs is None else probs[:, :width]
     return Drafts(ids, probs, lengths)
 
 
-def _can_draw(decoder: NativeDecoder, sampler: Sampler) -> bool:
+def can_draw(decoder: NativeDecoder, sampler: Sampler) -> bool:
+    """Whether C can draw what the rows draw from this model's logits."""
     if sampler.traced or sampler.needs_adjustment:
         return False
     if sampler.all_greedy:
@@ -81,51 +83,46 @@ def _can_draw(decoder: NativeDecoder, sampler: Sampler) -> bool:
     return decoder.vocab_size == sampler.vocab_size and isinstance(sampler.make_draws(), NativeDraws)
 
 
-def _sample(rows: DraftRows, sampler: Sampler) -> list[object]:
-    """How each row draws. Returns what must be kept until C has read it."""
-    ways = np.array([WAYS[row.rule] for row in sampler.rows])
-    seeds, positions = sampler.seeds, sampler.positions
-    if Rule.BLOCK in sampler.groups:
-        is_block = torch.tensor([row.rule is Rule.BLOCK for row in sampler.rows])
-        seeds = torch.where(is_block, round_seeds(seeds, positions), seeds)
-    sampling = SamplingTensors.build([row.params for row in sampler.rows], sampler.device)
-    processors = Processors(*(column.data_ptr() for column in sampling[:4]))
-    few = None
-    if sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p:
-        few = torch.empty(rows.num_threads, rows.vocab)
-        rows.few = few.data_ptr()
-    rows.way, rows.seeds, rows.positions = ways.ctypes.data, seeds.data_ptr(), positions.data_ptr()
-    rows.processors = addressof(processors)
-    return [ways, seeds, positions, sampling, processors, few]
+class Drawing:
+    """How the rows of ``sampler`` draw up to ``longest`` drafts each, and when they end early, as C reads it.
 
+    To be kept as long as C uses ``rows``, where spans, limits and what comes of it are not filled in.
+    """
 
-def _end_early(rows: DraftRows, patience: Sequence[Patience | None]) -> list[object]:
-    """When each row stops; those without patience never do. Returns what must be kept, as above."""
-    always = [1.0] * len(BINS)
-    limits = np.array([(p.least_to_score, p.least_to_draft) if p else (0.0, 0.0) for p in patience]).T.copy()
-    rates = np.array([[p.table.rate(b) for b in range(len(BINS))] if p else always for p in patience])
-    rows.least_to_score, rows.least_to_draft = limits[0].ctypes.data, limits[1].ctypes.data
-    rows.rates, rows.bins = rates.ctypes.data, _BINS.ctypes.data
-    return [limits, rates]
+    def __init__(
+        self, sampler: Sampler, longest: int, vocab_size: int, patience: Sequence[Patience | None]
+    ) -> None:
+        self.rows = DraftRows(len(sampler.rows), longest, vocab_size, len(BINS), torch.get_num_threads())
+        self.needs_confidence = any(patience)
+        self._kept: list[object] = []
+        if not sampler.all_greedy:
+            self._sample(sampler)
+        if self.needs_confidence:
+            self._end_early(patience)
 
+    def _sample(self, sampler: Sampler) -> None:
+        rows = self.rows
+        ways = np.array([WAYS[row.rule] for row in sampler.rows])
+        seeds, positions = sampler.seeds, sampler.positions
+        if Rule.BLOCK in sampler.groups:
+            is_block = torch.tensor([row.rule is Rule.BLOCK for row in sampler.rows])
+            seeds = torch.where(is_block, round_seeds(seeds, positions), seeds)
+        sampling = SamplingTensors.build([row.params for row in sampler.rows], sampler.device)
+        processors = Processors(*(column.data_ptr() for column in sampling[:4]))
+        few = None
+        if sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p:
+            few = torch.empty(rows.num_threads, rows.vocab)
+            rows.few = few.data_ptr()
+        rows.way, rows.seeds, rows.positions = ways.ctypes.data, seeds.data_ptr(), positions.data_ptr()
+        rows.processors = addressof(processors)
+        self._kept += [ways, seeds, positions, sampling, processors, few]
 
-def _lengths(
-    patience: Sequence[Patience | None],
-    num_drawn: list[int],
-    limits: list[int],
-    confidences: list[list[float]],
-) -> list[int]:
-    """How much of what was drawn is kept. Patience follows: it learns from the verdict later."""
-    lengths = []
-    for row, (row_patience, drawn, limit) in enumerate(zip(patience, num_drawn, limits, strict=True)):
-        length = drawn
-        if row_patience is not None:
-            for position in range(drawn):
-                if not row_patience.keeps(confidences[row][position]):
-                    length = position
-                    break
-                if position + 1 < limit and not row_patience.goes_on():
-                    length = position + 1
-                    break
-        lengths.append(length)
-    return lengths
+    def _end_early(self, patience: Sequence[Patience | None]) -> None:
+        """Rows without patience never do."""
+        rows, always = self.rows, [1.0] * len(BINS)
+        limits = np.array([(p.least_to_score, p.least_to_draft) if p else (0.0, 0.0) for p in patience])
+        limits = limits.T.copy()
+        rates = np.array([[p.table.rate(b) for b in range(len(BINS))] if p else always for p in patience])
+        rows.least_to_score, rows.least_to_draft = limits[0].ctypes.data, limits[1].ctypes.data
+        rows.rates, rows.bins = rates.ctypes.data, _BINS.ctypes.data
+        self._kept += [limits, rates]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 HEADERS = [FOLDER / name for name in ("kernels.h", "room.h", "vectors.h")]
-SOURCES = [FOLDER / name for name in ("decoder.c", "draft.c", "layers.c", "product.c", "sampling.c")]
+SOURCES = sorted(FOLDER.glob("*.c"))
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
@@ -88,13 +88,22 @@ class Processors(ctypes.Structure):
 
 
 class DraftRows(ctypes.Structure):
-    """As in ``draft.c``."""
-
     _fields_ = (
         *((name, Integer) for name in ("num_rows", "longest", "vocab", "num_bins", "num_threads")),
         *((name, Pointer) for name in ("span", "limit", "way", "seeds", "positions", "processors", "few")),
         *((name, Pointer) for name in ("least_to_score", "least_to_draft", "rates", "bins")),
-        *((name, Pointer) for name in ("ids", "probs", "confidence", "num_drawn")),
+        *((name, Pointer) for name in ("ids", "probs", "confidence", "num_drawn", "num_kept")),
+    )
+
+
+class Rounds(ctypes.Structure):
+    """As in ``rounds.c``."""
+
+    _fields_ = (
+        *((name, Integer) for name in ("num_rows", "num_rounds", "longest", "width")),
+        ("seconds", ctypes.c_double),
+        *((name, Pointer) for name in ("rows", "token_ids", "blocks", "stops", "drawing")),
+        *((name, Pointer) for name in ("verdicts", "confidence", "times")),
     )
 
 
@@ -112,6 +121,7 @@ def load_library() -> ctypes.CDLL | None:
     library.multiply.argtypes = [ctypes.POINTER(Product), Pointer, Pointer, Pointer, Integer]
     library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
     library.draft.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), ctypes.POINTER(DraftRows)]
+    library.run_rounds.argtypes = [Pointer, Pointer, ctypes.POINTER(Rounds)]
     library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
     library.race.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
     library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
@@ -124,7 +134,7 @@ def load_library() -> ctypes.CDLL | None:
     of_choices = library.inverse_cdf, library.likeliest, library.draw_next
     for function in (*of_layers, *of_draws, *of_choices):
         function.restype = None
-    for function in (library.panel_size, library.decode, library.draft):
+    for function in (library.panel_size, library.decode, library.draft, library.run_rounds):
         function.restype = Integer
     return library
 

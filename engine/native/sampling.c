@@ -17,15 +17,12 @@
 #define CHUNK 64
 /* Tokens of a race that are hashed together. */
 #define HEAT 16
-/* Below so many numbers, some 10 microseconds, other threads are not woken. */
-#define MIN_PARALLEL (1 << 14)
 
 #define ALWAYS __attribute__((always_inline))
 #define NEVER __attribute__((noinline))
 
 /* As in random.py. */
 #define WEYL 0x9E3779B97F4A7C15u
-#define RACE_STREAM 4
 
 /* exp of x <= 0 with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); 0 where float32
  * has no normal number for it. */
@@ -169,7 +166,7 @@ static float lowest_kept(float *few, const float *probs, int64_t size, int64_t t
 void process(float *probs, const float *logits, const Processors *processors, float *few,
              int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
     const int64_t rows = sequences * positions;
-    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL)
+    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t sequence = row / positions;
         const int64_t top_k = processors->top_k[sequence];
@@ -262,7 +259,7 @@ static int64_t winner_of(const float *probs, uint64_t key, int64_t vocab) {
 void race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
           int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
     const int64_t rows = sequences * positions;
-    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL)
+    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t sequence = row / positions, position = offset + row % positions;
         const uint64_t key = key_of(seeds[sequence], first_positions[sequence] + position, RACE_STREAM);
@@ -312,6 +309,13 @@ static inline ALWAYS int64_t id_at(Weights w, double u, int64_t size, const int 
     return last;
 }
 
+/* Whether the highest logit is a number. */
+int is_distribution(const float *logits, int64_t vocab) {
+    int has_nan = 0;
+    for (int64_t i = 0; i < vocab; i++) has_nan |= logits[i] != logits[i];
+    return !has_nan && isfinite(highest_of(logits, vocab));
+}
+
 /* The highest logit's id, the first among equals, and its share of the two highest ones' probabilities:
  * [rows] each, of logits [rows, vocab]. */
 void likeliest(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab) {
@@ -343,11 +347,21 @@ void likeliest(int64_t *ids, float *confidence, const float *logits, int64_t row
 /* ids [rows] drawn from probs [rows, vocab] by uniforms [rows]. */
 void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
                  int64_t num_threads) {
-    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL)
+    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t id = id_at((Weights){ probs + row * vocab, NULL, 1.0 }, uniforms[row], vocab, 0);
         ids[row] = id < 0 ? 0 : id;
     }
+}
+
+/* The id that follows accepted tokens, drawn from target, less scale times what draft had if one was rejected;
+ * else draft is NULL. */
+int64_t follow(const float *target, const float *draft, double scale, double uniform, int64_t vocab) {
+    const Weights w = { target, draft, scale };
+    int64_t id = draft ? id_at(w, uniform, vocab, 1) : -1;
+    /* Equal rows leave rounding dust at most: the target's row is the limit. */
+    if (id < 0) id = id_at(w, uniform, vocab, 0);
+    return id < 0 ? 0 : id;
 }
 
 /* ids [rows] that follow num_accepted [rows] of num_draft [rows] drafted tokens: drawn from target [rows,
@@ -356,14 +370,10 @@ void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64
 void draw_next(int64_t *ids, const float *target, const float *draft, const int64_t *num_draft,
                const int64_t *num_accepted, const double *scale, const double *uniforms,
                int64_t rows, int64_t positions, int64_t vocab, int64_t num_threads) {
-    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL)
+    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t at = num_accepted[row], next = row * (positions + 1) + at;
-        Weights w = { target + next * vocab, draft + (row * positions + at) * vocab, scale[row] };
-        int64_t id = -1;
-        if (at < num_draft[row]) id = id_at(w, uniforms[next], vocab, 1);
-        /* Equal rows leave rounding dust at most: the target's row is the limit. */
-        if (id < 0) id = id_at(w, uniforms[next], vocab, 0);
-        ids[row] = id < 0 ? 0 : id;
+        const float *rejected = at < num_draft[row] ? draft + (row * positions + at) * vocab : NULL;
+        ids[row] = follow(target + next * vocab, rejected, scale[row], uniforms[next], vocab);
     }
 }

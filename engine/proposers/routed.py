@@ -7,6 +7,7 @@ from engine.draft_length.sources import Offer
 from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.proposers.base import LookUp, Proposer
+from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.translated import TranslatedDraftProposer
 from engine.sampling.sampler import Drafts, Sampler
 from engine.scheduler import Scheduled
@@ -24,6 +25,12 @@ class RoutedProposer:
     @property
     def methods(self) -> frozenset[Source]:
         return frozenset(self.proposers)
+
+    @property
+    def draft_model(self) -> DraftModelProposer | None:
+        """The one whose model shares the target's tokens."""
+        proposer = self.proposers.get("draft_model")
+        return proposer if isinstance(proposer, DraftModelProposer) else None
 
     def offers(self, sequence: Sequence, num_tokens: int) -> list[Offer]:
         """What the sequence's sources could draft now, up to ``num_tokens`` each."""

@@ -15,8 +15,17 @@ class FixedDraftLength:
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
         return [max(0, min(self.num_draft_tokens, row.limit)) for row in rows]
 
+    @property
+    def num_rounds(self) -> int:
+        return 1
+
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         pass
+
+    def observe_again(
+        self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
+    ) -> None:
+        raise AssertionError("every round is a step here")
 
     def patience(self, key: Hashable) -> Patience | None:
         return None

@@ -8,13 +8,16 @@ a test can fail is shown in ``test_mutants``.
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine import short_rounds
 from engine.messages import SamplingParams
+from engine.native.rounds import RoundsDone
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.reference import joint_distribution, with_temperature
@@ -33,10 +36,19 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"), hidden=16)
+
+
+@pytest.fixture(scope="module")
+def native_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Of a shape that the kernels in C run."""
+    return make_pair(tmp_path_factory.mktemp("native_pair"), hidden=64)
+
+
+def make_pair(root: Path, hidden: int) -> Pair:
     """Two unrelated models, so that much is rejected and every residual is used."""
-    root: Path = tmp_path_factory.mktemp("pair")
-    target = save_random_llama(root / "target", seed=11, vocab_size=VOCAB_SIZE, layers=1, hidden=16)
-    draft = save_random_llama(root / "draft", seed=12, vocab_size=VOCAB_SIZE, layers=1, hidden=16)
+    target = save_random_llama(root / "target", seed=11, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden)
+    draft = save_random_llama(root / "draft", seed=12, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
 
     def logits(ids: list[int]) -> np.ndarray:
@@ -47,7 +59,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, draft, joint)
 
 
-def p_values(pair: Pair, num_samples: int, in_flight: int, verification: str, k: int = 2) -> list[float]:
+def p_values(
+    pair: Pair, num_samples: int, in_flight: int, verification: str, k: int = 2, step_seconds: float = 0.0
+) -> list[float]:
     """Chi-square p-values of the first token's histogram and of all three tokens' jointly."""
     core = make_engine(
         pair.target,
@@ -55,6 +69,7 @@ def p_values(pair: Pair, num_samples: int, in_flight: int, verification: str, k:
         num_speculative_tokens=k,
         max_num_sequences=in_flight,
         verification=verification,
+        step_seconds=step_seconds,
     )
     params = [
         SamplingParams(max_tokens=NUM_TOKENS, temperature=TEMPERATURE, seed=seed)
@@ -76,3 +91,23 @@ def test_joint_distribution_is_the_targets(
     pair: Pair, verification: str, in_flight: int, num_samples: int
 ) -> None:
     assert min(p_values(pair, num_samples, in_flight, verification)) > SIGNIFICANCE
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_joint_distribution_of_rounds_that_share_a_step(
+    native_pair: Pair, verification: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_samples, shared = 3000, []
+    honest = short_rounds.run_rounds
+
+    def counted(*arguments: Any) -> RoundsDone | None:
+        done = honest(*arguments)
+        shared.append(done)
+        return done
+
+    monkeypatch.setattr(short_rounds, "run_rounds", counted)
+    values = p_values(native_pair, num_samples, 1, verification, step_seconds=1000.0)
+    assert min(values) > SIGNIFICANCE
+    assert len(shared) > num_samples / 2
+    assert all(shared)

@@ -54,6 +54,44 @@ def test_most_rounds_are_only_compared() -> None:
     assert policy.num_searches - before < 60
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_choice_stands_for_as_many_rounds_as_it_says(num_rows: int, share: float) -> None:
+    """Trials of patience, probes and looks begin and end in between, and never within."""
+    policy = DraftLengthPolicy(costs())
+    rows, stands, chosen = candidates(range(num_rows)), 0, None
+    announced = []
+    for step in range(3000):
+        if num_rows == 1 and step == 1000:
+            policy.trial.learn(100, 2 * LEAST_GAIN, 1.0, 1.0, 1.0)  # patience pays from now on
+        (lengths,) = [run(policy, rows, 1, share)]
+        now = lengths, policy.patience(0) is None
+        assert stands == 0 or now == chosen, step
+        if stands == 0:
+            chosen, stands = now, policy.num_rounds
+            announced.append(stands)
+            assert stands > 0
+        stands -= 1
+    assert max(announced) > 8
+    assert min(announced) < 8
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_rounds_of_one_step_teach_what_rounds_of_their_own_would(num_rows: int) -> None:
+    one, other = DraftLengthPolicy(costs()), DraftLengthPolicy(costs())
+    for _ in range(300):
+        rows = candidates(range(num_rows))
+        lengths = other.choose(rows)
+        num_rounds = min(5, other.num_rounds)
+        outcomes = [Outcome(row.key, n, n // 2) for row, n in zip(rows, lengths, strict=True)]
+        patience = other.patience(0)
+        other.observe(outcomes, seconds(lengths))
+        for _ in range(num_rounds - 1):
+            other.observe_again(outcomes, seconds(lengths), patience and patience.again())
+        assert run(one, rows, num_rounds, 0.5) == lengths
+    assert one.state() == other.state()
+
+
 def test_a_row_that_comes_gets_the_plan_in_force() -> None:
     policy = Counted(costs())
     run(policy, candidates(range(16)), 600)

@@ -317,8 +317,8 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeDraws], None]]] = {
         joint_distribution(Rule.REJECTION, "top-p"),
     ),
     "recovers from the target": (
-        "if (at < num_draft[row])",
-        "if (0)",
+        "= at < num_draft[row] ? draft",
+        "= 0 ? draft",
         joint_distribution(Rule.REJECTION, "plain"),
     ),
     "recovers by the draft's number": (

@@ -1,0 +1,135 @@
+"""Some rounds of speculation as one call of C (``rounds.c``): drafts, the target's passes, the verdicts.
+
+Emits what the same rounds one by one would, bit for bit. Rows with penalties, bias, a trace or the block rule
+take those.
+"""
+
+from array import array
+from collections.abc import Sequence as Sequences
+from ctypes import addressof, byref
+from dataclasses import dataclass
+
+from engine.batch import MAX_GROUPED_QUERIES
+from engine.draft_length.confidence import Patience
+from engine.native.decoder import NativeDecoder
+from engine.native.draft import Drawing, can_draw
+from engine.native.library import Rounds
+from engine.sampling.sampler import Rule, Sampler
+from engine.sequence import Sequence
+
+ROW_NUMBERS = 9  # of a Row in rounds.c
+VERDICT_NUMBERS = 3
+
+
+@dataclass(slots=True)
+class Round:
+    """What became of one round, by row. ``patience`` is a lone row's, as the round has left it."""
+
+    num_drafted: list[int]
+    num_accepted: list[int]
+    patience: Patience | None
+    draft_seconds: float
+    score_seconds: float
+    verify_seconds: float
+
+
+@dataclass(slots=True)
+class RoundsDone:
+    """``emitted`` by row, in all rounds together; only in the last one may a row have ended.
+    ``draft_stored``: tokens of each row that the draft model's cache holds now."""
+
+    rounds: list[Round]
+    emitted: list[list[int]]
+    draft_stored: list[int]
+
+
+def can_run(
+    target: NativeDecoder, draft: NativeDecoder | None, sequences: Sequences[Sequence], sampler: Sampler
+) -> bool:
+    """Whether C can draw and judge what these rows are to draft with ``draft``; None: nothing."""
+    if Rule.BLOCK in sampler.groups or target.vocab_size != sampler.vocab_size:
+        return False
+    if draft is None:
+        return can_draw(target, sampler)
+    missing = [len(sequence) - sequence.draft_blocks.num_computed_tokens for sequence in sequences]
+    return can_draw(draft, sampler) and min(missing) > 0 and max(missing) <= MAX_GROUPED_QUERIES
+
+
+def run_rounds(
+    target: NativeDecoder,
+    draft: NativeDecoder | None,
+    sequences: Sequences[Sequence],
+    limits: Sequences[int],
+    patience: Patience | None,
+    sampler: Sampler,
+    num_rounds: int,
+    seconds: float,
+) -> RoundsDone | None:
+    """Up to so many rounds that ``can_run``, as long as another one would probably end within ``seconds``,
+    until a row ends; None if not even one could be judged. Each drafts ``limits`` tokens a row; with
+    ``patience``, which is for the first round of a lone row, up to so many.
+
+    The tables must have room for all of it. They and the sequences are left as they are.
+    """
+    num_rows, longest = len(sequences), max(limits)
+    rows, token_ids, blocks, stops = array("q"), array("q"), array("q"), array("q")
+    known = []
+    for sequence, limit in zip(sequences, limits, strict=True):
+        length, draft_stored = len(sequence), sequence.draft_blocks.num_computed_tokens
+        first_known = length - 1 if draft is None else draft_stored
+        known.append(sequence.token_ids[first_known:])
+        first_block, first_stop = len(blocks), len(stops)
+        blocks.extend(sequence.target_blocks.block_ids)
+        draft_first_block = len(blocks)
+        blocks.extend(sequence.draft_blocks.block_ids)
+        stops.extend(sequence.stop_token_ids)
+        num_stops = len(stops) - first_stop
+        rows.extend((length, draft_stored, sequence.max_num_tokens, limit, first_known))
+        rows.extend((first_block, draft_first_block, first_stop, num_stops))
+    width = max(map(len, known)) + num_rounds * (longest + 1)
+    for ids in known:
+        token_ids.extend(ids)
+        token_ids.extend([0] * (width - len(ids)))
+    drawing = Drawing(
+        sampler, longest, sampler.vocab_size if draft is None else draft.vocab_size, [patience] * num_rows
+    )
+    span_of_row = array("q", range(num_rows))
+    drawing.rows.span = _address(span_of_row)
+    drawing.rows.probs = _address(rows) if sampler.uses_draft_probs else None  # only says so
+    verdicts = array("q", bytes(8 * VERDICT_NUMBERS * num_rounds * num_rows))
+    confidence = array("f", bytes(4 * num_rounds * num_rows * longest if drawing.needs_confidence else 0))
+    times = array("d", bytes(8 * 3 * num_rounds))
+    num_done = target.library.run_rounds(
+        byref(target.decoder),
+        None if draft is None else byref(draft.decoder),
+        byref(
+            Rounds(
+                *(num_rows, num_rounds, longest, width, seconds),
+                *map(_address, (rows, token_ids, blocks, stops)),
+                addressof(drawing.rows),
+                _address(verdicts),
+                _address(confidence) if drawing.needs_confidence else None,
+                _address(times),
+            )
+        ),
+    )
+    if num_done == 0:
+        return None
+    done = RoundsDone([], [], list(rows[1::ROW_NUMBERS]))
+    for row, (sequence, ids) in enumerate(zip(sequences, known, strict=True)):
+        start = row * width + len(ids)
+        num_emitted = rows[row * ROW_NUMBERS] - len(sequence)
+        done.emitted.append(list(token_ids[start : start + num_emitted]))
+    for number in range(num_done):
+        start = number * num_rows
+        numbers = verdicts[VERDICT_NUMBERS * start : VERDICT_NUMBERS * (start + num_rows)].tolist()
+        drafted, accepted, drawn = (numbers[i::VERDICT_NUMBERS] for i in range(VERDICT_NUMBERS))
+        if patience is not None:
+            patience = patience if number == 0 else patience.again()
+            patience.follow(confidence[start * longest : start * longest + drawn[0]])
+        done.rounds.append(Round(drafted, accepted, patience, *times[3 * number : 3 * number + 3]))
+    return done
+
+
+def _address(numbers: "array[int] | array[float]") -> int:
+    return numbers.buffer_info()[0]

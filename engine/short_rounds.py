@@ -1,0 +1,148 @@
+"""Several rounds in one step, where a round takes hardly longer than what is done around it.
+
+A small model's round takes a millisecond, and planning, accounting and sending another quarter of one. So
+rounds share a step as far as little can change between them: the same rows, which only decode, drafts from
+the draft model or from nobody, and a draft length that stands. (A look-up that becomes worth more than the
+draft model is noticed a step later.) What they emit is what they would emit one by one.
+"""
+
+from math import inf
+
+from engine.draft_length.rounds import RoundSeconds
+from engine.messages import Failed, TokenOutput
+from engine.models.decoder_only import DecoderModel
+from engine.native.decoder import NativeDecoder
+from engine.native.rounds import RoundsDone, can_run, run_rounds
+from engine.proposers.draft_model import DraftModelProposer
+from engine.round_report import outcome
+from engine.sampling.sampler import Sampler
+from engine.scheduler import Scheduled, Scheduler
+from engine.stats import EngineStats
+
+# No step has more. Memory for all of them is reserved, and given back.
+MAX_ROUNDS = 8
+
+
+class ShortRounds:
+    """Rounds of less than half of ``step_seconds`` share steps of about that time."""
+
+    def __init__(
+        self,
+        target: DecoderModel,
+        proposer: DraftModelProposer | None,
+        scheduler: Scheduler,
+        stats: EngineStats,
+        step_seconds: float,
+    ) -> None:
+        self.target = target
+        self.proposer = proposer
+        self.scheduler = scheduler
+        self.stats = stats
+        self.step_seconds = step_seconds
+        self.last_seconds = inf  # of the last round
+
+    def step(
+        self, parts: list[Scheduled], sampler: Sampler, host: float
+    ) -> list[TokenOutput | Failed] | None:
+        """All of a step whose planning took ``host`` seconds; ``parts`` are all that runs. None if it must be
+        one round; nothing has happened then."""
+        done = self._run(parts, sampler)
+        if done is None:
+            return None
+        outputs: list[TokenOutput | Failed] = [
+            self._commit(part, row, done) for row, part in enumerate(parts)
+        ]
+        rounds = done.rounds
+        host += self.stats.end_rounds(
+            draft=sum(one.draft_seconds for one in rounds),
+            score=sum(one.score_seconds for one in rounds),
+            verify=sum(one.verify_seconds for one in rounds),
+        )
+        self._observe(parts, done, host / len(rounds))
+        return outputs
+
+    def _run(self, parts: list[Scheduled], sampler: Sampler) -> RoundsDone | None:
+        planner, scheduler = self.scheduler.planner, self.scheduler
+        if 2 * self.last_seconds > self.step_seconds or not all(map(_only_decodes, parts)):
+            return None
+        num_rounds = min(MAX_ROUNDS, planner.num_rounds)
+        if num_rounds < 2 or not all(row.is_plain for row in sampler.rows):
+            return None
+        sequences = [part.sequence for part in parts]
+        limits = [part.num_draft_tokens for part in parts]
+        num_more = num_rounds * (max(limits) + 1)
+        target = self.target.whole_pass
+        draft: NativeDecoder | None = None
+        if any(limits):
+            if self.proposer is None or not all(limits):
+                return None
+            if max(map(len, sequences)) + num_more > self.proposer.max_len:
+                return None
+            if not isinstance(self.proposer.model.whole_pass, NativeDecoder):
+                return None
+            draft = self.proposer.model.whole_pass
+        if not isinstance(target, NativeDecoder) or not can_run(target, draft, sequences, sampler):
+            return None
+        if not all(scheduler.reserve_ahead(sequence, num_more) for sequence in sequences):
+            return None
+        patience = parts[0].patience
+        assert patience is None or len(parts) == 1
+        return run_rounds(target, draft, sequences, limits, patience, sampler, num_rounds, self.step_seconds)
+
+    def _commit(self, part: Scheduled, row: int, done: RoundsDone) -> TokenOutput:
+        """Append what a row has said, and bring both caches back to it."""
+        sequence, said = part.sequence, done.emitted[row]
+        sequence.target_blocks.num_computed_tokens += len(said)
+        sequence.draft_blocks.num_computed_tokens = done.draft_stored[row]
+        emitted = sequence.append(said)
+        num_drafted = num_accepted = 0
+        for one in done.rounds:
+            drafted, accepted = one.num_drafted[row], one.num_accepted[row]
+            if one is done.rounds[-1]:
+                # A stop inside the accepted run ends the sequence there: what follows was never said.
+                accepted = min(accepted, accepted + 1 - (len(said) - len(emitted)))
+            if drafted:
+                self.stats.count_draft(part.source, drafted, accepted)
+            num_drafted += drafted
+            num_accepted += accepted
+        self.scheduler.settle(sequence)
+        return TokenOutput(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            token_ids=emitted,
+            finish_reason=sequence.finish_reason,
+            num_draft_tokens=num_drafted,
+            num_accepted_tokens=num_accepted,
+            num_rounds=len(done.rounds),
+            seed=sequence.seed,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+        )
+
+    def _observe(self, parts: list[Scheduled], done: RoundsDone, host: float) -> None:
+        """Tell the planner of every round; ``host`` seconds each have passed outside the models."""
+        planner = self.scheduler.planner
+        for number, one in enumerate(done.rounds):
+            seconds = RoundSeconds(one.draft_seconds, one.score_seconds + one.verify_seconds, host)
+            self.last_seconds = seconds.draft + seconds.score + host
+            outcomes = [
+                outcome(part, drafted, accepted, may_have_ended=one is done.rounds[-1])
+                for part, drafted, accepted in zip(parts, one.num_drafted, one.num_accepted, strict=True)
+            ]
+            if number == 0:
+                planner.observe(outcomes, seconds)
+            else:
+                planner.observe_again(outcomes, seconds, one.patience)
+
+
+def _only_decodes(part: Scheduled) -> bool:
+    """Whether a sequence's part in a step is a plain round, of which nothing but tokens is told, and nobody
+    is asked who may find something to draft in the next one."""
+    sequence = part.sequence
+    return (
+        part.completes
+        and part.num_tokens == 1
+        and (part.source == "draft_model" or not sequence.sources)
+        and len(sequence) > sequence.num_prompt_tokens
+        and sequence.params.logprobs is None
+        and sequence.prediction is None
+    )
