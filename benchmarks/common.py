@@ -43,9 +43,9 @@ __all__ = [
 
 
 class StepTimes(NamedTuple):
-    """Seconds and counts of an engine's full steps: all rows decoding, no prompt among them."""
+    """Seconds and counts of the rounds of an engine's full steps: all rows decoding, no prompt among them."""
 
-    num_steps: int
+    num_rounds: int
     num_rows: int
     num_tokens: int
     num_draft_tokens: int
@@ -61,7 +61,7 @@ class StepTimes(NamedTuple):
 
     @property
     def tokens_per_round(self) -> float:
-        return self.num_tokens / max(1, self.num_steps * self.num_rows)
+        return self.num_tokens / max(1, self.num_rounds * self.num_rows)
 
 
 class Run(NamedTuple):

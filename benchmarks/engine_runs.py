@@ -75,7 +75,7 @@ class EndlessRun:
     turns so often that a mood of the machine meets all of them alike. Each engine runs at most one.
 
     The first sequences end one after the other, so that those after them are out of step, as in a server.
-    Runs that were asked for equally many tokens are at the same place of the same texts, but for a round:
+    Runs that were asked for equally many tokens are at the same place of the same texts, but for a step:
     who is further on looks at more stored tokens, and would seem slower.
     """
 
@@ -91,7 +91,7 @@ class EndlessRun:
             self._start(max(1, params.max_tokens * number // concurrency))
 
     def advance(self, num_tokens: int) -> Run:
-        """So many tokens of all sequences together, or a round more, of which the next time is made so much
+        """So many tokens of all sequences together, or a step more, of which the next time is made so much
         less. Prompts of new sequences included."""
         run = Run(0, 0.0)
         self._num_due += num_tokens
@@ -127,7 +127,7 @@ class _StepClock:
     def __init__(self, num_rows: int) -> None:
         self.num_rounds = self.num_draft_tokens = self.num_accepted_tokens = 0
         self._num_rows = num_rows
-        self._num_steps = self._num_tokens = self._num_drafted = 0
+        self._num_full = self._num_tokens = self._num_drafted = 0
         self._seconds = 0.0
         self._phases = dict.fromkeys(PHASES, 0.0)
 
@@ -140,12 +140,12 @@ class _StepClock:
         after: Mapping[str, float],
     ) -> None:
         num_drafted = sum(output.num_draft_tokens for output in outputs)
-        self.num_rounds += sum(output.num_draft_tokens > 0 for output in outputs)
+        self.num_rounds += sum(output.num_rounds for output in outputs if output.num_draft_tokens)
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += sum(output.num_accepted_tokens for output in outputs)
         if first_tokens or len(outputs) < self._num_rows:
             return
-        self._num_steps += 1
+        self._num_full += outputs[0].num_rounds
         self._num_tokens += sum(len(output.token_ids) for output in outputs)
         self._num_drafted += num_drafted
         self._seconds += seconds
@@ -154,7 +154,7 @@ class _StepClock:
 
     def full_steps(self) -> StepTimes:
         return StepTimes(
-            num_steps=self._num_steps,
+            num_rounds=self._num_full,
             num_rows=self._num_rows,
             num_tokens=self._num_tokens,
             num_draft_tokens=self._num_drafted,

@@ -19,9 +19,9 @@ from benchmarks.common import Run, StepTimes
 def phases(runs: Sequence[Run]) -> dict[str, Any]:
     """Median milliseconds of a step by phase, and the host's share; from full steps only."""
     steps = _steps(runs)
-    row: dict[str, Any] = {"round_ms": _median([1000 * s.seconds / s.num_steps for s in steps])}
+    row: dict[str, Any] = {"round_ms": _median([1000 * s.seconds / s.num_rounds for s in steps])}
     for name in ("draft", "score", "verify", "host"):
-        row[f"{name}_ms"] = _median([1000 * getattr(s, name) / s.num_steps for s in steps])
+        row[f"{name}_ms"] = _median([1000 * getattr(s, name) / s.num_rounds for s in steps])
     row["host_share"] = _median([s.host / s.seconds for s in steps])
     row["tokens_a_round"] = _median([s.tokens_per_round for s in steps])
     return row
@@ -40,10 +40,10 @@ def speedup(plain: Sequence[Run], speculative: Sequence[Run]) -> dict[str, Any] 
 
 
 def _speedup(plain: StepTimes, speculative: StepTimes) -> dict[str, float]:
-    target_pass = plain.score / plain.num_steps
-    drafts_a_round = speculative.num_draft_tokens / (speculative.num_steps * speculative.num_rows)
-    draft_cost = speculative.draft / speculative.num_steps / drafts_a_round / target_pass
-    score_cost = speculative.score / speculative.num_steps / target_pass
+    target_pass = plain.score / plain.num_rounds
+    drafts_a_round = speculative.num_draft_tokens / (speculative.num_rounds * speculative.num_rows)
+    draft_cost = speculative.draft / speculative.num_rounds / drafts_a_round / target_pass
+    score_cost = speculative.score / speculative.num_rounds / target_pass
     predicted = speculative.tokens_per_round / (drafts_a_round * draft_cost + score_cost)
     plain_rate, rate = plain.num_tokens / plain.seconds, speculative.num_tokens / speculative.seconds
     return {
@@ -58,7 +58,7 @@ def _speedup(plain: StepTimes, speculative: StepTimes) -> dict[str, float]:
 
 
 def _steps(runs: Sequence[Run]) -> list[StepTimes]:
-    steps = [run.steps for run in runs if run.steps is not None and run.steps.num_steps]
+    steps = [run.steps for run in runs if run.steps is not None and run.steps.num_rounds]
     if not steps:
         raise ValueError("these runs have no full steps: they are too short, or not the engine's")
     return steps

@@ -215,7 +215,7 @@ def measure_batch(
         document["results"].append(row)
     steps = [run.steps for run in runs[PLAIN] if run.steps is not None]
     # Over decoding steps only; a prompt's pass reads the same weights for many tokens.
-    speed = bytes_a_step * statistics.median(step.num_steps / step.seconds for step in steps)
+    speed = bytes_a_step * statistics.median(step.num_rounds / step.seconds for step in steps)
     share = speed / document["copy_bandwidth"]
     theory = formula.speedup(runs[PLAIN], runs[SPECULATIVE]) or {}
     for name in (PLAIN, SPECULATIVE):

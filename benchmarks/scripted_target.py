@@ -48,6 +48,7 @@ class ScriptedEngine:
                     target=paths["target"],
                     draft=paths.get("draft", "none"),
                     max_num_sequences=1,
+                    step_seconds=0,  # every pass is scripted
                     **config,  # type: ignore[arg-type]
                 )
             )
