@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from engine.messages import FinishReason, Ready, Stats
+from server.choice import ChoiceDelta
 from server.version import package_version
 
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -183,18 +184,23 @@ class RequestTimer:
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         self._metrics.prompt_size.observe(self._num_prompt_tokens)
 
-    def output(self, choice: int, num_tokens: int, queue_seconds: float | None) -> None:
-        """One round gave ``num_tokens`` tokens to a choice; the first one tells how long it had waited."""
+    def output(self, delta: ChoiceDelta, queue_seconds: float | None) -> None:
+        """Rounds that came together share the time since the last ones, and so do their tokens.
+
+        A choice's first output tells how long it had waited.
+        """
         now = time.perf_counter()
+        num_tokens = len(delta.token_ids)
         if queue_seconds is not None:
             self._metrics.queue_time.observe(queue_seconds)
         if not self._last_output:
             self._metrics.first_token.observe(now - self._started)
-        if (previous := self._last_output.get(choice)) is not None:
-            self._metrics.round_interval.observe(now - previous)
+        if (previous := self._last_output.get(delta.index)) is not None:
+            for _ in range(delta.num_rounds):
+                self._metrics.round_interval.observe((now - previous) / delta.num_rounds)
             for _ in range(num_tokens):
                 self._metrics.inter_token.observe((now - previous) / num_tokens)
-        self._last_output[choice] = now
+        self._last_output[delta.index] = now
         self._num_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
 
