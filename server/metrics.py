@@ -107,7 +107,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = RequestMetrics(self.registry)
         self.worker = WorkerMetrics(self.registry)
-        self._totals: dict[str, float] = {}
+        self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
         self.worker.estimated_speedup.set(math.nan)
         self.worker.build.info({"version": package_version()})
 
@@ -144,29 +144,31 @@ class Metrics:
         worker.num_speculative_tokens.set(stats.num_speculative_tokens)
         for model, usage in stats.cache_usage.items():
             worker.cache_usage.labels(model).set(usage)
-        self._grow("preemptions", worker.preemptions, stats.num_preemptions)
-        self._grow("prefix_queries", worker.prefix_queries, stats.num_prefix_queries)
-        self._grow("prefix_hits", worker.prefix_hits, stats.num_prefix_hits)
+        self._grow(worker.preemptions, (), stats.num_preemptions)
+        self._grow(worker.prefix_queries, (), stats.num_prefix_queries)
+        self._grow(worker.prefix_hits, (), stats.num_prefix_hits)
         for method, counts in stats.drafts.items():
-            self._grow(f"drafts_{method}", worker.drafts.labels(method), counts.num_drafts)
-            self._grow(f"draft_tokens_{method}", worker.draft_tokens.labels(method), counts.num_draft_tokens)
-            self._grow(
-                f"accepted_{method}", worker.accepted_tokens.labels(method), counts.num_accepted_tokens
-            )
-        self._grow_positions("drafted_at", worker.drafted_at, stats.draft_tokens_per_position)
-        self._grow_positions("accepted_at", worker.accepted_at, stats.accepted_tokens_per_position)
+            self._grow(worker.drafts, (method,), counts.num_drafts)
+            self._grow(worker.draft_tokens, (method,), counts.num_draft_tokens)
+            self._grow(worker.accepted_tokens, (method,), counts.num_accepted_tokens)
+        self._grow_positions(worker.drafted_at, stats.draft_tokens_per_position)
+        self._grow_positions(worker.accepted_at, stats.accepted_tokens_per_position)
         for phase, seconds in stats.phase_seconds.items():
-            self._grow(f"phase_{phase}", worker.phase_seconds.labels(phase), seconds)
+            self._grow(worker.phase_seconds, (phase,), seconds)
 
-    def _grow_positions(self, name: str, counter: Counter, totals: Sequence[int]) -> None:
+    def _grow_positions(self, counter: Counter, totals: Sequence[int]) -> None:
         for position, total in enumerate(totals, start=1):
             if total:  # the worker reports every position it could draft; most are never reached
-                self._grow(f"{name}_{position}", counter.labels(position), total)
+                self._grow(counter, (position,), total)
 
-    def _grow(self, name: str, counter: Counter, total: float) -> None:
-        """Add what this worker's total has grown by since its last message."""
-        counter.inc(max(0.0, total - self._totals.get(name, 0.0)))
-        self._totals[name] = total
+    def _grow(self, counter: Counter, labels: tuple[str | int, ...], total: float) -> None:
+        """Add what this worker's total has grown by since its last message; most have not grown."""
+        known = self._totals.get((counter, labels))
+        if known == total:
+            return
+        growing = counter.labels(*labels) if labels else counter
+        growing.inc(max(0.0, total - (known or 0.0)))
+        self._totals[counter, labels] = total
 
 
 class RequestTimer:
