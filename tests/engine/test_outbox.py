@@ -1,6 +1,7 @@
 """Which outputs wait in the worker, and that none is lost, doubled, overtaken or held without need."""
 
 from contextlib import suppress
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -141,9 +142,11 @@ class ScriptedSocket:
 
     def __init__(self, messages: list[ToWorker | None]) -> None:
         self.messages = messages
-        self.sent: list[FromWorker] = []
+        self.sent: list[FromWorker | Literal["waits"]] = []
 
     def poll(self, timeout: int) -> bool:
+        if timeout and self.sent:
+            self.sent.append("waits")
         if not self.messages:
             return False
         if self.messages[0] is None:
@@ -170,7 +173,10 @@ def run(
     *messages: ToWorker | None,
     interval: float = LONG,
 ) -> list[list[int] | str]:
-    """What the worker sent: the token ids of each message, or what failed. Its clock stands still."""
+    """What the worker sent: the token ids of each message, or what failed; and when it waited for work.
+
+    Its clock stands still.
+    """
     socket = ScriptedSocket([*messages])
     outbox = Outbox(interval, Clock())
     outbox.empty()  # as if something had just been sent
@@ -181,8 +187,10 @@ def run(
         [token_id for output in message.outputs for token_id in output.token_ids]
         if isinstance(message, StepOutput)
         else message.code
+        if isinstance(message, Failed)
+        else message
         for message in socket.sent
-        if isinstance(message, StepOutput | Failed)
+        if isinstance(message, StepOutput | Failed | str)
     ]
 
 
@@ -193,23 +201,24 @@ ONE, TWO, THREE = ([GENERATE, *[None] * number] for number in (1, 2, 3))
 
 def test_without_an_interval_every_step_is_sent() -> None:
     steps = [[FIRST], [SECOND], [THIRD], [END]]
-    assert run(steps, *THREE, None, Shutdown(), interval=0) == [[1], [2], [3], [4]]
+    assert run(steps, *THREE, None, Shutdown(), interval=0) == [[1], [2], [3], [4], "waits"]
 
 
 def test_first_and_last_tokens_do_not_wait() -> None:
-    assert run([[FIRST], [SECOND], [THIRD], [END]], *THREE, None, Shutdown()) == [[1], [2, 3, 4]]
+    assert run([[FIRST], [SECOND], [THIRD], [END]], *THREE, None, Shutdown()) == [[1], [2, 3, 4], "waits"]
 
 
 def test_nothing_is_held_when_no_step_follows() -> None:
     """The last step says nothing of an end here, so only the lack of work can let its tokens out."""
-    assert run([[FIRST], [SECOND], [THIRD]], *THREE, Shutdown()) == [[1], [2, 3]]
+    assert run([[FIRST], [SECOND], [THIRD]], *THREE, Shutdown()) == [[1], [2, 3], "waits"]
 
 
 def test_a_failure_takes_along_what_was_held() -> None:
-    failed = Failed("a", "broken", "It broke.")
-    assert run([[FIRST], [SECOND], [failed]], *THREE, Shutdown()) == [[1], [2], "broken"]
+    failed = Failed("b", "broken", "It broke.")
+    steps = [[FIRST], [SECOND], [failed], [END]]
+    assert run(steps, *THREE, None, Shutdown()) == [[1], [2], "broken", [4], "waits"]
     # It tells what is in use now even if nothing was held.
-    assert run([[failed]], *ONE, Shutdown()) == [[], "broken"]
+    assert run([[failed]], *ONE, Shutdown()) == [[], "broken", "waits"]
 
 
 def test_an_error_of_the_engine_leaves_nothing_behind() -> None:
@@ -221,4 +230,4 @@ def test_leaving_in_the_middle_leaves_nothing_behind() -> None:
 
 
 def test_an_abort_ends_the_outputs_of_its_sequence() -> None:
-    assert run([[FIRST], [SECOND], [THIRD]], *TWO, Abort("a"), Shutdown()) == [[1], []]
+    assert run([[FIRST], [SECOND], [THIRD]], *TWO, Abort("a"), None, Shutdown()) == [[1], [], "waits"]

@@ -145,6 +145,12 @@ def test_what_comes_together_is_read_as_if_it_came_one_by_one(
     assert reader.speculation == alone.speculation
     assert reader.predicted.num_accepted == alone.predicted.num_accepted
     assert reader.predicted.num_rejected == alone.predicted.num_rejected
+    drafting = [output for output in outputs[: len(one_by_one)] if output.num_draft_tokens]
+    assert reader.speculation == (
+        sum(output.num_rounds for output in drafting),
+        sum(output.num_draft_tokens for output in drafting),
+        sum(output.num_accepted_tokens for output in drafting),
+    )
     num_rounds = sum(output.num_rounds for output in outputs[: len(one_by_one)])
     assert sum(delta.num_rounds for delta in deltas) == num_rounds
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import generate_latest
 
 from engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 from server.choice import ChoiceDelta, FinishedChoice
@@ -96,6 +96,8 @@ async def answer(
     choices = [FinishedChoice(index) for index in range(generation_job.num_choices)]
     deltas: list[ChoiceDelta] = []
     ended: list[tuple[str, int | None]] = []
+    requests = generation_job.engine_requests()
+    sequences = [(request.request_id, index) for request in requests for index in range(request.n)]
 
     async def read() -> None:
         async for delta in generation.deltas():
@@ -111,14 +113,14 @@ async def answer(
             if output.finish_reason is not None and output.sequence not in engine.aborted:
                 ended.append(output.sequence)
         await let_read()
+        for sequence, choice in zip(sequences, choices, strict=True):
+            # Whatever has ended is no longer computed: by the engine's own decision, or because it was told.
+            assert choice.finish_reason is None or sequence in [*ended, *engine.aborted]
         indices = [delta.index for delta in deltas]
         assert len(set(indices)) == len(indices), "a choice has several deltas of one arrival"
     await asyncio.wait_for(reading, None)
     generation.close()
-    # The engine has ended every sequence itself or was told to, and not told in vain.
-    requests = generation_job.engine_requests()
-    sequences = [(request.request_id, index) for request in requests for index in range(request.n)]
-    assert sorted(engine.aborted + ended) == sequences
+    assert sorted(engine.aborted + ended) == sequences  # not told in vain either
     return Answer(
         choices,
         generation.usage(),
@@ -195,11 +197,10 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
             await let_read()
         await reading
         names = ("round_interval", "inter_token_latency", "time_to_first_token", "queue_time")
-        assert generate_latest(metrics.registry)
-        return {
-            name: metrics.registry.get_sample_value(f"foretoken_{name}_seconds_count") or 0.0
-            for name in names
-        }
+        samples = metrics.registry.get_sample_value
+        rounds, tokens = (samples(f"foretoken_{name}_seconds_sum") for name in names[:2])
+        assert rounds == pytest.approx(tokens)
+        return {name: samples(f"foretoken_{name}_seconds_count") or 0.0 for name in names}
 
     expected = {
         "round_interval": 10.0,
@@ -210,3 +211,5 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
     assert asyncio.run(read([1, 1, 1, 1, 1, 1])) == expected
     assert asyncio.run(read([1, 3, 2])) == expected
     assert asyncio.run(read([1, 5])) == expected
+    expected |= {"round_interval": 6.0, "inter_token_latency": 6.0}
+    assert asyncio.run(read([3, 1, 2])) == expected
