@@ -122,6 +122,13 @@ class BatchingSettings(BaseModel):
         description="On a CPU, rounds of less than half of this share a step, where nothing can change "
         "between them: small models then spend less time around their passes. 0: every round is a step.",
     )
+    stream_interval: float = Field(
+        0.01,
+        ge=0,
+        description="Seconds during which the tokens of several short steps are collected and then sent "
+        "together. A sequence's first token and its end never wait, and a step that takes longer than this "
+        "is sent at once; 0 sends every step.",
+    )
     block_size: int = Field(16, ge=1, description="Tokens per cache block.")
     prefix_caching: bool = Field(
         True, description="Let requests take over what earlier ones with the same beginning have computed."

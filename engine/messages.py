@@ -1,8 +1,9 @@
 """The border between front end and worker: msgpack messages of builtins, nothing pickled.
 
-The front end sends ``Generate`` and ``Abort``; the worker answers with ``Ready`` once, then one
-``StepOutput`` per engine step that produced something and ``Failed`` for a request it cannot serve.
-Both processes import this module; it imports neither torch nor HTTP.
+The front end sends ``Generate`` and ``Abort``; the worker answers with ``Ready`` once, then
+``StepOutput`` for each engine step that produced something, or for several short ones together, and
+``Failed`` for a request it cannot serve. Both processes import this module; it imports neither torch nor
+HTTP.
 
 Words used here and everywhere: a *request* is what the client asked; each of its ``n`` choices is a
 *sequence*, addressed by (request_id, index). *Drafted* tokens are guesses; *accepted* ones were kept.
@@ -173,6 +174,14 @@ class TokenOutput(msgspec.Struct, frozen=True):
     trace: RoundTrace | None = None
     prediction: PredictionUse | None = None
 
+    @property
+    def sequence(self) -> tuple[str, int]:
+        return self.request_id, self.index
+
+    @property
+    def is_first(self) -> bool:
+        return self.queue_seconds is not None
+
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A request ended by an error; all of its sequences are gone. ``code`` names it for the client.
@@ -214,7 +223,10 @@ class Stats(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
-    """Everything one engine step produced."""
+    """What one engine step produced, or several: each sequence's outputs in their order.
+
+    ``stats`` are those of the moment of sending.
+    """
 
     outputs: list[TokenOutput]
     stats: Stats

@@ -37,6 +37,7 @@ from engine.messages import (
 )
 from engine.models.errors import ModelLoadError
 from engine.models.generation_defaults import default_sampling
+from engine.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
 # How often the state of speculation is told while there is work.
@@ -46,26 +47,35 @@ LINGER_MILLISECONDS = 1000
 
 
 class Worker:
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    """``outbox`` says which outputs are sent after a step. None stay in it when no step follows."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], outbox: Outbox) -> None:
         self.core = core
         self.socket = socket
+        self.outbox = outbox
         self.running = True
         self.next_state = 0.0
 
     def run(self) -> None:
         parent = os.getppid()
-        while self.running and os.getppid() == parent:
-            self._drain_inbox()
-            if self.core.has_work:
-                self._send_step(self.core.step())
+        try:
+            while self.running and os.getppid() == parent:
+                self._drain_inbox()
+                if self.core.has_work:
+                    self._send_step(self.core.step())
+        finally:  # also by an error: what was computed before is as good as ever
+            if left := self.outbox.empty():
+                self._send(StepOutput(left, self.core.snapshot()))
 
     def _send_step(self, results: list[TokenOutput | Failed]) -> None:
-        outputs = [result for result in results if isinstance(result, TokenOutput)]
-        if results:
-            self._send(StepOutput(outputs, self.core.snapshot()))
-        for result in results:
-            if isinstance(result, Failed):
-                self._send(result)
+        failures = [result for result in results if isinstance(result, Failed)]
+        due = self.outbox.put([result for result in results if isinstance(result, TokenOutput)])
+        if failures or not self.core.has_work:
+            due += self.outbox.empty()
+        if due or failures:
+            self._send(StepOutput(due, self.core.snapshot()))
+        for failure in failures:
+            self._send(failure)
         if not self.core.has_work or time.monotonic() > self.next_state:
             self.next_state = time.monotonic() + STATE_SECONDS
             self._send(SpeculationState(self.core.speculation()))
@@ -87,8 +97,9 @@ class Worker:
                     self._send(Failed(message.request_id, error.code, str(error)))
             case Abort():
                 self.core.abort(message.request_id, message.index)
+                self.outbox.forget(message.request_id, message.index)
                 if not self.core.has_work:  # no step will follow to tell what is in use now
-                    self._send(StepOutput([], self.core.snapshot()))
+                    self._send(StepOutput(self.outbox.empty(), self.core.snapshot()))
             case Shutdown():
                 self.running = False
 
@@ -144,7 +155,7 @@ def main() -> int:
         gc.collect()
         gc.freeze()
         socket.send(encode(ready))
-        Worker(core, socket).run()
+        Worker(core, socket, Outbox(config.stream_interval)).run()
     return 0
 
 

@@ -4,7 +4,9 @@ Decides where the choice ends (by a stop string, before the engine knows) and gi
 log-probability out together with its text. ``server.generation`` has one ``ChoiceReader`` per choice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
 from server.detokenizer import Detokenizer
@@ -13,10 +15,10 @@ from server.logprobs import ScoredToken
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one round added to a choice.
+    """What one or several rounds added to a choice.
 
     ``text`` may be empty while it is held back; ``scored`` are the tokens whose text it completes, if
-    log-probabilities were asked for, while ``token_ids`` are those of the round.
+    log-probabilities were asked for, while ``token_ids`` are those of the rounds.
     """
 
     index: int
@@ -25,6 +27,18 @@ class ChoiceDelta:
     finish_reason: FinishReason | None
     scored: list[ScoredToken] = field(default_factory=list)
     prompt_scored: list[TokenLogprob | None] | None = None
+    num_rounds: int = 0
+
+    def __add__(self, later: Self) -> "ChoiceDelta":
+        return ChoiceDelta(
+            index=self.index,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            finish_reason=later.finish_reason,
+            scored=self.scored + later.scored,
+            prompt_scored=self.prompt_scored,
+            num_rounds=self.num_rounds + later.num_rounds,
+        )
 
 
 @dataclass(slots=True)
@@ -42,6 +56,19 @@ class FinishedChoice:
         self.finish_reason = delta.finish_reason
         self.scored += delta.scored
         self.prompt_scored = self.prompt_scored or delta.prompt_scored
+
+
+class SpeculationCounts(NamedTuple):
+    """Of the rounds that drafted."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def plus(self, other: "SpeculationCounts") -> "SpeculationCounts":
+        return SpeculationCounts(
+            self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted
+        )
 
 
 class PredictionCount:
@@ -76,13 +103,25 @@ class ChoiceReader:
         self.seed: int | None = None
         self.trace: list[RoundTrace] = []
         self.predicted = PredictionCount()
+        self.speculation = SpeculationCounts()
         self._detokenizer = detokenizer
         self._include_stop_string = include_stop_string
         self._text_start = text_start
         self._unshown: list[ScoredToken] = []
 
-    def read(self, output: TokenOutput) -> ChoiceDelta:
-        """Turn one output into text. Not to be called after ``finish_reason`` is set."""
+    def read(self, outputs: Sequence[TokenOutput]) -> ChoiceDelta:
+        """Turn one output or more into text. Not to be called after ``finish_reason`` is set.
+
+        What follows a stop string was on its way when the string was found; it is not looked at.
+        """
+        delta = self._read(outputs[0])
+        for output in outputs[1:]:
+            if self.finish_reason is not None:
+                break
+            delta += self._read(output)
+        return delta
+
+    def _read(self, output: TokenOutput) -> ChoiceDelta:
         # A stop token ends the text without being part of it.
         ended_by_token = output.finish_reason == "stop" and not self._include_stop_string
         piece = self._detokenizer.push(output.token_ids[:-1] if ended_by_token else output.token_ids)
@@ -105,6 +144,7 @@ class ChoiceReader:
             finish_reason=self.finish_reason,
             scored=self._show(output, offsets, num_shown),
             prompt_scored=output.prompt_logprobs,
+            num_rounds=output.num_rounds,
         )
 
     def read_prompt(self, output: TokenOutput) -> ChoiceDelta:
@@ -122,6 +162,10 @@ class ChoiceReader:
             self.predicted.add(output.prediction, num_tokens)
         if output.trace is not None:
             self.trace.append(output.trace)
+        if output.num_draft_tokens:
+            self.speculation = self.speculation.plus(
+                SpeculationCounts(output.num_rounds, output.num_draft_tokens, output.num_accepted_tokens)
+            )
 
     def _show(self, output: TokenOutput, offsets: list[int], num_shown: int) -> list[ScoredToken]:
         """Take in the tokens that counted, give out those whose text is out."""

@@ -15,14 +15,19 @@ AbortSequence = Callable[[str, int | None], None]
 
 
 class EngineStream:
-    """Async iterator of ``TokenOutput``; ends when every sequence has finished or was stopped."""
+    """Async iterator of whatever has come since the last time, in order; whoever is slow gets more at once.
+
+    Ends when every sequence has finished or was stopped.
+    """
 
     def __init__(self, requests: Sequence[Generate], abort: AbortSequence) -> None:
         self.requests = requests
         self.has_output = False
         self.num_submissions = 1
         self._abort = abort
-        self._queue: asyncio.Queue[TokenOutput | Exception] = asyncio.Queue()
+        self._outputs: list[TokenOutput] = []
+        self._error: Exception | None = None
+        self._has_news = asyncio.Event()
         self._open = {request.request_id: set(range(request.n)) for request in requests}
 
     def deliver(self, output: TokenOutput) -> None:
@@ -32,14 +37,16 @@ class EngineStream:
         self.has_output = True
         if output.finish_reason is not None:
             self._end(output.request_id, output.index)
-        self._queue.put_nowait(output)
+        self._outputs.append(output)
+        self._has_news.set()
 
     def fail(self, error: Exception) -> None:
         """One lost prompt ends the whole HTTP request; one that has all of its tokens cannot fail."""
         if not self._open:
             return
         self.close()
-        self._queue.put_nowait(error)
+        self._error = error
+        self._has_news.set()
 
     def has_open_sequences(self, request_id: str) -> bool:
         return request_id in self._open
@@ -68,10 +75,13 @@ class EngineStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> TokenOutput:
-        if self._queue.empty() and not self._open:
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+    async def __anext__(self) -> list[TokenOutput]:
+        if self._open:
+            await self._has_news.wait()
+        self._has_news.clear()
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            return outputs
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration

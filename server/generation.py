@@ -5,14 +5,14 @@ request of p prompts with ``n`` sequences each has p * n choices, numbered promp
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
 from engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
-from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice
+from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
 from server.detokenizer import Detokenizer
 from server.engine_client import EngineClient
 from server.engine_stream import EngineStream
@@ -85,18 +85,11 @@ class Job:
         ]
 
 
-class SpeculationCounts(NamedTuple):
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
 class Generation:
     """``start`` it, read ``deltas`` or ``collect``, and always ``close`` it."""
 
     def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
         self.job = job
-        self.speculation = SpeculationCounts()
         self._engine = engine
         self._timer = RequestTimer(metrics.requests, job.endpoint, self._num_prompt_tokens())
         self._stream: EngineStream | None = None
@@ -105,6 +98,10 @@ class Generation:
         self._num_cached_tokens = [0] * len(job.prompts)
         self._deadline: asyncio.TimerHandle | None = None
         self._is_over = False
+
+    @property
+    def speculation(self) -> SpeculationCounts:
+        return functools.reduce(SpeculationCounts.plus, (choice.speculation for choice in self.choices))
 
     @property
     def is_complete(self) -> bool:
@@ -130,8 +127,8 @@ class Generation:
                 yield choice.end_without_tokens()
         else:
             try:
-                async for output in self._stream:
-                    if (delta := self._take(output)) is not None:
+                async for outputs in self._stream:
+                    for delta in self._take(outputs):
                         yield delta
             except Exception as error:
                 self._is_over = True  # failed, which is not the same as abandoned
@@ -141,7 +138,8 @@ class Generation:
         self._is_over = True
         by_length = any(choice.finish_reason == "length" for choice in self.choices)
         reason: FinishReason = "length" if by_length else "stop"
-        self._timer.finished(reason, self.speculation.drafted, self.speculation.accepted)
+        _, num_drafted, num_accepted = self.speculation
+        self._timer.finished(reason, num_drafted, num_accepted)
 
     async def collect(self) -> list[FinishedChoice]:
         choices = [FinishedChoice(index) for index in range(self.job.num_choices)]
@@ -175,38 +173,28 @@ class Generation:
     def _num_prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.job.prompts)
 
-    def _take(self, output: TokenOutput) -> ChoiceDelta | None:
-        """Turn one engine output into a delta, and end its sequence at a stop string."""
-        prompt = _prompt_of(output)
-        choice = self.choices[prompt * self.job.n + output.index]
-        if choice.finish_reason is not None:
-            return None  # was on its way when the stop string was found
-        if output.index == 0:
-            self._num_cached_tokens[prompt] = output.num_cached_tokens
-        if not self.job.wants_tokens:
-            return choice.read_prompt(output)
-        delta = choice.read(output)
-        if delta.finish_reason is not None:
-            assert self._stream is not None
-            self._stream.stop(output.request_id, output.index)
-        self._count(output, delta)
-        return delta
-
-    def _count(self, output: TokenOutput, delta: ChoiceDelta) -> None:
-        num_tokens = len(delta.token_ids)
-        self._num_tokens += num_tokens
-        self._timer.output(delta.index, num_tokens, output.queue_seconds)
-        if output.num_draft_tokens:
-            rounds, drafted, accepted = self.speculation
-            self.speculation = SpeculationCounts(
-                rounds + output.num_rounds,
-                drafted + output.num_draft_tokens,
-                accepted + output.num_accepted_tokens,
-            )
-
-
-def _prompt_of(output: TokenOutput) -> int:
-    return int(output.request_id.rpartition("-")[2])
+    def _take(self, outputs: Sequence[TokenOutput]) -> Iterator[ChoiceDelta]:
+        """Turn what has come for each choice into one delta, and end its sequence at a stop string."""
+        by_sequence: dict[tuple[str, int], list[TokenOutput]] = {}
+        for output in outputs:
+            by_sequence.setdefault(output.sequence, []).append(output)
+        for (request_id, index), rounds in by_sequence.items():
+            prompt = int(request_id.rpartition("-")[2])
+            choice = self.choices[prompt * self.job.n + index]
+            if choice.finish_reason is not None:
+                continue  # was on its way when the stop string was found
+            if index == 0:
+                self._num_cached_tokens[prompt] = rounds[0].num_cached_tokens
+            if not self.job.wants_tokens:
+                yield choice.read_prompt(rounds[0])
+                continue
+            delta = choice.read(rounds)
+            if delta.finish_reason is not None:
+                assert self._stream is not None
+                self._stream.stop(request_id, index)
+            self._num_tokens += len(delta.token_ids)
+            self._timer.output(delta, rounds[0].queue_seconds)
+            yield delta
 
 
 def _reader(job: Job, index: int, tokenizer: Tokenizer) -> ChoiceReader:

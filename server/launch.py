@@ -4,6 +4,7 @@ The one place where engine client, app and uvicorn meet. Called by ``server.cli`
 """
 
 import asyncio
+import gc
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -104,6 +105,8 @@ async def _announce(services: Services, server: Server) -> None:
         await asyncio.sleep(0.01)
     _say(["Loading the models ..."])
     worker = await services.wait_until_ready()
+    # What is imported and loaded stays: to look through it again would stop every stream for a while.
+    gc.freeze()
     _say(capacity(services.settings, worker))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from engine.messages import FinishReason, Ready, Stats
+from server.choice import ChoiceDelta
 from server.version import package_version
 
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -106,7 +107,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = RequestMetrics(self.registry)
         self.worker = WorkerMetrics(self.registry)
-        self._totals: dict[str, float] = {}
+        self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
         self.worker.estimated_speedup.set(math.nan)
         self.worker.build.info({"version": package_version()})
 
@@ -143,29 +144,31 @@ class Metrics:
         worker.num_speculative_tokens.set(stats.num_speculative_tokens)
         for model, usage in stats.cache_usage.items():
             worker.cache_usage.labels(model).set(usage)
-        self._grow("preemptions", worker.preemptions, stats.num_preemptions)
-        self._grow("prefix_queries", worker.prefix_queries, stats.num_prefix_queries)
-        self._grow("prefix_hits", worker.prefix_hits, stats.num_prefix_hits)
+        self._grow(worker.preemptions, (), stats.num_preemptions)
+        self._grow(worker.prefix_queries, (), stats.num_prefix_queries)
+        self._grow(worker.prefix_hits, (), stats.num_prefix_hits)
         for method, counts in stats.drafts.items():
-            self._grow(f"drafts_{method}", worker.drafts.labels(method), counts.num_drafts)
-            self._grow(f"draft_tokens_{method}", worker.draft_tokens.labels(method), counts.num_draft_tokens)
-            self._grow(
-                f"accepted_{method}", worker.accepted_tokens.labels(method), counts.num_accepted_tokens
-            )
-        self._grow_positions("drafted_at", worker.drafted_at, stats.draft_tokens_per_position)
-        self._grow_positions("accepted_at", worker.accepted_at, stats.accepted_tokens_per_position)
+            self._grow(worker.drafts, (method,), counts.num_drafts)
+            self._grow(worker.draft_tokens, (method,), counts.num_draft_tokens)
+            self._grow(worker.accepted_tokens, (method,), counts.num_accepted_tokens)
+        self._grow_positions(worker.drafted_at, stats.draft_tokens_per_position)
+        self._grow_positions(worker.accepted_at, stats.accepted_tokens_per_position)
         for phase, seconds in stats.phase_seconds.items():
-            self._grow(f"phase_{phase}", worker.phase_seconds.labels(phase), seconds)
+            self._grow(worker.phase_seconds, (phase,), seconds)
 
-    def _grow_positions(self, name: str, counter: Counter, totals: Sequence[int]) -> None:
+    def _grow_positions(self, counter: Counter, totals: Sequence[int]) -> None:
         for position, total in enumerate(totals, start=1):
             if total:  # the worker reports every position it could draft; most are never reached
-                self._grow(f"{name}_{position}", counter.labels(position), total)
+                self._grow(counter, (position,), total)
 
-    def _grow(self, name: str, counter: Counter, total: float) -> None:
-        """Add what this worker's total has grown by since its last message."""
-        counter.inc(max(0.0, total - self._totals.get(name, 0.0)))
-        self._totals[name] = total
+    def _grow(self, counter: Counter, labels: tuple[str | int, ...], total: float) -> None:
+        """Add what this worker's total has grown by since its last message; most have not grown."""
+        known = self._totals.get((counter, labels))
+        if known == total:
+            return
+        growing = counter.labels(*labels) if labels else counter
+        growing.inc(max(0.0, total - (known or 0.0)))
+        self._totals[counter, labels] = total
 
 
 class RequestTimer:
@@ -183,18 +186,23 @@ class RequestTimer:
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         self._metrics.prompt_size.observe(self._num_prompt_tokens)
 
-    def output(self, choice: int, num_tokens: int, queue_seconds: float | None) -> None:
-        """One round gave ``num_tokens`` tokens to a choice; the first one tells how long it had waited."""
+    def output(self, delta: ChoiceDelta, queue_seconds: float | None) -> None:
+        """Rounds that came together share the time since the last ones, and so do their tokens.
+
+        A choice's first output tells how long it had waited.
+        """
         now = time.perf_counter()
+        num_tokens = len(delta.token_ids)
         if queue_seconds is not None:
             self._metrics.queue_time.observe(queue_seconds)
         if not self._last_output:
             self._metrics.first_token.observe(now - self._started)
-        if (previous := self._last_output.get(choice)) is not None:
-            self._metrics.round_interval.observe(now - previous)
+        if (previous := self._last_output.get(delta.index)) is not None:
+            for _ in range(delta.num_rounds):
+                self._metrics.round_interval.observe((now - previous) / delta.num_rounds)
             for _ in range(num_tokens):
                 self._metrics.inter_token.observe((now - previous) / num_tokens)
-        self._last_output[choice] = now
+        self._last_output[delta.index] = now
         self._num_tokens += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
 

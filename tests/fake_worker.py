@@ -179,7 +179,8 @@ class FakeWorker:
         return True
 
     def run(self) -> None:
-        while self.take_messages(0 if self.may_step() else POLL_MILLISECONDS):
+        parent = os.getppid()  # as the real worker, it leaves with it
+        while os.getppid() == parent and self.take_messages(0 if self.may_step() else POLL_MILLISECONDS):
             if self.order() == DIE:
                 os._exit(7)
             if self.may_step():

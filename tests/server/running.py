@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import math
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +92,23 @@ class RunningServer:
     def wait_for_tokens(self, number: int) -> None:
         """Until so many have come back from the worker, in all."""
         wait_for(lambda: self.metric("foretoken_generation_tokens_total") == number, f"{number} tokens")
+
+    @contextmanager
+    def one_step_at_a_time(self, num_tokens: int, tokens_per_step: int = 4) -> Iterator[None]:
+        """For the first request, of so many tokens: no step before the tokens of the last one have been read,
+        so that each has a chunk of its own."""
+
+        def drive() -> None:
+            for step in range(1, math.ceil(num_tokens / tokens_per_step) + 1):
+                self.worker.at_most(step)
+                self.wait_for_tokens(min(step * tokens_per_step, num_tokens))
+            self.worker.go_on()
+
+        self.worker.at_most(0)
+        with ThreadPoolExecutor() as threads:
+            driving = threads.submit(drive)
+            yield
+            driving.result()
 
     def wait_for_messages(self, kind: str, number: int) -> list[str]:
         wait_for(lambda: len(self.messages_to_worker(kind)) >= number, f"{number} times {kind}")

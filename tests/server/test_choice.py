@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import FinishReason, TokenLogprob, TokenOutput
+from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
 from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice
 from server.detokenizer import Detokenizer
 from server.tokenizer import Tokenizer
@@ -23,16 +24,22 @@ def deltas_of(
     min_tokens: int = 0,
 ) -> list[ChoiceDelta]:
     """The last token ends the sequence; if it is the eos token it is a stop token."""
-    stream = tokenizer.stream(skip_special_tokens=True)
-    detokenizer = Detokenizer(stream, stops, include_stop_string=include_stop, min_tokens=min_tokens)
-    reader = ChoiceReader(0, detokenizer, include_stop_string=include_stop, text_start=0)
+    reader = reader_of(tokenizer, stops, include_stop=include_stop, min_tokens=min_tokens)
     deltas: list[ChoiceDelta] = []
     position = number = 0
     while position < len(token_ids) and reader.finish_reason is None:
         end = position + sizes[number % len(sizes)]
-        deltas.append(reader.read(output_of(token_ids, position, end)))
+        deltas.append(reader.read([output_of(token_ids, position, end)]))
         position, number = end, number + 1
     return deltas
+
+
+def reader_of(
+    tokenizer: Tokenizer, stops: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
+) -> ChoiceReader:
+    stream = tokenizer.stream(skip_special_tokens=True)
+    detokenizer = Detokenizer(stream, stops, include_stop_string=include_stop, min_tokens=min_tokens)
+    return ChoiceReader(0, detokenizer, include_stop_string=include_stop, text_start=0)
 
 
 def output_of(token_ids: Sequence[int], start: int, end: int) -> TokenOutput:
@@ -40,6 +47,21 @@ def output_of(token_ids: Sequence[int], start: int, end: int) -> TokenOutput:
     reason: FinishReason = "stop" if token_ids[-1] == EOS else "length"
     scored = [TokenLogprob(token_id, -float(at), []) for at, token_id in enumerate(emitted, start)]
     return TokenOutput("r-0", 0, emitted, reason if end >= len(token_ids) else None, 0, 0, logprobs=scored)
+
+
+def eventful(output: TokenOutput, number: int) -> TokenOutput:
+    """With all that an output can have, different in each."""
+    length = len(output.token_ids)
+    return msgspec.structs.replace(
+        output,
+        num_rounds=1 + number % 3,
+        num_draft_tokens=number % 4 * length,
+        num_accepted_tokens=number % 4,
+        seed=7,
+        prompt_logprobs=[None, TokenLogprob(1, -1.0, [])] if number == 0 else None,
+        trace=RoundTrace(number, "ngram", "rejection", output.token_ids, [], [], 0, 0),
+        prediction=PredictionUse([number * 10 + at for at in range(length)], number * 10, 9),
+    )
 
 
 def joined(deltas: Sequence[ChoiceDelta]) -> FinishedChoice:
@@ -82,6 +104,55 @@ def test_rounds_do_not_matter(
     assert [scored.logprob for scored in whole.scored] == [-float(at) for at in range(len(whole.token_ids))]
     assert [scored.token_id for scored in whole.scored] == whole.token_ids
     assert whole.token_ids == token_ids[: len(whole.token_ids)]
+
+
+@given(
+    token_ids=st.one_of(tokens, texts),
+    sizes=step_sizes,
+    together=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    stops=stop_lists,
+    include=st.booleans(),
+)
+def test_what_comes_together_is_read_as_if_it_came_one_by_one(
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    sizes: list[int],
+    together: list[int],
+    stops: list[str],
+    include: bool,
+) -> None:
+    outputs: list[TokenOutput] = []
+    position = 0
+    while position < len(token_ids):
+        end = position + sizes[len(outputs) % len(sizes)]
+        outputs.append(eventful(output_of(token_ids, position, end), len(outputs)))
+        position = end
+
+    def read(counts: Sequence[int]) -> tuple[ChoiceReader, list[ChoiceDelta]]:
+        reader, deltas, left = reader_of(tokenizer, stops, include_stop=include), [], list(outputs)
+        while left and reader.finish_reason is None:
+            count = counts[len(deltas) % len(counts)]
+            deltas.append(reader.read(left[:count]))
+            left = left[count:]
+        return reader, deltas
+
+    alone, one_by_one = read([1])
+    reader, deltas = read(together)
+    assert joined(deltas) == joined(one_by_one)
+    assert reader.finish_reason == alone.finish_reason == deltas[-1].finish_reason
+    assert reader.trace == alone.trace == [output.trace for output in outputs[: len(one_by_one)]]
+    assert reader.seed == alone.seed
+    assert reader.speculation == alone.speculation
+    assert reader.predicted.num_accepted == alone.predicted.num_accepted
+    assert reader.predicted.num_rejected == alone.predicted.num_rejected
+    drafting = [output for output in outputs[: len(one_by_one)] if output.num_draft_tokens]
+    assert reader.speculation == (
+        sum(output.num_rounds for output in drafting),
+        sum(output.num_draft_tokens for output in drafting),
+        sum(output.num_accepted_tokens for output in drafting),
+    )
+    num_rounds = sum(output.num_rounds for output in outputs[: len(one_by_one)])
+    assert sum(delta.num_rounds for delta in deltas) == num_rounds
 
 
 @given(token_ids=texts, sizes=step_sizes, stops=stop_lists)

@@ -64,10 +64,11 @@ def test_chat_goes_on_until_the_context_ends(server: RunningServer, sdk: openai.
     assert choice.finish_reason == "length"
 
 
-async def test_async_stream(server: RunningServer) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
-        stream = await sdk.completions.create(model=MODEL, prompt="Once", max_tokens=30, stream=True)
-        texts = [chunk.choices[0].text async for chunk in stream]
+async def test_async_stream(start_server: StartServer) -> None:
+    with start_server() as server, server.one_step_at_a_time(30):
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+            stream = await sdk.completions.create(model=MODEL, prompt="Once", max_tokens=30, stream=True)
+            texts = [chunk.choices[0].text async for chunk in stream]
     assert "".join(texts) == text_of(30)
     assert len(texts) > 3
 
@@ -164,7 +165,8 @@ def test_every_character_comes_in_one_piece(
     text = "👍🏽 你好，世界 é̂ नि 👩‍👩‍👧."
     with start_server("--text", text, "--once", "--tokens-per-step", str(tokens_per_step)) as server:
         prompt: dict[str, Any] = {"prompt": "x"} if path == "/v1/completions" else {"messages": HELLO}
-        chunks = events(server.post(path, prompt | {"max_tokens": 200, "stream": True}).text)
+        with server.one_step_at_a_time(len(text.encode()) + len(["eos"]), tokens_per_step):
+            chunks = events(server.post(path, prompt | {"max_tokens": 200, "stream": True}).text)
         choices = [chunk["choices"][0] for chunk in chunks]
         pieces = [c["text"] if "text" in c else c["delta"].get("content", "") for c in choices]
         assert "\ufffd" not in "".join(pieces)

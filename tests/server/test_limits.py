@@ -40,10 +40,12 @@ def test_deadline_before_the_first_byte(start_server: StartServer, stream: bool)
 
 def test_deadline_in_a_stream_is_an_event(start_server: StartServer) -> None:
     with start_server(request_timeout=LONG_SECONDS) as server, ThreadPoolExecutor() as threads:
-        server.worker.at_most(3)
+        server.worker.at_most(0)
         body = {"prompt": "a", "max_tokens": 400, "stream": True}
         answer = threads.submit(server.post, COMPLETIONS, body)
-        server.wait_for_tokens(12)
+        for num_steps in (1, 2, 3):
+            server.worker.at_most(num_steps)
+            server.wait_for_tokens(4 * num_steps)
         server.pass_time(LONG_SECONDS)
         response = answer.result()
         assert response.status_code == 200

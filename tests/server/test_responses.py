@@ -84,8 +84,13 @@ def test_response(sdk: openai.OpenAI) -> None:
     assert answer.usage.output_tokens_details.reasoning_tokens == 0
 
 
-def test_stream(sdk: openai.OpenAI) -> None:
-    stream = list(sdk.responses.create(model=MODEL, input="Hi", max_output_tokens=30, stream=True))
+def test_stream(start_server: StartServer) -> None:
+    with (
+        start_server() as server,
+        server.one_step_at_a_time(30),
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk,
+    ):
+        stream = list(sdk.responses.create(model=MODEL, input="Hi", max_output_tokens=30, stream=True))
     deltas = [event for event in stream if event.type == "response.output_text.delta"]
     kinds = [event.type for event in stream]
     assert kinds == [*EVENTS_BEFORE, *["response.output_text.delta"] * len(deltas), *EVENTS_AFTER] + [

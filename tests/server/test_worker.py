@@ -196,7 +196,8 @@ def test_logits_that_are_no_distribution_fail_their_request_only(
 
 def test_metrics_are_exact(start_server: StartServer) -> None:
     with start_server() as server:
-        server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 40})
+        with server.one_step_at_a_time(40):
+            server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 40})
         assert server.metric("foretoken_generation_tokens_total") == 40
         assert server.metric("foretoken_prompt_tokens_total") == 3
         labels = {"endpoint": "completions", "finish_reason": "length"}

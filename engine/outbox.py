@@ -1,0 +1,49 @@
+"""Which outputs leave the worker after a step, and which wait for those of the next steps.
+
+A message, its way through the front end and the client's reading cost much the same whether there is one
+token in it or ten, and steps of a small model take about a millisecond. Knows neither sockets nor models.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from engine.messages import TokenOutput
+
+
+class Outbox:
+    """Sends to everyone at most every ``interval`` seconds; 0 sends after every step.
+
+    A sequence's first output and its last one never wait, nor does what they would overtake.
+    """
+
+    def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._held: list[TokenOutput] = []
+        self._next_time = clock()
+
+    def put(self, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
+        """Take in what a step gave; return what is to be sent now."""
+        self._held += outputs
+        if self._clock() >= self._next_time:
+            return self.empty()
+        urgent = {
+            output.sequence for output in outputs if output.is_first or output.finish_reason is not None
+        }
+        due = [output for output in self._held if output.sequence in urgent]
+        self._held = [output for output in self._held if output.sequence not in urgent]
+        return due
+
+    def empty(self) -> list[TokenOutput]:
+        """Everything, because it is time or because no step will follow."""
+        self._next_time = self._clock() + self._interval
+        held, self._held = self._held, []
+        return held
+
+    def forget(self, request_id: str, index: int | None) -> None:
+        """Nobody wants this sequence's tokens any more, or with index None those of the whole request."""
+        self._held = [
+            output
+            for output in self._held
+            if output.request_id != request_id or index not in (None, output.index)
+        ]
