@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engine.batch import MAX_GROUPED_QUERIES
 from engine.draft_length.confidence import Patience
 from engine.native.decoder import NativeDecoder
-from engine.native.draft import Drawing, can_draw
+from engine.native.draft import Drawing, address, can_draw
 from engine.native.library import Rounds
 from engine.sampling.sampler import Rule, Sampler
 from engine.sequence import Sequence
@@ -94,8 +94,8 @@ def run_rounds(
         sampler, longest, sampler.vocab_size if draft is None else draft.vocab_size, [patience] * num_rows
     )
     span_of_row = array("q", range(num_rows))
-    drawing.rows.span = _address(span_of_row)
-    drawing.rows.probs = _address(rows) if sampler.uses_draft_probs else None  # only says so
+    drawing.rows.span = address(span_of_row)
+    drawing.rows.probs = address(rows) if sampler.uses_draft_probs else None  # only says so
     verdicts = array("q", bytes(8 * VERDICT_NUMBERS * num_rounds * num_rows))
     confidence = array("f", bytes(4 * num_rounds * num_rows * longest if drawing.needs_confidence else 0))
     times = array("d", bytes(8 * 3 * num_rounds))
@@ -105,11 +105,11 @@ def run_rounds(
         byref(
             Rounds(
                 *(num_rows, num_rounds, longest, width, seconds),
-                *map(_address, (rows, token_ids, blocks, stops)),
+                *map(address, (rows, token_ids, blocks, stops)),
                 addressof(drawing.rows),
-                _address(verdicts),
-                _address(confidence) if drawing.needs_confidence else None,
-                _address(times),
+                address(verdicts),
+                address(confidence) if drawing.needs_confidence else None,
+                address(times),
             )
         ),
     )
@@ -129,7 +129,3 @@ def run_rounds(
             patience.follow(confidence[start * longest : start * longest + drawn[0]])
         done.rounds.append(Round(drafted, accepted, patience, *times[3 * number : 3 * number + 3]))
     return done
-
-
-def _address(numbers: "array[int] | array[float]") -> int:
-    return numbers.buffer_info()[0]
