@@ -5,6 +5,9 @@ pass`` and ``score pass`` are the passes alone, ``draft`` is drawing and bookkee
 is verification, ``host`` everything else (scheduling, the spans to score, commit, learning from the verdict).
 ``host share`` is all that is not a pass, ``draft step`` a drafted token's time to that of its pass. Only full
 steps are counted: every sequence decodes and none ends. Medians over the repeats, variants interleaved.
+
+Rounds go phase by phase here, as on a GPU or for rows that ask for more than tokens; on a CPU most are one call
+of C (``engine/whole_rounds.py``), and ``benchmarks.offline`` says what is around those.
 """
 
 import argparse
@@ -158,9 +161,9 @@ def main() -> None:
         method=arguments.method,
         num_threads=arguments.threads,
         prefix_caching=False,
-        step_seconds=0,  # every pass is timed
     )
     core = build_engine(config)
+    core.whole_rounds = None  # every pass is timed on its own
     clocks = Clocks(core)
     pair = Pair(
         "named" if arguments.target else BUNDLED,

@@ -48,10 +48,10 @@ class ScriptedEngine:
                     target=paths["target"],
                     draft=paths.get("draft", "none"),
                     max_num_sequences=1,
-                    step_seconds=0,  # every pass is scripted
                     **config,  # type: ignore[arg-type]
                 )
             )
+        self.core.whole_rounds = None  # every pass is scripted
         self._compute = self.core.target.forward
         self.core.target.forward = self._forward  # type: ignore[method-assign]
 

@@ -80,13 +80,9 @@ class Engine:
 
     def __init__(self, draft: str | None, num_speculative_tokens: int) -> None:
         self.core: EngineCore = build_engine(
-            EngineConfig(
-                target=TARGET,
-                draft=draft or "none",
-                num_speculative_tokens=num_speculative_tokens,
-                step_seconds=0,  # every round is counted
-            )
+            EngineConfig(target=TARGET, draft=draft or "none", num_speculative_tokens=num_speculative_tokens)
         )
+        self.core.whole_rounds = None  # every pass is timed on its own
         self.forward_seconds = 0.0
         self.num_rounds = 0
         proposer: Any = self.core.proposer.proposers.get("draft_model")

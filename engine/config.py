@@ -117,7 +117,7 @@ class BatchingSettings(BaseModel):
         description="Tokens scored per step; longer prompts are computed in chunks, except by encoders.",
     )
     step_seconds: float = Field(
-        0.01,
+        0.02,
         ge=0,
         description="On a CPU, rounds of less than half of this share a step, where nothing can change "
         "between them: small models then spend less time around their passes. 0: every round is a step.",

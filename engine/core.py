@@ -28,8 +28,8 @@ from engine.sampling.sampler import Row, Rule, Sampler
 from engine.sampling.verify import RowVerdict
 from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Sequence
-from engine.short_rounds import ShortRounds
 from engine.stats import EngineStats
+from engine.whole_rounds import WholeRounds
 
 
 class EngineCore:
@@ -50,9 +50,9 @@ class EngineCore:
         self.admission = admission
         self.make_draws = make_draws
         self.stats = EngineStats()
-        self.short_rounds = None
-        if step_seconds:
-            self.short_rounds = ShortRounds(target, proposer.draft_model, scheduler, self.stats, step_seconds)
+        self.whole_rounds: WholeRounds | None = WholeRounds(
+            target, proposer.draft_model, scheduler, self.stats, step_seconds
+        )
         self._rows: dict[Sequence, Row] = {}  # of the last step's sequences
 
     def add(self, request: Generate) -> None:
@@ -88,8 +88,8 @@ class EngineCore:
         host = stats.end_phase("host")
         if not scheduled:
             return []
-        if self.short_rounds is not None and len(parts) == len(self.scheduler.running):
-            outputs = self.short_rounds.step(parts, sampler, host)
+        if self.whole_rounds is not None and len(parts) == len(self.scheduler.running):
+            outputs = self.whole_rounds.step(parts, sampler, host)
             if outputs is not None:
                 return outputs
 
@@ -109,8 +109,8 @@ class EngineCore:
         round_traces = traces(parts, self.proposer.trace_source, sampler, drafts, logits, verdicts)
         outputs = self._commit(parts, drafted, logits, verdicts, round_traces)
         host += stats.end_phase("host")
-        if self.short_rounds is not None:
-            self.short_rounds.last_seconds = draft + score + host
+        if self.whole_rounds is not None:
+            self.whole_rounds.last_seconds = draft + score + host
         self._observe(scheduled, parts, drafted, verdicts, RoundSeconds(draft, score, host))
         return outputs
 

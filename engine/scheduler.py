@@ -193,7 +193,7 @@ class Scheduler:
         choice = self.chosen.get(sequence) or self.planner.unasked(sequence)
         num_tokens = min(choice.num_tokens, budget - 1)
         if num_tokens == 0:
-            return Scheduled(sequence, 1, 0, True)
+            return Scheduled(sequence, 1, 0, True, choice.source)
         num_caught_up = min(choice.lag, self._catch_up_budget)
         self._catch_up_budget -= num_caught_up
         if num_caught_up < choice.lag:

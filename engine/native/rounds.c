@@ -48,8 +48,9 @@ typedef struct {
     int64_t *first_scored;        /* into the tokens scored */
     int64_t *packed;              /* [rows * width] tokens of a pass, one after the other */
     int64_t *ids;                 /* [rows, longest] drafts */
-    float *logits, *probs;        /* [tokens scored, vocab] */
-    float *draft_probs;           /* [rows, longest, vocab] */
+    float *logits;                /* [tokens scored, vocab] */
+    float *probs;                 /* the same, if somebody is not greedy */
+    float *draft_probs;           /* [rows, longest, vocab], if somebody asks for them */
 } Space;
 
 static double now(void) {
@@ -68,15 +69,18 @@ static int make_space(Space *space, const Rounds *rounds, int64_t vocab) {
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->longest, scored = rows + drafts;
     const size_t numbers = num_by_row * piece(rows, sizeof(int64_t)) + piece(drafts, sizeof(int64_t))
         + piece(rows * rounds->width, sizeof(int64_t));
-    const size_t vectors = 2 * piece(scored * vocab, sizeof(float)) + piece(drafts * vocab, sizeof(float));
+    const DraftRows *drawing = rounds->drawing;
+    const int64_t num_probs = drawing->way ? scored : 0, num_draft_probs = drawing->probs ? drafts : 0;
+    const size_t vectors = piece(scored * vocab, sizeof(float)) + piece(num_probs * vocab, sizeof(float))
+        + piece(num_draft_probs * vocab, sizeof(float));
     if (!make_room(&room, numbers + vectors)) return 0;
     for (int i = 0; i < num_by_row; i++) *by_row[i] = take(&room, rows, sizeof(int64_t));
     for (int64_t row = 0; row < rows; row++) space->ones[row] = 1;
     space->packed = take(&room, rows * rounds->width, sizeof(int64_t));
     space->ids = take(&room, drafts, sizeof(int64_t));
     space->logits = take(&room, scored * vocab, sizeof(float));
-    space->probs = take(&room, scored * vocab, sizeof(float));
-    space->draft_probs = take(&room, drafts * vocab, sizeof(float));
+    space->probs = take(&room, num_probs * vocab, sizeof(float));
+    space->draft_probs = take(&room, num_draft_probs * vocab, sizeof(float));
     return 1;
 }
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import short_rounds
+from engine import whole_rounds
 from engine.messages import SamplingParams
 from engine.native.rounds import RoundsDone
 from tests.engine.simulation import chi_square
@@ -99,14 +99,14 @@ def test_joint_distribution_of_rounds_that_share_a_step(
     native_pair: Pair, verification: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_samples, shared = 3000, []
-    honest = short_rounds.run_rounds
+    honest = whole_rounds.run_rounds
 
     def counted(*arguments: Any) -> RoundsDone | None:
         done = honest(*arguments)
         shared.append(done)
         return done
 
-    monkeypatch.setattr(short_rounds, "run_rounds", counted)
+    monkeypatch.setattr(whole_rounds, "run_rounds", counted)
     values = p_values(native_pair, num_samples, 1, verification, step_seconds=1000.0)
     assert min(values) > SIGNIFICANCE
     assert len(shared) > num_samples / 2

@@ -1,9 +1,10 @@
-"""Several rounds in one step, where a round takes hardly longer than what is done around it.
+"""Rounds that are one call of C from the drafts to the verdict, and several of them in a step where they are
+short.
 
 A small model's round takes a millisecond, and planning, accounting and sending another quarter of one. So
 rounds share a step as far as little can change between them: the same rows, which only decode, drafts from
 the draft model or from nobody, and a draft length that stands. (A look-up that becomes worth more than the
-draft model is noticed a step later.) What they emit is what they would emit one by one.
+draft model is noticed a step later.) What they emit is what they would emit one by one, and phase by phase.
 """
 
 from math import inf
@@ -23,8 +24,8 @@ from engine.stats import EngineStats
 MAX_ROUNDS = 8
 
 
-class ShortRounds:
-    """Rounds of less than half of ``step_seconds`` share steps of about that time."""
+class WholeRounds:
+    """Rounds of less than half of ``step_seconds`` share steps of about that time, others have their own."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class ShortRounds:
     def step(
         self, parts: list[Scheduled], sampler: Sampler, host: float
     ) -> list[TokenOutput | Failed] | None:
-        """All of a step whose planning took ``host`` seconds; ``parts`` are all that runs. None if it must be
-        one round; nothing has happened then."""
+        """All of a step whose planning took ``host`` seconds; ``parts`` are all that runs. None if C has
+        no such rounds; nothing has happened then."""
         done = self._run(parts, sampler)
         if done is None:
             return None
@@ -63,11 +64,10 @@ class ShortRounds:
 
     def _run(self, parts: list[Scheduled], sampler: Sampler) -> RoundsDone | None:
         planner, scheduler = self.scheduler.planner, self.scheduler
-        if 2 * self.last_seconds > self.step_seconds or not all(map(_only_decodes, parts)):
+        if not all(map(_only_decodes, parts)) or not all(row.is_plain for row in sampler.rows):
             return None
-        num_rounds = min(MAX_ROUNDS, planner.num_rounds)
-        if num_rounds < 2 or not all(row.is_plain for row in sampler.rows):
-            return None
+        is_short = 2 * self.last_seconds <= self.step_seconds
+        num_rounds = min(MAX_ROUNDS, planner.num_rounds) if is_short else 1
         sequences = [part.sequence for part in parts]
         limits = [part.num_draft_tokens for part in parts]
         num_more = num_rounds * (max(limits) + 1)

@@ -79,8 +79,13 @@ class Told:
 
 
 def make_twins(target: str, draft: str, **config: Any) -> tuple[EngineCore, EngineCore]:
-    """An engine whose rounds share steps, and one whose rounds do not."""
-    return make_engine(target, draft, **config, step_seconds=LONG), make_engine(target, draft, **config)
+    """An engine whose rounds share steps, and one that takes them phase by phase."""
+    whole, stepwise = (
+        make_engine(target, draft, **config, step_seconds=LONG),
+        make_engine(target, draft, **config),
+    )
+    stepwise.whole_rounds = None
+    return whole, stepwise
 
 
 def run(
@@ -198,14 +203,14 @@ def test_an_aborted_request_is_gone_after_its_step(tmp_path: Path) -> None:
 def test_rounds_of_half_a_step_do_not_share_it(tmp_path: Path) -> None:
     target, draft = save_pair(tmp_path)
     core = make_engine(target, draft, step_seconds=LONG)
-    assert core.short_rounds is not None
+    assert core.whole_rounds is not None
     core.add(Generate(request_id="0", prompt_token_ids=[1, 2, 3], params=GREEDY))
     core.step()
-    core.short_rounds.last_seconds = 0.6 * LONG
+    core.whole_rounds.last_seconds = 0.6 * LONG
     (output,) = core.step()
     assert isinstance(output, TokenOutput)
     assert output.num_rounds == 1
-    assert core.short_rounds.last_seconds < LONG / 2  # that one was short
+    assert core.whole_rounds.last_seconds < LONG / 2  # that one was short
     (output,) = core.step()
     assert isinstance(output, TokenOutput)
     assert output.num_rounds > 1
