@@ -1,7 +1,7 @@
 """What a policy is asked before a round and told after it: rows, outcomes, seconds."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.draft_length.confidence import Patience
@@ -53,19 +53,19 @@ class RoundSeconds:
 
 def after(
     rows: Sequence[Candidate], outcomes: Sequence[Outcome], patience: Patience | None
-) -> list[Candidate]:
-    """The same rows in the round after this one; ``patience`` was a lone row's. The last token drawn is in no
-    draft model's cache."""
+) -> Sequence[Candidate]:
+    """The same rows in the round after this one, as far as it matters to those that draft: what their draft
+    caches miss. ``patience`` was a lone row's. The last token drawn is in no cache."""
     has_refused = patience is not None and patience.refused_rate is not None
+    lags = [
+        int(0 < outcome.num_draft_tokens == outcome.num_accepted_tokens and not has_refused)
+        for outcome in outcomes
+    ]
+    if lags == [row.lag for row in rows]:
+        return rows
     return [
-        replace(
-            row,
-            lag=int(outcome.num_draft_tokens == outcome.num_accepted_tokens and not has_refused),
-            num_stored=row.num_stored + outcome.num_accepted_tokens + 1,
-        )
-        if outcome.num_draft_tokens or has_refused
-        else replace(row, lag=row.lag + 1, num_stored=row.num_stored + 1)
-        for row, outcome in zip(rows, outcomes, strict=True)
+        Candidate(row.key, row.method, row.temperature, row.limit, lag, row.match, row.num_stored)
+        for row, lag in zip(rows, lags, strict=True)
     ]
 
 

@@ -223,7 +223,7 @@ class RecordingPolicy(FixedDraftLength):
         super().__init__(num_draft_tokens)
         self.limits = limits
         self.table = ConfidenceTable()
-        self.told: list[tuple[list[int], list[int], list[tuple[int, int, bool]], object]] = []
+        self.told: list[tuple[list[int], list[tuple[int, int, bool]], object]] = []
         self.rows: Sequence[Candidate] = ()
         self.current: Patience | None = None
 
@@ -244,15 +244,14 @@ class RecordingPolicy(FixedDraftLength):
             return
         judged = [(one.num_draft_tokens, one.num_accepted_tokens, one.ended) for one in outcomes]
         patience = self.current and (self.current.bins, self.current.survival, self.current.refused_rate)
-        lags, stored = [row.lag for row in self.rows], [row.num_stored for row in self.rows]
-        self.told.append((lags, stored, judged, patience))
+        self.told.append(([row.lag for row in self.rows], judged, patience))
 
     def observe_again(
         self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
     ) -> None:
         assert seconds is not None
         assert min(seconds.draft, seconds.score, seconds.host) > 0
-        before = [Outcome("", drafted, accepted) for drafted, accepted, _ in self.told[-1][2]]
+        before = [Outcome("", drafted, accepted) for drafted, accepted, _ in self.told[-1][1]]
         self.rows, self.current = after(self.rows, before, self.current), patience
         self.observe(outcomes, seconds)
 
@@ -270,7 +269,7 @@ def test_the_policy_is_told_of_every_round(limits: tuple[float, float] | None, t
     assert policies[0].told == policies[1].told
     assert our_steps < their_steps
     if limits is not None:
-        lengths = {drafted for _, _, judged, _ in policies[0].told for drafted, _, _ in judged}
+        lengths = {drafted for _, judged, _ in policies[0].told for drafted, _, _ in judged}
         assert len(lengths) > 1  # some have ended early
 
 
