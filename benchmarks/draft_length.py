@@ -139,7 +139,10 @@ def variants(loaded: EngineCore, lengths: Sequence[int], control: bool) -> dict[
             prefix_caching=False,
         )
         admission = replace(loaded.admission, num_speculative_tokens=length)
-        return EngineCore(loaded.target, loaded.proposer, scheduler, admission, loaded.make_draws)
+        step_seconds = EngineConfig().step_seconds
+        return EngineCore(
+            loaded.target, loaded.proposer, scheduler, admission, loaded.make_draws, step_seconds
+        )
 
     cores = {PLAIN: core(0)}
     if control:

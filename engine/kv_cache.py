@@ -24,6 +24,11 @@ class LayerShape:
         return self.key[0] * self.key[1] + self.value[0] * self.value[1]
 
 
+# How much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
+# written to, which would take the first requests milliseconds; of a large cache most is never used.
+TOUCHED_BYTES = 256 << 20
+
+
 class KVCache:
     """Keys and values of one model: per layer two tensors [num_slots, kv heads, size]."""
 
@@ -34,10 +39,18 @@ class KVCache:
         self.values = [
             pages.zeros(num_slots, *layer.value, dtype=dtype, device=layer.device) for layer in layers
         ]
+        self._touch()
         self._by_head = [
             (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
+
+    def _touch(self) -> None:
+        """The first slots are the first to be used (``BlockPool``)."""
+        tensors = [tensor for tensor in (*self.keys, *self.values) if tensor.device.type == "cpu"]
+        size = sum(tensor.nbytes for tensor in tensors)
+        for tensor in tensors:
+            tensor[: -(-len(tensor) * TOUCHED_BYTES // max(size, TOUCHED_BYTES))].zero_()
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store ``key`` and ``value`` [tokens, kv heads, size] at ``slots`` [tokens]."""

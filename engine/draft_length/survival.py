@@ -24,6 +24,9 @@ LONE_PAUSED_DECAY, LONE_PAUSED_WORTH = 0.85, 12.0
 NEVER = -1_000_000
 # The first draft of all starts optimistic; being wrong costs a few rounds.
 FIRST_RATE = 0.6
+# What a group assumes of its next first token is that, and what it has seen over so many drafts, pauses or not:
+# a draft that was never right is not given the benefit of the doubt after every pause anew.
+LONG_DECAY = 0.998
 # How many drafts the assumptions are worth: of a group that the next position is like the last, of a
 # sequence that it is like its group.
 GROUP_WEIGHT, SEQUENCE_WEIGHT = 3.0, 10.0
@@ -132,6 +135,7 @@ class GroupAcceptance:
 
     def __init__(self) -> None:
         self.counts = AcceptanceCounts()
+        self.first = AcceptanceCounts()  # of the first tokens, over a long time
         self.confidence = ConfidenceTable()
         self.fill = 1.0
         self.last_drafted = NEVER  # round
@@ -143,17 +147,29 @@ class GroupAcceptance:
         if first_round - self.last_drafted > PAUSE:
             worth = LONE_PAUSED_WORTH if verdicts.is_lone else PAUSED_WORTH
             counts.pause(LONE_PAUSED_DECAY if verdicts.is_lone else PAUSED_DECAY, worth)
-        counts.notice_change(verdicts, counts.rate(0, FIRST_RATE, GROUP_WEIGHT))
+        counts.notice_change(verdicts, self.first_rate)
+        first = Verdicts(num_drafts=verdicts.num_drafts)
+        first.reached, first.accepted = verdicts.reached[:1], verdicts.accepted[:1]
+        self.first.add(first, LONG_DECAY**verdicts.num_drafts)
         num_rounds = min(last_round - first_round + 1, verdicts.num_drafts)
         decay = GROUP_DECAY**num_rounds * SAME_ROUND_DECAY ** (verdicts.num_drafts - num_rounds)
         counts.add(verdicts, decay)
         self.last_drafted = last_round
         self._rates = None
 
+    @property
+    def first_rate(self) -> float:
+        """``a_1``."""
+        return self.counts.rate(0, self._assumed, GROUP_WEIGHT)
+
+    @property
+    def _assumed(self) -> float:
+        return self.first.rate(0, FIRST_RATE, GROUP_WEIGHT)
+
     def rates(self) -> list[float]:
         """``a_1`` to ``a_j`` of the positions seen so far."""
         if self._rates is None:
-            rate, rates = FIRST_RATE, []
+            rate, rates = self._assumed, []
             for position in range(len(self.counts.reached)):
                 rate = self.counts.rate(position, rate, GROUP_WEIGHT)
                 rates.append(rate)
@@ -248,5 +264,4 @@ class SequenceAcceptance:
         return chances
 
     def _first_rate(self) -> float:
-        group_rate = self.group.counts.rate(0, FIRST_RATE, GROUP_WEIGHT)
-        return self.counts.rate(0, group_rate, SEQUENCE_WEIGHT)
+        return self.counts.rate(0, self.group.first_rate, SEQUENCE_WEIGHT)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from engine.block_manager import BlockPool
+from engine.draft_length.calibrate import _plausible
 from engine.draft_length.costs import CostCurve, CostModel
 from engine.draft_length.plan import RowOutlook, evaluate, search
 from engine.draft_length.policy import DraftLengthPolicy
@@ -134,6 +135,12 @@ def test_the_state_is_builtins_and_says_why() -> None:
         state = policy.state()
         assert str(state["why"]).startswith(expected)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(state)) == state
+
+
+def test_a_pass_costs_no_more_than_smaller_ones_in_its_place() -> None:
+    """One bad moment at start would keep ``auto`` from ever trying such a pass."""
+    measured = {1: 1.0, 5: 1.2, 16: 3.5, 32: 56.0, 9: 30.0, 48: 8.0}
+    assert _plausible(measured) == {1: 1.0, 5: 1.2, 9: 2.4, 16: 3.5, 32: 7.0, 48: 8.0}
 
 
 def test_calibration_returns_every_block() -> None:
