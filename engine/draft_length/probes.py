@@ -13,7 +13,7 @@ from engine.draft_length.plan import Plan, Search
 
 # Share of the time for probes while drafting is off and while it is on, when every round tells how far drafts
 # survive; and for how many rounds it is saved up.
-SHARE, SHARE_ON = 0.008, 0.004
+SHARE, SHARE_ON = 0.005, 0.004
 SAVED_ROUNDS = 192
 # What the account starts with: nothing is known about the text yet.
 START_ROUNDS = 4
