@@ -6,8 +6,8 @@ is verification, ``host`` everything else (scheduling, the spans to score, commi
 ``host share`` is all that is not a pass, ``draft step`` a drafted token's time to that of its pass. Only full
 steps are counted: every sequence decodes and none ends. Medians over the repeats, variants interleaved.
 
-Rounds go phase by phase here, as on a GPU or for rows that ask for more than tokens; on a CPU most are one call
-of C (``engine/whole_rounds.py``), and ``benchmarks.offline`` says what is around those.
+Rounds go phase by phase here, as on a GPU or for rows that ask for more than tokens; on a CPU most are one
+call of C (``engine/whole_rounds.py``), and ``benchmarks.offline`` says what is around those.
 """
 
 import argparse

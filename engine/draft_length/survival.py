@@ -24,8 +24,8 @@ LONE_PAUSED_DECAY, LONE_PAUSED_WORTH = 0.85, 12.0
 NEVER = -1_000_000
 # The first draft of all starts optimistic; being wrong costs a few rounds.
 FIRST_RATE = 0.6
-# What a group assumes of its next first token is that, and what it has seen over so many drafts, pauses or not:
-# a draft that was never right is not given the benefit of the doubt after every pause anew.
+# What a group assumes of its next first token is that, and what it has seen over so many drafts, pauses or
+# not: a draft that was never right is not given the benefit of the doubt after every pause anew.
 LONG_DECAY = 0.998
 # How many drafts the assumptions are worth: of a group that the next position is like the last, of a
 # sequence that it is like its group.

@@ -27,7 +27,7 @@ def draft_model(core: EngineCore) -> DecoderModel:
 
 
 def make_twins(target: str, draft: str, **config: Any) -> tuple[EngineCore, EngineCore]:
-    """An engine with passes and rounds of drafts in one call each, and one that makes the calls one by one."""
+    """An engine with passes and rounds of drafts in one call each, and one that makes them one by one."""
     whole, stepwise = (make_engine(target, draft, **config) for _ in range(2))
     whole.whole_rounds = stepwise.whole_rounds = None
     for model in (stepwise.target, draft_model(stepwise)):
