@@ -18,6 +18,7 @@ from engine.proposers.draft_model import DraftModelProposer
 from engine.round_report import outcome
 from engine.sampling.sampler import Sampler
 from engine.scheduler import Scheduled, Scheduler
+from engine.sequence import Sequence
 from engine.stats import EngineStats
 
 # No step has more. Memory for all of them is reserved, and given back.
@@ -63,31 +64,36 @@ class WholeRounds:
         return outputs
 
     def _run(self, parts: list[Scheduled], sampler: Sampler) -> RoundsDone | None:
-        planner, scheduler = self.scheduler.planner, self.scheduler
+        target = self.target.whole_pass
+        if not isinstance(target, NativeDecoder):
+            return None
         if not all(map(_only_decodes, parts)) or not all(row.is_plain for row in sampler.rows):
             return None
-        is_short = 2 * self.last_seconds <= self.step_seconds
-        num_rounds = min(MAX_ROUNDS, planner.num_rounds) if is_short else 1
         sequences = [part.sequence for part in parts]
         limits = [part.num_draft_tokens for part in parts]
-        num_more = num_rounds * (max(limits) + 1)
-        target = self.target.whole_pass
         draft: NativeDecoder | None = None
         if any(limits):
             if self.proposer is None or not all(limits):
                 return None
-            if max(map(len, sequences)) + num_more > self.proposer.max_len:
-                return None
             if not isinstance(self.proposer.model.whole_pass, NativeDecoder):
                 return None
             draft = self.proposer.model.whole_pass
-        if not isinstance(target, NativeDecoder) or not can_run(target, draft, sequences, sampler):
+        if not can_run(target, draft, sequences, sampler):
             return None
-        if not all(scheduler.reserve_ahead(sequence, num_more) for sequence in sequences):
-            return None
+        num_rounds = 1
+        if 2 * self.last_seconds <= self.step_seconds:
+            num_rounds = min(MAX_ROUNDS, self.scheduler.planner.num_rounds)
+        if num_rounds > 1 and not self._make_room(sequences, num_rounds * (max(limits) + 1)):
+            num_rounds = 1  # for that there is room: it was scheduled
         patience = parts[0].patience
         assert patience is None or len(parts) == 1
         return run_rounds(target, draft, sequences, limits, patience, sampler, num_rounds, self.step_seconds)
+
+    def _make_room(self, sequences: list[Sequence], num_tokens: int) -> bool:
+        """For so many more of each, where no other sequence has to give way for it."""
+        if self.proposer is not None and max(map(len, sequences)) + num_tokens > self.proposer.max_len:
+            return False
+        return all(self.scheduler.reserve_ahead(sequence, num_tokens) for sequence in sequences)
 
     def _commit(self, part: Scheduled, row: int, done: RoundsDone) -> TokenOutput:
         """Append what a row has said, and bring both caches back to it."""
