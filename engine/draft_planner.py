@@ -143,7 +143,7 @@ class DraftPlanner:
             self.policy.observe(outcomes, seconds)
 
     def observe_again(
-        self, outcomes: list[Outcome], seconds: RoundSeconds, patience: Patience | None
+        self, outcomes: list[Outcome], seconds: RoundSeconds | None, patience: Patience | None
     ) -> None:
         """What became of the same rows in another round of the step; ``patience`` was a lone row's."""
         if self.chooser is not None:

@@ -8,13 +8,12 @@ draft model is noticed a step later.) What they emit is what they would emit one
 """
 
 from math import inf
-from statistics import median
 
 from engine.draft_length.rounds import RoundSeconds
 from engine.messages import Failed, TokenOutput
 from engine.models.decoder_only import DecoderModel
 from engine.native.decoder import NativeDecoder
-from engine.native.rounds import Round, RoundsDone, can_run, run_rounds
+from engine.native.rounds import RoundsDone, can_run, run_rounds
 from engine.proposers.draft_model import DraftModelProposer
 from engine.round_report import outcome
 from engine.sampling.sampler import Sampler
@@ -22,11 +21,8 @@ from engine.scheduler import Scheduled, Scheduler
 from engine.sequence import Sequence
 from engine.stats import EngineStats
 
-# A step's first round is believed to take so many times as long as the others at most; and how fast that is
-# followed.
-MAX_FIRST, FIRST_RATE = 1.5, 0.1
 # No step has more. Memory for all of them is reserved, and given back.
-MAX_ROUNDS = 8
+MAX_ROUNDS = 16
 
 
 class WholeRounds:
@@ -46,8 +42,6 @@ class WholeRounds:
         self.stats = stats
         self.step_seconds = step_seconds
         self.last_seconds = inf  # of the last round
-        # A step's first round finds caches full of what the host did: how many times longer it takes.
-        self.first_takes = 1.0
 
     def step(
         self, parts: list[Scheduled], sampler: Sampler, host: float
@@ -133,28 +127,21 @@ class WholeRounds:
     def _observe(self, parts: list[Scheduled], done: RoundsDone, host: float) -> None:
         """Tell the planner of every round; ``host`` seconds each have passed outside the models."""
         planner = self.scheduler.planner
-        self._compare_first(done.rounds)
+        # The first round finds the processor's caches full of what the host did, later ones ever better
+        # filled ones. Lengths are compared by the second, which those have that are tried for two rounds.
+        timed = min(1, len(done.rounds) - 1)
         for number, one in enumerate(done.rounds):
             seconds = RoundSeconds(one.draft_seconds, one.score_seconds + one.verify_seconds, host)
             self.last_seconds = seconds.draft + seconds.score + host
-            if number == 0:
-                # Lengths that are tried for a round are compared with others that share their steps.
-                seconds.draft /= self.first_takes
-                seconds.score /= self.first_takes
             outcomes = [
                 outcome(part, drafted, accepted, may_have_ended=one is done.rounds[-1])
                 for part, drafted, accepted in zip(parts, one.num_drafted, one.num_accepted, strict=True)
             ]
+            told = seconds if number == timed else None
             if number == 0:
-                planner.observe(outcomes, seconds)
+                planner.observe(outcomes, told)
             else:
-                planner.observe_again(outcomes, seconds, one.patience)
-
-    def _compare_first(self, rounds: list[Round]) -> None:
-        alike = [one.seconds for one in rounds if one.num_drafted == rounds[0].num_drafted]
-        if len(alike) > 2:
-            ratio = min(max(alike[0] / median(alike[1:]), 1.0), MAX_FIRST)
-            self.first_takes += FIRST_RATE * (ratio - self.first_takes)
+                planner.observe_again(outcomes, told, one.patience)
 
 
 def _only_decodes(part: Scheduled) -> bool:

@@ -6,24 +6,29 @@ last, with one row of a long text.
 """
 
 import time
+from itertools import product
+from math import inf
 from statistics import median
 
 import torch
 
 from engine.batch import Span
 from engine.block_manager import BlockPool, BlockTable
-from engine.draft_length.costs import PADDING, CostModel
+from engine.draft_length.costs import PADDING, CostCurve, CostModel
 from engine.models.decoder_only import DecoderModel
 
 # Tokens in one pass, in the order of what they tell; larger ones are extrapolated. The products in C work in
 # groups of 12 rows: a pass of 48 tokens is cheaper than its neighbours tell.
-SIZES = (1, 5, 2, 9, 16, 3, 32, 12, 24, 48, 64, 128)
+SIZES = (1, 5, 2, 9, 16, 3, 4, 32, 12, 24, 48, 64, 128)
 MIN_SIZES = 2
 # The most tokens of the long text.
 NUM_STORED = 1024
 MAX_REPEATS = 5
 # A row that is scored brings its pending token and some drafts.
 SCORE_TOKENS_PER_ROW = 5
+# A pass shorter than this, in seconds, runs so often, and the fastest run counts: the first ones find the
+# processor's caches full of other things, as a round's passes do not.
+SHORT, RUNS = 0.005, 4
 # What a scratch row of an encoder-decoder model has for a prompt.
 ENCODER_TOKENS = 16
 
@@ -44,31 +49,39 @@ def calibrate(
         costs = CostModel({}, score, padding)
     else:
         costs = CostModel(_measure(draft, draft_pool, 1, max_tokens, seconds / models), score, padding)
-        costs.draft.seconds_per_stored = _measure_stored(draft, draft_pool, seconds / models)
-    costs.score.seconds_per_stored = _measure_stored(target, target_pool, seconds / models)
+        _measure_stored(draft, draft_pool, costs.draft, seconds / models)
+    _measure_stored(target, target_pool, costs.score, seconds / models)
     return costs
 
 
-def _measure_stored(model: DecoderModel, pool: BlockPool, seconds: float) -> float:
-    """Seconds for each token in the cache; 0 where there is no room for a long text."""
+def _measure_stored(model: DecoderModel, pool: BlockPool, curve: CostCurve, seconds: float) -> None:
+    """What each token in the cache costs, where there is room for a long text: by medians of passes over one
+    new token and over some, with few and with many stored."""
     room: int = min(pool.num_free * pool.block_size, model.max_position or NUM_STORED, NUM_STORED)
     if model.has_encoder or room < NUM_STORED // 4:
-        return 0.0
+        return
     deadline = time.perf_counter() + seconds
     table = BlockTable()
     pool.reserve(table, room)
-    short: list[float] = []
-    long: list[float] = []
+    few, many = 1, room - SCORE_TOKENS_PER_ROW
+    samples: dict[tuple[int, int], list[float]] = {}
     try:
-        for _ in range(1 + MAX_REPEATS):
-            if len(long) >= 2 and time.perf_counter() > deadline:
+        for repeat in range(1 + MAX_REPEATS):
+            if repeat >= 2 and time.perf_counter() > deadline:
                 break
-            for samples, stored in ((short, 1), (long, room - 1)):
+            for queries, stored in product((1, SCORE_TOKENS_PER_ROW), (few, many)):
                 table.num_computed_tokens = stored
-                samples.append(_forward_seconds(model, [(table, 1)]))
+                took = _forward_seconds(model, [(table, queries)])
+                samples.setdefault((queries, stored), []).append(took)
     finally:
         pool.release(table)
-    return max(0.0, median(long[1:]) - median(short[1:])) / (room - 2)
+    one, some = (
+        max(0.0, median(samples[queries, many][1:]) - median(samples[queries, few][1:])) / (many - few)
+        for queries in (1, SCORE_TOKENS_PER_ROW)
+    )
+    curve.seconds_per_stored = one
+    if one:
+        curve.share_per_query = min(max(some / one - 1, 0.0) / (SCORE_TOKENS_PER_ROW - 1), 1.0)
 
 
 def _measure(
@@ -126,11 +139,19 @@ def _reserve(
 
 def _forward_seconds(model: DecoderModel, tables: list[tuple[BlockTable, int]]) -> float:
     spans = [Span(table, [0] * length, length) for table, length in tables]
-    _synchronize(model.device)
-    started = time.perf_counter()
-    model.forward(spans)
-    _synchronize(model.device)
-    return time.perf_counter() - started
+    num_stored = [table.num_computed_tokens for table, _ in tables]
+    seconds = inf
+    for _ in range(RUNS):
+        for (table, _), stored in zip(tables, num_stored, strict=True):
+            table.num_computed_tokens = stored
+        _synchronize(model.device)
+        started = time.perf_counter()
+        model.forward(spans)
+        _synchronize(model.device)
+        seconds = min(seconds, time.perf_counter() - started)
+        if seconds > SHORT:
+            break
+    return seconds
 
 
 def _synchronize(device: torch.device) -> None:

@@ -7,9 +7,9 @@ Each is a curve over its size, measured at a few points at start and followed by
 engine runs. Nothing is assumed about a curve's shape except that more never costs less: on a CPU the step
 from one token to two is large and the next ones small, on a GPU nothing changes until a ridge.
 
-Stored tokens cost the same however many new ones look at them, so they are a term of their own
-(``CostCurve.stored_seconds``): the longer the texts, the cheaper is another token by comparison. A busy
-machine shows up in the moving averages.
+Stored tokens are a term of their own (``CostCurve.stored_seconds``). Most of it is reading them, once for all
+new tokens of a row: the longer the texts, the cheaper is another token by comparison. A busy machine shows up
+in the moving averages.
 """
 
 import math
@@ -24,8 +24,8 @@ RATE = 0.1
 # machine has become slower, for a while or for good: that is followed fast, and for all sizes, so that they
 # stay comparable. Another size than before tells how they compare. Each is the share of one round's surprise.
 SHARED = 0.5
-SAME_COMMON, SAME_POINT = 0.02, 0.001
-OTHER_COMMON, OTHER_POINT = 0.005, 0.06
+SAME_COMMON, SAME_POINT = 0.04, 0.001
+OTHER_COMMON, OTHER_POINT = 0.005, 0.1
 # A median of some rounds weighs as much as so many at most.
 FULL_ROUNDS = 8
 # A measurement moves the average as if it were off by at most this factor's logarithm: a process that was
@@ -36,6 +36,8 @@ NEAR = 0.1
 # Rows of different lengths are padded to the longest for attention, and gathered and scattered around it:
 # what a token of padding costs, in tokens.
 PADDING = 0.5
+# Of a row; more new tokens than these are a prompt's, which have their own.
+MAX_QUERIES = 9
 # How much of what a round's drafts took longer than expected is put down to their start, as if it were so
 # many passes: where drafts have always the same length, nobody can tell the two apart.
 START_WEIGHT = 3
@@ -54,13 +56,22 @@ class CostCurve:
         falling = reversed(list(accumulate(reversed(seconds), min)))
         self._seconds = [math.sqrt(high * low) for high, low in zip(rising, falling, strict=True)]
         self._scale = 1.0  # of all points: what makes all of them slower touches one number
-        self.seconds_per_stored = 0.0
-        self.stored_seconds = 0.0  # of the tokens stored now
+        # Of a stored token that one new one looks at, and the share of it that each further one adds.
+        self.seconds_per_stored = self.share_per_query = 0.0
+        self._num_stored, self._num_rows = 0, 1
         self._num_measured = [0] * len(self._sizes)
-        self._last_size = 0.0  # of several rounds
+        self._last_size = 0.0  # of no probe
 
     def __call__(self, size: float) -> float:
-        return self._of_size(size) + self.stored_seconds if size > 0 else 0.0
+        return self._of_size(size) + self.stored_seconds(size) if size > 0 else 0.0
+
+    def look_at(self, num_stored: int, num_rows: int) -> None:
+        """The passes asked about are of ``num_rows`` texts with so many stored tokens together."""
+        self._num_stored, self._num_rows = num_stored, num_rows
+
+    def stored_seconds(self, size: float) -> float:
+        queries = min(max(size / self._num_rows, 1.0), MAX_QUERIES)
+        return self.seconds_per_stored * self._num_stored * (1 + self.share_per_query * (queries - 1))
 
     def _of_size(self, size: float) -> float:
         sizes, seconds = self._sizes, self._seconds
@@ -81,8 +92,9 @@ class CostCurve:
         slope = (last - self._seconds[-2]) / (last_size - self._sizes[-2])
         return last + slope * (size - last_size)
 
-    def follow(self, size: float, surprise: float, num_rounds: int = 1) -> None:
-        """Passes of this size took exp(``surprise``) times what the curve says, by their median."""
+    def follow(self, size: float, surprise: float, num_rounds: int = 1, is_probe: bool = False) -> None:
+        """Passes of this size took exp(``surprise``) times what the curve says, by their median. Those of a
+        probe stand alone among others."""
         surprise = _believable(surprise, num_rounds)
         index = self._point(size)
         num = self._num_measured[index]
@@ -91,12 +103,12 @@ class CostCurve:
         if self._sizes[index] == self._last_size:
             common, own = max(new, weight * SAME_COMMON), max(new, weight * SAME_POINT)
         elif self._last_size:
-            common, own = weight * OTHER_COMMON, max(1 / (4 + num), weight * OTHER_POINT)
+            common, own = weight * OTHER_COMMON, max(1 / (4 + num), min(weight * OTHER_POINT, 0.5))
         else:
             common = own = new
-        if num_rounds > 1:
+        if not is_probe:
             self._last_size = self._sizes[index]
-        share = self.stored_seconds / self(size)
+        share = self.stored_seconds(size) / self(size)
         self.seconds_per_stored *= math.exp(common * share * surprise)
         self._num_measured[index] += 1
         self._scale *= math.exp(common * surprise)
@@ -148,14 +160,15 @@ class CostModel:
         self.lookup_seconds = 0.0  # of a row that drafts without a model
         self._num_starts = 0
 
-    def look_at(self, num_stored: int) -> None:
+    def look_at(self, num_stored: int, num_rows: int) -> None:
         """The rows of the next rounds have so many tokens in the cache, together."""
         for curve in (self.draft, self.score):
-            curve.stored_seconds = curve.seconds_per_stored * num_stored
+            curve.look_at(num_stored, num_rows)
 
     def observe_rounds(
         self,
         num_rounds: int,
+        is_probe: bool,
         draft_sizes: Sequence[float],
         num_lookups: int,
         num_rows: int,
@@ -167,16 +180,17 @@ class CostModel:
         """Steps without prompts that were alike, by their medians. ``draft_sizes`` are the tokens of each
         draft pass, catching up included."""
         if draft_sizes:
-            self._follow_drafts(draft_sizes, draft_seconds - num_lookups * self.lookup_seconds, num_rounds)
+            seconds = draft_seconds - num_lookups * self.lookup_seconds
+            self._follow_drafts(draft_sizes, seconds, num_rounds, is_probe)
         elif num_lookups:
             # Half a millisecond is far beyond any look-up: the process was descheduled.
             seconds = min(draft_seconds / num_lookups, 5e-4)
             self.lookup_seconds += RATE * (seconds - self.lookup_seconds)
         surprise = _surprise(score_seconds, self.score(num_score_tokens))
-        self.score.follow(num_score_tokens, surprise, num_rounds)
-        self.host.follow(num_rows, _surprise(host_seconds, self.host(num_rows)), num_rounds)
+        self.score.follow(num_score_tokens, surprise, num_rounds, is_probe)
+        self.host.follow(num_rows, _surprise(host_seconds, self.host(num_rows)), num_rounds, is_probe)
 
-    def _follow_drafts(self, sizes: Sequence[float], seconds: float, num_rounds: int) -> None:
+    def _follow_drafts(self, sizes: Sequence[float], seconds: float, num_rounds: int, is_probe: bool) -> None:
         """Normalised least mean squares: start and passes share the error by their weights squared."""
         passes = sum(map(self.draft, sizes))
         expected = self.draft_start + passes
@@ -188,7 +202,7 @@ class CostModel:
         self.draft_start = max(0.0, self.draft_start + rate * of_start * error)
         surprise = _surprise(passes + (1 - of_start) * error, passes)
         for size in set(sizes):
-            self.draft.follow(size, surprise * sizes.count(size) / len(sizes), num_rounds)
+            self.draft.follow(size, surprise * sizes.count(size) / len(sizes), num_rounds, is_probe)
 
     def state(self) -> dict[str, object]:
         """Milliseconds, for people."""

@@ -18,12 +18,14 @@ ENOUGH_ALIKE = 3
 
 
 class Round(NamedTuple):
-    """``lengths`` were asked for, of ``rows``; ``patience`` is a lone row's, if it had some."""
+    """``lengths`` were asked for, of ``rows``; ``num_stored`` tokens were in the target's cache.
+    ``patience`` is a lone row's, if it had some."""
 
     rows: Sequence[Candidate]
     lengths: Sequence[int]
     outcomes: Sequence[Outcome]
     seconds: RoundSeconds | None
+    num_stored: int
     patience: Patience | None = None
 
     @property
@@ -94,8 +96,10 @@ def _learn_patient(one: Round, verdicts: Verdicts) -> None:
         one.patience.learn(outcome.num_accepted_tokens)
 
 
-def observe_costs(rounds: Sequence[Round], costs: CostModel, is_new: bool) -> None:
-    """``is_new``: single rounds are news too. Steps with prompts are none."""
+def observe_costs(
+    rounds: Sequence[Round], costs: CostModel, is_new: bool = False, is_probe: bool = False
+) -> None:
+    """While all is new single rounds are news too, as a probe's are. Steps with prompts are none."""
     alike: dict[tuple[int, int, bool], list[Round]] = {}
     for one in rounds:
         if one.seconds is not None:
@@ -103,12 +107,17 @@ def observe_costs(rounds: Sequence[Round], costs: CostModel, is_new: bool) -> No
             alike.setdefault(kind, []).append(one)
     most = min(ENOUGH_ALIKE, max(map(len, alike.values()), default=0))
     for (num_rows, num_drafted, is_planned), some in alike.items():
-        if is_new or len(some) >= most:
-            _observe_alike(some, costs, num_rows, num_drafted, is_planned)
+        if is_new or is_probe or len(some) >= most:
+            _observe_alike(some, costs, num_rows, num_drafted, is_planned, is_probe)
 
 
 def _observe_alike(
-    rounds: Sequence[Round], costs: CostModel, num_rows: int, num_drafted: int, is_planned: bool
+    rounds: Sequence[Round],
+    costs: CostModel,
+    num_rows: int,
+    num_drafted: int,
+    is_planned: bool,
+    is_probe: bool,
 ) -> None:
     drafted = [
         (row, outcome.num_draft_tokens)
@@ -127,8 +136,11 @@ def _observe_alike(
     # A pass that caught up with a pause was many times larger than any round's: no news about those. One
     # that may end early is drawn differently.
     is_usual = is_planned and lag <= len(by_model)
+    # Not what the next rounds will have: a text may have ended in between.
+    costs.look_at(sum(one.num_stored for one in rounds) // len(rounds), num_rows)
     costs.observe_rounds(
         num_rounds=len(rounds),
+        is_probe=is_probe,
         draft_sizes=draft_sizes(by_model, lag) if is_usual else [],
         num_lookups=0 if by_model and not is_usual else num_lookups,
         num_rows=num_rows,

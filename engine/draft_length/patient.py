@@ -5,6 +5,7 @@ Patience needs the draft's confidence before every token, and gains where that t
 
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from engine.draft_length.costs import CostModel
 from engine.draft_length.learning import Round
@@ -13,11 +14,21 @@ from engine.draft_length.survival import SequenceAcceptance
 
 # Patience is on where it has gained so much, in so many rounds at least. Where it is off it is tried for some
 # rounds again and again, seldom once it is known; where it is on, some rounds are as planned.
-LEAST_GAIN, SOME_ROUNDS = 1.015, 32
+LEAST_GAIN, SOME_ROUNDS = 1.04, 64
 TRIAL_ROUNDS, TRIAL_EVERY, TRIAL_SELDOM, NEW_ROUNDS = 16, 128, 1024, 64
 PLANNED_ROUNDS, PLANNED_EVERY = 4, 128
 # Decay of what trials have shown, per round.
 TRIAL_DECAY = 0.995
+
+
+class Compared(NamedTuple):
+    """Rounds with patience, and what the planned length would have made of them."""
+
+    num_rounds: int
+    tokens: float
+    seconds: float
+    planned_tokens: float
+    planned_seconds: float
 
 
 class PatienceTrial:
@@ -50,10 +61,11 @@ class PatienceTrial:
             return current_round - place + (PLANNED_ROUNDS if place < PLANNED_ROUNDS else PLANNED_EVERY)
         return self._until if current_round < self._until else self._next_trial
 
-    def learn(
-        self, num_rounds: int, tokens: float, seconds: float, planned_tokens: float, planned_seconds: float
-    ) -> None:
-        """What rounds with patience came to, and what they would have without."""
+    def learn(self, compared: Compared | None) -> None:
+        """What rounds with patience came to, and what they would have without; None where none tells."""
+        if compared is None:
+            return
+        num_rounds, tokens, seconds, planned_tokens, planned_seconds = compared
         decay = TRIAL_DECAY**num_rounds
         self.num_rounds += num_rounds
         self._tokens = decay * self._tokens + tokens
@@ -77,39 +89,43 @@ def thresholds(best: Plan, limit: int, sequence: SequenceAcceptance, costs: Cost
 
 
 def compare(
-    rounds: Sequence[Round], planned: Plan, sequence: SequenceAcceptance, costs: CostModel
-) -> tuple[int, float, float, float, float] | None:
-    """Of rounds with patience: how many, tokens and seconds, and what ``planned`` would have come to.
+    rounds: Sequence[Round], planned: int, sequence: SequenceAcceptance, costs: CostModel
+) -> Compared | None:
+    """Of rounds with patience: how many, tokens and seconds, and what drafts of ``planned`` tokens would have
+    come to.
 
-    Seconds are what the costs say, times the median of what rounds took to that: as robust as those of
-    ``planned``, which are followed by medians.
+    Seconds are what the costs say, but for the drafts' own, which are looked at one by one: those times the
+    median of what they took to that. Nothing else differs, and a mood of the machine must not look like a
+    gain. The costs ``look_at`` those rounds from then on.
     """
-    (length,) = planned.lengths
-    chances = sequence.survival(length, 0.0)
-    tokens = planned_tokens = predicted = 0.0
-    ratios = []
-    for one in rounds:
-        if one.patience is None or one.seconds is None or not one.outcomes:
-            continue
-        (outcome,) = one.outcomes
-        num_drafted, num_accepted = outcome.num_draft_tokens, outcome.num_accepted_tokens
-        if outcome.ended:
-            continue
-        refused = one.patience.refused_rate
-        num_passes = num_drafted + (refused is not None)
-        lag = one.rows[0].lag
-        seconds = costs.host(1) + costs.score(1 + num_drafted) + costs.draft_start
-        seconds += costs.draft(1 + lag) + (num_passes - 1) * costs.draft(1)
-        ratios.append((one.seconds.draft + one.seconds.score + one.seconds.host) / seconds)
-        predicted += seconds
-        tokens += 1 + num_accepted
-        planned_tokens += 1 + min(num_accepted, length)
-        if num_accepted == num_drafted < length:
-            planned_tokens += _beyond(num_drafted, chances, refused)
-    if not ratios:
+    told = [one for one in rounds if one.seconds is not None and one.outcomes and not one.outcomes[0].ended]
+    if not told:
         return None
-    planned_seconds = len(ratios) * planned.seconds
-    return len(ratios), tokens, predicted * median(ratios), planned_tokens, planned_seconds
+    costs.look_at(sum(one.num_stored for one in told) // len(told), 1)
+    chances = sequence.survival(planned, 0.0)
+    tokens = planned_tokens = drafting = scoring = 0.0
+    ratios = []
+    for one in told:
+        assert one.seconds is not None
+        assert one.patience is not None
+        num_drafted, num_accepted = one.outcomes[0].num_draft_tokens, one.outcomes[0].num_accepted_tokens
+        refused = one.patience.refused_rate
+        seconds = _draft_seconds(costs, num_drafted + (refused is not None), one.rows[0].lag)
+        ratios.append(one.seconds.draft / seconds)
+        drafting += seconds
+        scoring += costs.host(1) + costs.score(1 + num_drafted)
+        tokens += 1 + num_accepted
+        planned_tokens += 1 + min(num_accepted, planned)
+        if num_accepted == num_drafted < planned:
+            planned_tokens += _beyond(num_drafted, chances, refused)
+    planned_seconds = costs.host(1) + costs.score(1 + planned) + _draft_seconds(costs, planned, 0)
+    seconds = drafting * median(ratios) + scoring
+    return Compared(len(told), tokens, seconds, planned_tokens, len(told) * planned_seconds)
+
+
+def _draft_seconds(costs: CostModel, num_passes: int, lag: int) -> float:
+    """Of a lone row, which catches up in the first of its passes."""
+    return costs.draft_start + costs.draft(1 + lag) + (num_passes - 1) * costs.draft(1)
 
 
 def _beyond(num_drafted: int, chances: Sequence[float], next_rate: float | None) -> float:

@@ -33,8 +33,8 @@ HYSTERESIS = 0.005
 # Drafting begins when it promises this much more than none: acceptance is known from a few probes only, and
 # a draft that loses is noticed later than it is begun.
 START_GAIN = 0.02
-# The policy looks after so many rounds, after twice as many where it found the same again, and at once when
-# many rows come or go and after a probe.
+# The policy looks after so many rounds, after twice as many where it found the same again, as many again
+# where it found a neighbouring length for all, and at once when many rows come or go and after a probe.
 LOOK_EVERY, MAX_LOOK_EVERY = 4, 64
 # It learns from so many verdicts at most, and from the times of so many rounds, spread evenly.
 LEARN_VERDICTS, LEARN_TIMES = 128, 12
@@ -46,6 +46,9 @@ FEW_ROWS = 4
 UNEVEN_EVERY = 128
 # Switching on must earn within so many rounds what it takes to bring the draft's cache up to date.
 CATCH_UP_ROUNDS = 128
+# A probe of so short rounds has two of them: the first finds the processor's caches full of what the host did
+# in between, the second one tells what such a round costs, as in any step of several rounds.
+SHORT_ROUND, PROBE_ROUNDS = 0.005, 2
 # At first single rounds tell something about costs.
 NEW_ROUNDS = 256
 # While drafting does not pay, prompts are computed for a draft model that takes less than this share of the
@@ -115,8 +118,6 @@ class DraftLengthPolicy:
     @property
     def num_rounds(self) -> int:
         """For how many rounds, this one included, what ``choose`` has just said stands if the rows do."""
-        if self.probes.is_running:
-            return 1
         next_choice = self._next_look
         if self._may_be_patient:
             next_choice = min(next_choice, self.trial.until(self._round))
@@ -134,20 +135,19 @@ class DraftLengthPolicy:
         found = self._last_search
         if found is None or not outcomes:
             return
-        self._rounds.append(Round(self._rows, self._asked, outcomes, seconds, self._patience))
-        if self.probes.is_running:
-            num_emitted = self._rounds[-1].num_emitted
-            self._learn(self._round)
-            self.probes.settle(self._round, found, num_emitted)
+        num_stored = sum([row.num_stored for row in self._rows])
+        self._rounds.append(Round(self._rows, self._asked, outcomes, seconds, num_stored, self._patience))
 
     def observe_again(
         self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
     ) -> None:
         """The verdict on another round of the same, in the same step."""
         self._round += 1
-        self._rows = after(self._rows, self._rounds[-1].outcomes, self._patience)
+        last = self._rounds[-1]
+        self._rows = after(self._rows, last.outcomes, self._patience)
         self._patience = patience
-        self.observe(outcomes, seconds)
+        num_stored = last.num_stored + last.num_emitted
+        self._rounds.append(Round(self._rows, self._asked, outcomes, seconds, num_stored, patience))
 
     def forget(self, key: Hashable) -> None:
         """A sequence has ended."""
@@ -166,6 +166,10 @@ class DraftLengthPolicy:
 
     def _look(self, rows: Sequence[Candidate], keys: list[Hashable], kinds: Kinds, num_prompts: int) -> None:
         """Rows have changed, or it is time to learn and to search."""
+        probed, found = self._rounds, self._last_search
+        if self.probes.is_running and probed and found is not None:
+            self._learn(self._round - 1)
+            self.probes.settle(self._round - 1, found, probed, self.costs.host(len(probed[-1].outcomes)))
         self.probes.stop()
         if self._round >= self._next_look:
             self._learn(self._round - 1)
@@ -174,10 +178,12 @@ class DraftLengthPolicy:
             sequences = [self._outlooks.sequence(row, self._round) for row in rows]
             found = self._search(rows, sequences, num_prompts)
             self._lengths = found.best.lengths
-            if num_prompts == 0 and self._round >= self.probes.next_round(found):
-                self._lengths = self._probe(rows, sequences, found) or self._lengths
             next_probe = max(self.probes.next_round(found), self._round + 1)
             self._next_look = min(self._round + self._look_every, next_probe)
+            if num_prompts == 0 and self._round >= self.probes.next_round(found):
+                num_rounds = PROBE_ROUNDS if found.best.seconds < SHORT_ROUND else 1
+                self._lengths = self._probe(rows, sequences, found, num_rounds) or self._lengths
+                self._next_look = self._round + num_rounds
             self._searched = keys, kinds, limits
         else:
             for row in rows:
@@ -204,7 +210,7 @@ class DraftLengthPolicy:
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], num_prompts: int
     ) -> Search:
         """The plan from now on."""
-        self.costs.look_at(sum(row.num_stored for row in rows))
+        self.costs.look_at(sum(row.num_stored for row in rows), len(rows))
         previous = [self._own_lengths.get(row.key, self._even_length) if row.limit > 0 else 0 for row in rows]
         may_be_uneven = self._is_uneven or self._round >= self._next_uneven
         if may_be_uneven:
@@ -240,7 +246,7 @@ class DraftLengthPolicy:
 
     def _put_in_force(self, rows: Sequence[Candidate], found: Search) -> None:
         """For rows that come, too."""
-        before = self._even_length, self._own_lengths
+        before, own_before = self._even_length, self._own_lengths
         lengths = found.best.lengths
         some = sorted(length for length, row in zip(lengths, rows, strict=True) if row.limit > 0)
         self._even_length = some[len(some) // 2] if some else 0
@@ -251,8 +257,10 @@ class DraftLengthPolicy:
         }
         self._is_uneven = bool(self._own_lengths)
         self._last_search, self._thresholds = found, None
-        is_same = before == (self._even_length, self._own_lengths)
-        self._look_every = min(2 * self._look_every, MAX_LOOK_EVERY) if is_same else LOOK_EVERY
+        if before == self._even_length and own_before == self._own_lengths:
+            self._look_every = min(2 * self._look_every, MAX_LOOK_EVERY)
+        elif own_before or self._own_lengths or 0 in lengths or abs(self._even_length - before) > 1:
+            self._look_every = LOOK_EVERY
 
     def _worth_catching_up(self, rows: Sequence[Candidate], found: Search) -> bool:
         """A draft cache that was left behind costs a long pass, to be earned within some rounds."""
@@ -272,16 +280,16 @@ class DraftLengthPolicy:
         return [row.limit]
 
     def _probe(
-        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search
+        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search, num_rounds: int
     ) -> list[int] | None:
-        """Other lengths for this round, if some are due and can be afforded."""
+        """Other lengths for so many rounds, if some are due and can be afforded."""
         outlooks = self._outlooks.of(rows, sequences, self._is_uneven or len(rows) <= FEW_ROWS)
         ages = [sequence.age(self._round) for sequence in sequences]
         limits = [max(0, row.limit) for row in rows]
         for lengths in self.probes.candidates(found, limits, ages, [row.lag for row in rows]):
             plan = evaluate(outlooks, lengths, self.costs, 0, lag_of(rows, lengths))
-            if self.probes.can_afford(plan, found.best):
-                again = evaluate(outlooks, lengths, self.costs, 0)
+            again = evaluate(outlooks, lengths, self.costs, 0)
+            if self.probes.can_afford(plan, again, found.best, num_rounds):
                 self.probes.begin(plan, again.seconds)
                 return lengths
         self.probes.postpone(self._round, found)
@@ -298,8 +306,9 @@ class DraftLengthPolicy:
         first_round = last_round - len(rounds) + 1
         some = rounds[:: -(-len(rounds) * len(rounds[-1].rows) // LEARN_VERDICTS)]
         learn_acceptance(some, self._outlooks.sequences, first_round, last_round)
-        some = rounds[:: -(-len(rounds) // LEARN_TIMES)]
-        observe_costs(some, self.costs, self._round < NEW_ROUNDS or self.probes.is_running)
+        timed = [one for one in rounds if one.seconds is not None]
+        some = timed[:: -(-len(timed) // LEARN_TIMES) or 1]
+        observe_costs(some, self.costs, self._round < NEW_ROUNDS, self.probes.is_running)
         self.report.count(found, some)
         self._outlooks.forget_ended()
 
@@ -307,6 +316,4 @@ class DraftLengthPolicy:
         patient = [one for one in rounds if one.patience is not None]
         if patient and len(found.best.lengths) == 1 and found.best.lengths[0]:
             sequence = self._outlooks.sequence(patient[-1].rows[0], self._round)
-            compared = compare(patient, found.best, sequence, self.costs)
-            if compared is not None:
-                self.trial.learn(*compared)
+            self.trial.learn(compare(patient, found.best.lengths[0], sequence, self.costs))

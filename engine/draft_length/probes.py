@@ -1,14 +1,16 @@
 """Rounds that try something else, so that a decision once made can be undone by what they find.
 
 Probes are paid from an account. Every round adds a small share of its time; a probe is charged what it
-really lost against the plan in force: its time, less the time in which the plan emits as many tokens. A
-probe that paid for itself, catching up apart, or was accepted to its end is repeated at once, so that
-drafting is back within a few rounds after the text got easy; the others wait. Whatever the text does, probing
-costs no more than its share.
+really lost against the plan in force: its time, the host's own for it included, less the time in which the
+plan emits as many tokens. A probe that paid for itself, catching up apart, or was accepted to its end is
+repeated at once, so that drafting is back within a few rounds after the text got easy; the others wait.
+Whatever the text does, probing costs no more than its share.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
+from engine.draft_length.learning import Round
 from engine.draft_length.plan import Plan, Search
 
 # Share of the time for probes while drafting is off and while it is on, when every round tells how far drafts
@@ -53,12 +55,13 @@ class Probes:
         self._next_round = self._next_close = RETRY
         self._kind = 0
         self._repeats = self._successes = 0
-        self._plan = (0, 0)  # rows and length of the plan that was in force
-        self._num_beside = 0  # probes since then
+        self._num_beside: Counter[tuple[int, int]] = (
+            Counter()
+        )  # probes by rows and length of the plan in force
 
     @property
     def is_running(self) -> bool:
-        """Whether this round tries something else."""
+        """Whether the last rounds, since it began, have tried something else."""
         return self._running is not None
 
     def next_round(self, found: Search) -> int:
@@ -96,10 +99,11 @@ class Probes:
             else:
                 yield [0] * len(lengths)
 
-    def can_afford(self, plan: Plan, best: Plan) -> bool:
-        """Whether the account covers what a round of ``plan`` may lose, or it has just succeeded."""
+    def can_afford(self, plan: Plan, again: Plan, best: Plan, num_rounds: int = 1) -> bool:
+        """Whether the account covers what ``plan`` may lose in so many rounds, of which all but the first are
+        as ``again``; or it has just succeeded."""
         on_credit = self._succeeded and plan.lengths == self._repeat
-        loss = plan.seconds - plan.tokens / best.rate
+        loss = plan.seconds + (num_rounds - 1) * again.seconds - num_rounds * plan.tokens / best.rate
         if self.credit is not None and (loss <= self.credit or on_credit):
             return True
         missing = loss - (self.credit or 0.0)
@@ -107,15 +111,17 @@ class Probes:
         return False
 
     def begin(self, plan: Plan, seconds_again: float) -> None:
-        """Run ``plan`` this round. ``seconds_again``: what it would take the next time, with nothing to catch
-        up with."""
+        """Run ``plan`` from this round on. ``seconds_again``: what it would take the next time, with nothing
+        to catch up with."""
         self._running, self._seconds_again, self._missing = plan, seconds_again, None
         self.num_run += 1
 
     def postpone(self, current_round: int, found: Search) -> None:
         """Nothing was affordable: not before the account has saved enough."""
-        wait = INTERVAL if self._missing is None else int(self._missing / (SHARE * found.best.seconds))
-        self._next_round = self._next_close = current_round + max(2 * RETRY, min(wait, INTERVAL))
+        # While drafting is off nothing else would notice that times have changed.
+        share, most = (SHARE_ON, SAVED_ROUNDS) if any(found.best.lengths) else (SHARE, INTERVAL)
+        wait = INTERVAL if self._missing is None else int(self._missing / (share * found.best.seconds))
+        self._next_round = self._next_close = current_round + max(2 * RETRY, min(wait, most))
         self._missing = None
 
     def stop(self) -> None:
@@ -131,25 +137,34 @@ class Probes:
         elif self.credit < full:
             self.credit = min(self.credit + num_rounds * seconds, full)
 
-    def settle(self, current_round: int, found: Search, num_emitted: int) -> None:
-        """Pay for the probe that this round was."""
+    def settle(self, current_round: int, found: Search, rounds: Sequence[Round], usual_host: float) -> None:
+        """Pay for the probe that the last ``rounds`` were, up to ``current_round``. Others take the host
+        ``usual_host`` seconds each."""
         best = found.best
         assert self._running is not None
         assert self.credit is not None
+        num_rounds, num_emitted = len(rounds), sum(one.num_emitted for one in rounds)
+        extra, last = 0.0, rounds[-1].seconds
+        if last is not None:
+            # No more than a round: a machine that was busy for a moment is not the probe's fault.
+            extra = min(max(num_rounds * (last.host - usual_host), 0.0), best.seconds)
+        seconds_again = num_rounds * self._seconds_again
+        seconds = self._running.seconds - self._seconds_again + seconds_again
         worth = num_emitted / best.rate
-        self.credit -= self._running.seconds - worth
+        self.credit -= seconds + extra - worth
         lengths = self._running.lengths
         plan = len(best.lengths), max(best.lengths)
-        self._num_beside = self._num_beside + 1 if plan == self._plan else 1
-        self._plan = plan
+        self._num_beside[plan] += 1
         # A lone row's draft seldom pays for what it does to the others, but says that times have changed.
         is_off = not any(best.lengths)
-        all_accepted = num_emitted == len(lengths) + sum(lengths) > len(lengths)
-        self._succeeded = worth > self._seconds_again or (is_off and all_accepted)
+        all_accepted = num_emitted == num_rounds * (len(lengths) + sum(lengths)) > num_rounds * len(lengths)
+        self._succeeded = worth > seconds_again or (is_off and all_accepted)
         self._running, self._repeat = None, []
         self._repeats += 1
         self._successes += self._succeeded
-        if self._repeats < (MAX_SUCCESSES if self._succeeded else MAX_REPEATS if is_close(found) else 0):
+        # While drafting is on, every round tells how far drafts survive, and costs are learned as well later.
+        most = MAX_SUCCESSES if self._succeeded and is_off else MAX_REPEATS if is_close(found) else 0
+        if self._repeats < most:
             # Bringing the draft's cache up to date was the expensive part; another round is cheap now.
             self._next_round = current_round + 1
             self._repeat = lengths
@@ -161,7 +176,7 @@ class Probes:
                 wait = RETRY if goes_on else INTERVAL
             else:
                 seldom = INTERVAL if self.credit > 0.0 else SELDOM
-                wait = SOON if self._num_beside < NEW_PROBES else seldom
+                wait = SOON if self._num_beside[plan] < NEW_PROBES else seldom
             self._next_round = current_round + wait
             self._repeat = lengths if goes_on else []
             self._succeeded = False

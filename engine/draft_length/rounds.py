@@ -73,7 +73,8 @@ class LengthPolicy(Protocol):
     """``choose`` and ``observe`` once per step; rows that left in between are left out of ``outcomes``.
     After a step of several rounds, ``num_rounds`` at most, ``observe_again`` for each but the first.
 
-    ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds.
+    ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds; and for all
+    rounds of a step but one.
     """
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]: ...

@@ -32,10 +32,6 @@ class Round:
     score_seconds: float
     verify_seconds: float
 
-    @property
-    def seconds(self) -> float:
-        return self.draft_seconds + self.score_seconds + self.verify_seconds
-
 
 @dataclass(slots=True)
 class RoundsDone:

@@ -167,5 +167,5 @@ def test_calibration_returns_every_block() -> None:
     pools = BlockPool(20, 16), BlockPool(20, 16)
     model = calibrate(Model(), pools[0], Model(), pools[1], max_tokens=64, seconds=0.05)  # type: ignore[arg-type]
     assert [pool.num_free for pool in pools] == [20, 20]
-    assert set(model.score.points()) == {1, 2, 3, 5, 9, 12, 16, 24, 32, 48, 64}
-    assert set(model.draft.points()) == {1, 2, 3, 5, 9, 12, 16}  # 32 rows need 32 blocks
+    assert set(model.score.points()) == {1, 2, 3, 4, 5, 9, 12, 16, 24, 32, 48, 64}
+    assert set(model.draft.points()) == {1, 2, 3, 4, 5, 9, 12, 16}  # 32 rows need 32 blocks

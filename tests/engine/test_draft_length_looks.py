@@ -3,11 +3,12 @@
 import pytest
 
 from engine.draft_length.confidence import ConfidenceTable, Patience
-from engine.draft_length.costs import CostCurve, CostModel
+from engine.draft_length.costs import MAX_QUERIES, CostCurve, CostModel
 from engine.draft_length.learning import Round, learn_acceptance, observe_costs
-from engine.draft_length.patient import LEAST_GAIN, PatienceTrial, compare
-from engine.draft_length.plan import UNEVEN_KEPT, Plan, RowOutlook, evaluate, search
+from engine.draft_length.patient import LEAST_GAIN, Compared, PatienceTrial, compare
+from engine.draft_length.plan import UNEVEN_KEPT, Plan, RowOutlook, Search, evaluate, search
 from engine.draft_length.policy import DraftLengthPolicy
+from engine.draft_length.probes import Probes
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
 
@@ -62,8 +63,8 @@ def test_a_choice_stands_for_as_many_rounds_as_it_says(num_rows: int, share: flo
     rows, stands, chosen = candidates(range(num_rows)), 0, None
     announced = []
     for step in range(3000):
-        if num_rows == 1 and step == 1000:
-            policy.trial.learn(100, 2 * LEAST_GAIN, 1.0, 1.0, 1.0)  # patience pays from now on
+        if num_rows == 1 and step >= 1000 and stands == 0 and policy.trial.gain < LEAST_GAIN:
+            policy.trial.learn(Compared(100, 2 * LEAST_GAIN, 1.0, 1.0, 1.0))  # patience pays from now on
         (lengths,) = [run(policy, rows, 1, share)]
         now = lengths, policy.patience(0) is None
         assert stands == 0 or now == chosen, step
@@ -133,7 +134,7 @@ def test_rounds_put_aside_teach_what_each_of_them_would() -> None:
         accepted = [(3, 0, 2)[step % 3], (1, 3)[step % 2]]
         ended = step == 39
         outcomes = [Outcome(key, 3, accepted[key], ended=ended) for key in range(2)]
-        rounds.append(Round(rows, [3, 3], outcomes, None))
+        rounds.append(Round(rows, [3, 3], outcomes, None, 0))
         for key in range(2):
             single[key].learn(step, 3, 3, accepted[key], ended)
     learn_acceptance(rounds, sequences, 0, 39)
@@ -147,7 +148,7 @@ def test_rounds_put_aside_teach_what_each_of_them_would() -> None:
 def test_rows_that_left_do_not_shift_the_others() -> None:
     group = GroupAcceptance()
     sequences = {key: {"draft_model": SequenceAcceptance(group, 0)} for key in range(3)}
-    one = Round(candidates(range(3)), [0, 2, 4], [Outcome(2, 4, 4), Outcome(0, 0, 0)], None)
+    one = Round(candidates(range(3)), [0, 2, 4], [Outcome(2, 4, 4), Outcome(0, 0, 0)], None, 0)
     learn_acceptance([one], sequences, 0, 0)
     assert [len(sequences[key]["draft_model"].counts.reached) for key in range(3)] == [0, 0, 4]
 
@@ -156,7 +157,8 @@ def test_costs_follow_the_median_of_rounds_that_were_alike() -> None:
     rows = candidates(range(1))
 
     def one(score: float, num_drafted: int) -> Round:
-        return Round(rows, [num_drafted], [Outcome(0, num_drafted, 0)], RoundSeconds(0.0005, score, 0.0001))
+        seconds = RoundSeconds(0.0005, score, 0.0001)
+        return Round(rows, [num_drafted], [Outcome(0, num_drafted, 0)], seconds, 0)
 
     model = costs()
     for _ in range(40):
@@ -199,7 +201,7 @@ def test_patience_is_on_where_it_has_paid(gain: float) -> None:
     for step in range(3000):
         if trial.is_on(step):
             num_on += step >= 1000
-            trial.learn(1, gain, 1.0, 1.0, 1.0)
+            trial.learn(Compared(1, gain, 1.0, 1.0, 1.0))
     assert trial.gain == pytest.approx(gain)
     assert (num_on > 1900) == (gain > LEAST_GAIN)
     assert 0 < num_on < 2000
@@ -209,7 +211,6 @@ def test_patience_is_compared_with_the_planned_length_of_the_same_rounds() -> No
     """Three tokens were planned; it drafted five and got them, or one and got none."""
     sequence = SequenceAcceptance(GroupAcceptance(), 0)
     model = costs()
-    planned = Plan([3], 2.0, 0.0135)
     table = ConfidenceTable()
     rounds = [
         Round(
@@ -217,13 +218,59 @@ def test_patience_is_compared_with_the_planned_length_of_the_same_rounds() -> No
             [8],
             [Outcome(0, num_drafted, num_accepted)],
             RoundSeconds(0.0005 * num_drafted, 0.011, 0.00013),
+            0,
             Patience(table, 0.0, 0.0),
         )
         for num_drafted, num_accepted in ((5, 5), (1, 0))
     ]
-    compared = compare(rounds, planned, sequence, model)
+    compared = compare(rounds, 3, sequence, model)
     assert compared is not None
-    num_rounds, tokens, _, planned_tokens, planned_seconds = compared
-    assert (num_rounds, tokens) == (2, 7)
-    assert planned_tokens == 1 + 3 + 1
-    assert planned_seconds == pytest.approx(2 * 0.0135)
+    assert (compared.num_rounds, compared.tokens) == (2, 7)
+    assert compared.planned_tokens == 1 + 3 + 1
+    planned = model.host(1) + model.draft_start + 3 * model.draft(1) + model.score(4)
+    assert compared.planned_seconds == pytest.approx(2 * planned)
+
+
+def test_rounds_are_compared_with_what_was_stored_then() -> None:
+    """Costs are followed by rounds of a long text and by those of the next, short one, alike."""
+    truth, model = costs(), costs()
+    for one in (truth, model):
+        one.score.seconds_per_stored = 2e-5
+    for num_stored in [900, 30] * 20:
+        truth.look_at(num_stored, 1)
+        seconds = RoundSeconds(0.0005, truth.score(1), 0.0001)
+        round_ = Round(candidates(range(1)), [0], [Outcome(0, 0, 0)], seconds, num_stored)
+        model.look_at(930 - num_stored, 1)
+        observe_costs([round_] * 5, model, is_new=False)
+    for one in (truth, model):
+        one.look_at(500, 1)
+    assert model.score(1) == pytest.approx(truth.score(1), rel=0.01)
+
+
+def test_further_tokens_of_a_row_cost_a_share_of_what_is_stored() -> None:
+    curve = CostCurve({1: 0.001, 8: 0.002})
+    curve.seconds_per_stored, curve.share_per_query = 1e-5, 0.25
+    curve.look_at(200, 2)
+    assert curve(2) - curve._of_size(2) == pytest.approx(200e-5)
+    assert curve(6) - curve._of_size(6) == pytest.approx(200e-5 * 1.5)
+    # A prompt beside them looks at its own tokens.
+    assert curve(1000) - curve._of_size(1000) == pytest.approx(200e-5 * (1 + 0.25 * (MAX_QUERIES - 1)))
+
+
+def test_a_probe_pays_for_the_host_too() -> None:
+    """A round that stands alone costs it more than one of many; a moment of a busy machine is not charged."""
+    found = Search(Plan([0], 1.0, 0.001), best := Plan([2], 2.0, 0.0015), best)
+    charged = []
+    for host in (1e-4, 3e-4, 1.0):
+        probes = Probes()
+        probes.save(found, 1)
+        before = probes.credit
+        assert before is not None
+        probes.begin(Plan([3], 2.2, 0.0018), 0.0018)
+        outcome = [Outcome(0, 3, 1)]
+        seconds = RoundSeconds(0.0003, 0.0013, host)
+        probes.settle(10, found, [Round(candidates(range(1)), [3], outcome, seconds, 0)] * 2, 1e-4)
+        assert probes.credit is not None
+        charged.append(before - probes.credit)
+    plain = 2 * 0.0018 - 4 / best.rate
+    assert charged == [pytest.approx(plain), pytest.approx(plain + 4e-4), pytest.approx(plain + best.seconds)]

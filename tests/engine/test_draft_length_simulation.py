@@ -239,7 +239,7 @@ def test_auto_is_as_good_as_the_best_fixed_length(machine: Machine, alpha: float
         result = steady(machine, alpha, num_rows)
         assert result.to_plain >= 0.97, (num_rows, result)
         # Where the best length gains a few percent only, it takes long to be sure that it gains at all.
-        floor = 0.97 if result.best_to_plain > 1.1 or result.best_length == 0 else 0.96
+        floor = 0.97 if result.best_to_plain > 1.1 or result.best_length == 0 else 0.955
         # A lone row ends where its draft is unsure; the confidence simulated here tells nothing.
         floor -= 0.005 * (num_rows == 1)
         assert result.to_best >= floor, (num_rows, result)

@@ -226,6 +226,7 @@ class RecordingPolicy(FixedDraftLength):
         self.told: list[tuple[list[int], list[tuple[int, int, bool]], object]] = []
         self.rows: Sequence[Candidate] = ()
         self.current: Patience | None = None
+        self.first = 0  # place of what was told last of a step's first round
 
     @property
     def num_rounds(self) -> int:
@@ -242,6 +243,10 @@ class RecordingPolicy(FixedDraftLength):
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         if not outcomes:
             return
+        self.first = len(self.told)
+        self._tell(outcomes)
+
+    def _tell(self, outcomes: Sequence[Outcome]) -> None:
         judged = [(one.num_draft_tokens, one.num_accepted_tokens, one.ended) for one in outcomes]
         patience = self.current and (self.current.bins, self.current.survival, self.current.refused_rate)
         self.told.append(([row.lag for row in self.rows], judged, patience))
@@ -249,11 +254,13 @@ class RecordingPolicy(FixedDraftLength):
     def observe_again(
         self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
     ) -> None:
-        assert seconds is not None
-        assert min(seconds.draft, seconds.score, seconds.host) > 0
+        is_second = len(self.told) == self.first + 1
+        assert (seconds is not None) == is_second
+        if seconds is not None:
+            assert min(seconds.draft, seconds.score, seconds.host) > 0
         before = [Outcome("", drafted, accepted) for drafted, accepted, _ in self.told[-1][1]]
         self.rows, self.current = after(self.rows, before, self.current), patience
-        self.observe(outcomes, seconds)
+        self._tell(outcomes)
 
 
 @pytest.mark.parametrize("limits", [None, (0.3, 0.4), (0.55, 0.7), (0.0, 0.9)])
