@@ -92,11 +92,12 @@ def run(
     aborts: dict[int, str] | None = None,
     prediction: list[int] | None = None,
 ) -> Outputs:
-    """What is told of each step. Prompt i comes before step ``arrivals[i]``, 0 if nothing is said; before the
+    """What is told of each step; its seed is i if it has none. Prompt i comes before step ``arrivals[i]``, 0 if nothing is said; before the
     steps in ``aborts`` their requests are aborted."""
+    seeded = [msgspec.structs.replace(p, seed=i if p.seed is None else p.seed) for i, p in enumerate(params)]
     waiting = [
         (arrivals[i] if arrivals else 0, Generate(str(i), PROMPTS[i], own, prediction_token_ids=prediction))
-        for i, own in enumerate(params)
+        for i, own in enumerate(seeded)
     ]
     steps: Outputs = []
     while waiting or core.has_work:
@@ -146,12 +147,10 @@ def nothing_follows(twins: Twins, token_id: int) -> Iterator[None]:
 
 
 def broken_rows_fail_alike(twins: Twins, params: Sequence[SamplingParams]) -> None:
-    """Where the target has no distribution its row fails, and only if the position is reached: drafts of a
-    token that nothing follows are mostly refused."""
+    """Where the target has no distribution its row fails, in the same step as phase by phase."""
     outputs: list[TokenOutput | Failed] = []
     for token_id in range(0, 16, 3):
         with nothing_follows(twins, token_id):
-            # A NaN's key would be refused with its draft, but a cache may not keep it.
             outputs += [output for step in same_rounds(twins, params) for output in step]
     assert any(isinstance(output, Failed) for output in outputs)
     assert any(isinstance(output, TokenOutput) and output.finish_reason for output in outputs)
@@ -160,14 +159,14 @@ def broken_rows_fail_alike(twins: Twins, params: Sequence[SamplingParams]) -> No
 # The verdict alone.
 
 VERDICT_ROWS = [
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.6, top_k=5),
-    SamplingParams(temperature=1.4, top_p=0.8),
-    SamplingParams(temperature=1.1, min_p=0.1),
-    SamplingParams(temperature=0.9, top_k=9, top_p=0.9, min_p=0.02),
-    SamplingParams(temperature=0, top_k=3),
-    SamplingParams(temperature=1e-3),
+    SamplingParams(max_tokens=1, temperature=0),
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=0.6, top_k=5),
+    SamplingParams(max_tokens=1, temperature=1.4, top_p=0.8),
+    SamplingParams(max_tokens=1, temperature=1.1, min_p=0.1),
+    SamplingParams(max_tokens=1, temperature=0.9, top_k=9, top_p=0.9, min_p=0.02),
+    SamplingParams(max_tokens=1, temperature=0, top_k=3),
+    SamplingParams(max_tokens=1, temperature=1e-3),
 ]
 Verify = Callable[..., Any]
 
