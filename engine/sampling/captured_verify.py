@@ -1,7 +1,8 @@
 """The verdict on all drafts of a round as a graph can hold it, for exact match and coupled rows.
 
 Both rules compare each draft with the target's own token at its position, which for them is a function of
-logits, seed and position: all of them are drawn at once. Says what ``Sampler.verify`` says of these logits.
+logits, seed and position: all of them are drawn at once. Says what ``Sampler.verify`` says of these logits,
+but for rounding where sums over the vocabulary run in another order.
 """
 
 from typing import NamedTuple
@@ -38,7 +39,9 @@ def captured_verify(
     offsets = torch.arange(num_positions, device=logits.device)
     positions = (first_positions[:, None] + offsets).view(-1)
     packed = logits.view(-1, vocab_size)
-    own = captured_draw(kind, packed, rows.repeated(num_positions), positions, counters)
+    if kind is not DrawKind.GREEDY:
+        rows = rows.repeated(num_positions)
+    own = captured_draw(kind, packed, rows, positions, counters)
     own = own.view(num_rows, num_positions)
     stands = (own[:, :-1] == drafted) & (offsets[:-1] < num_draft[:, None])
     num_accepted = stands.long().cumprod(-1).sum(-1)

@@ -24,6 +24,9 @@ from engine.sampling.captured_verify import captured_verify
 from engine.sampling.random import counters
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from engine.sampling.verify import RowVerdict
+from tests.engine.conftest import Models
+from tests.models import make_engine
+from tests.tape import TapeCapture
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
 BLOCK_SIZE = 4
@@ -36,6 +39,25 @@ SETTINGS: dict[str, Any] = {
     "cuda_graph_seconds": 600,
 }
 Outputs = list[list[TokenOutput | Failed]]
+
+
+def each(number: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 15 + 7 * number, "seed": number, **fields})
+
+
+PARAMS = {
+    "greedy": [SamplingParams(max_tokens=40, temperature=0)] * 5,
+    "seeded": [SamplingParams(max_tokens=40, temperature=1.1, seed=i) for i in range(5)],
+    "of several temperatures": [each(i, temperature=0.4 * i) for i in range(5)],
+    "cut": [each(i, temperature=0.9, top_k=3 * (i % 3), top_p=0.7 + 0.1 * (i % 4)) for i in range(5)],
+    "cut by min-p": [each(i, temperature=1.5, min_p=0.1 * i) for i in range(5)],
+    "of several lengths, 0 among them": [
+        each(i, temperature=0.7 * (i % 2), num_speculative_tokens=i) for i in range(5)
+    ],
+    "without drafts": [each(i, temperature=0.7 * (i % 3), num_speculative_tokens=0) for i in range(5)],
+    "ending by stops": [each(i, temperature=0.5 * (i % 2), stop_token_ids=[3 * i, 7]) for i in range(5)],
+    "ending by length": [each(i, temperature=0.5 * (i % 2), max_tokens=1 + 3 * i) for i in range(5)],
+}
 
 
 @dataclass
@@ -77,6 +99,11 @@ def make_twins(
     return Twins(captured, usual)
 
 
+def taped_twins(models: Models, draft: str | None = "close_draft", **config: Any) -> Twins:
+    path = None if draft is None else getattr(models, draft)
+    return make_twins(make_engine, TapeCapture, models.target, path, **config)
+
+
 def stored(core: EngineCore) -> list[torch.Tensor]:
     """All that the caches hold."""
     proposer = core.proposer.draft_model
@@ -92,8 +119,8 @@ def run(
     aborts: dict[int, str] | None = None,
     prediction: list[int] | None = None,
 ) -> Outputs:
-    """What is told of each step; its seed is i if it has none. Prompt i comes before step ``arrivals[i]``, 0 if nothing is said; before the
-    steps in ``aborts`` their requests are aborted."""
+    """What is told of each step. Prompt i, by seed i if it has none, comes before step ``arrivals[i]``, 0 if
+    nothing is said; before the steps in ``aborts`` their requests are aborted."""
     seeded = [msgspec.structs.replace(p, seed=i if p.seed is None else p.seed) for i, p in enumerate(params)]
     waiting = [
         (arrivals[i] if arrivals else 0, Generate(str(i), PROMPTS[i], own, prediction_token_ids=prediction))
