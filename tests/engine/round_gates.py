@@ -24,6 +24,7 @@ from engine.sampling.captured_verify import captured_verify
 from engine.sampling.random import counters
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from engine.sampling.verify import RowVerdict
+from engine.stats import EngineStats
 from tests.engine.conftest import Models
 from tests.models import make_engine
 from tests.tape import TapeCapture
@@ -143,6 +144,8 @@ def _without_times(output: TokenOutput | Failed) -> TokenOutput | Failed:
 
 def same_rounds(twins: Twins, params: Sequence[SamplingParams], **how: Any) -> Outputs:
     before = twins.rounds.num_replays
+    for core in twins:
+        core.stats = EngineStats()
     (ours, theirs) = (run(core, params, **how) for core in twins)
     assert ours == theirs
     one, other = (core.stats for core in twins)
