@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_sequences": 5,
     "num_speculative_tokens": 5,
     "prefix_caching": False,
-    "cuda_graph_seconds": 600,
+    "cuda_graph_seconds": 6000,
 }
 Outputs = list[list[TokenOutput | Failed]]
 

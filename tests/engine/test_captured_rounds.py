@@ -3,6 +3,7 @@
 On a CPU a tape stands in for CUDA graphs (``tests.tape``). ``test_cuda`` runs the same gates on real graphs.
 """
 
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -40,7 +41,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def twins(models: Models) -> Twins:
-    """Idle, and used by many tests: none of them changes what they are."""
+    """Idle, and used by many tests: each gives both the same to do, so that their blocks lie alike."""
     return taped_twins(models)
 
 
@@ -145,7 +146,8 @@ def test_a_least_length_goes_phase_by_phase_until_it_is_reached(twins: Twins) ->
 # What the host waits for.
 
 
-def test_the_host_reads_once_a_round(twins: Twins, monkeypatch: Patch) -> None:
+def test_the_host_reads_once_a_round(models: Models, monkeypatch: Patch) -> None:
+    twins = taped_twins(models)
     looks = count()
     for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__"):
         honest = getattr(torch.Tensor, name)
@@ -182,21 +184,23 @@ class Told:
         patch.setattr(planner, "observe", observed)
 
 
-def test_seconds_are_the_devices(twins: Twins, monkeypatch: Patch) -> None:
+def test_seconds_are_the_devices(models: Models, monkeypatch: Patch) -> None:
+    twins = taped_twins(models)
     marks = iter(t + start for start in count(0, 100) for t in (0.0, 2.0, 7.0))
     monkeypatch.setattr(TapeCapture, "mark", lambda self: next(marks))
     core, told = twins.captured, Told(twins.captured, monkeypatch)
-    before = dict(core.stats.phase_seconds)
-    replays = twins.rounds.num_replays
+    replays, started = twins.rounds.num_replays, time.perf_counter()
     run(core, PARAMS["greedy"])
+    took = time.perf_counter() - started
     num_rounds = twins.rounds.num_replays - replays
     rounds = [one for one in told.seconds if one is not None]
     assert len(rounds) == num_rounds > 5
     assert {(one.draft, one.score) for one in rounds} == {(2.0, 5.0)}
-    spent = {name: core.stats.phase_seconds[name] - before[name] for name in before}
-    assert spent["draft"] == pytest.approx(2 * num_rounds, abs=1)  # and what the prompts took
-    assert spent["score"] == pytest.approx(5 * num_rounds, abs=1)
-    assert sum(spent.values()) < 100  # the host's clock has not seen any of it
+    # The prompts' steps are in it too, by the host's clock; what is not the device's is the host's.
+    spent = core.stats.phase_seconds
+    assert spent["draft"] >= 2 * num_rounds
+    assert spent["score"] >= 5 * num_rounds
+    assert sum(spent.values()) <= took
 
 
 # Rounds that are not captured.
