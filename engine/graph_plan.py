@@ -10,13 +10,16 @@ from functools import partial
 
 from engine.cache_memory import free_memory
 from engine.config import EngineConfig
+from engine.models.captured_round import capture_rounds
 from engine.models.chain_inputs import ChainBucket, plan_chains
 from engine.models.decoder_only import DecoderModel
 from engine.models.draft_chain import capture_chains
 from engine.models.graph_capture import Capture, make_capture
 from engine.models.lean_decoder import LeanDecoder
+from engine.models.round_inputs import RoundBucket, plan_rounds
 from engine.models.step_buckets import Bucket, plan_buckets
 from engine.models.step_graphs import capture_steps
+from engine.sampling.captured_draw import DrawKind
 
 # What the driver keeps for one graph of some thousand kernels: a guess, which has not been measured.
 GRAPH_BYTES = 4 << 20
@@ -32,11 +35,12 @@ USUAL_SCORED, USUAL_DRAFTED = 5, 2
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     """``models`` with their buckets; the one that is captured first comes first. If there are ``chains``,
-    they are that one's, with ids of ``vocab_size``."""
+    they are that one's, with ids of ``vocab_size``; if there are ``rounds``, they are the last one's."""
 
     capture: Capture
     models: list[tuple[DecoderModel, list[Bucket]]]
     chains: list[ChainBucket]
+    rounds: list[RoundBucket]
     vocab_size: int
     seconds: float
     memory: int
@@ -51,6 +55,9 @@ class GraphPlan:
             draft, _ = self.models[0]
             chained = partial(capture_chains, draft, self.chains, self.vocab_size, num_blocks, self.capture)
             parts.insert(1, chained)
+        if self.rounds:
+            target, _ = self.models[-1]
+            parts.append(partial(capture_rounds, target, self.rounds, num_blocks, self.capture))
         for number, capture in enumerate(parts, start=1):
             # The first gets its share of time and memory, the last what is left of them.
             share = number / len(parts)
@@ -85,9 +92,21 @@ def plan_graphs(
         gathers = not _reads_in_place(draft)
         chains = plan_chains(config.max_num_sequences, max_model_len, config.block_size, scored - 2, gathers)
     needed = FIXED_BYTES + sum(_memory(model, buckets, config.block_size) for model, buckets in models)
-    needed += _memory_of_chains(chains, target.vocab_size)
+    rounds: list[RoundBucket] = []
+    if models and models[-1][0] is target:
+        rounds = plan_rounds(
+            config.max_num_sequences,
+            max_model_len,
+            config.block_size,
+            None if k == "auto" else k,
+            scored,
+            target.vocab_size,
+            not _reads_in_place(target),
+        )
+    needed += _memory_of_chains(chains, target.vocab_size) + _memory_of_rounds(rounds, target.vocab_size)
     memory = min(needed, int(MAX_SHARE * free_memory(target.device)))
-    return GraphPlan(capture, models, chains, target.vocab_size, config.cuda_graph_seconds, memory)
+    seconds = config.cuda_graph_seconds
+    return GraphPlan(capture, models, chains, rounds, target.vocab_size, seconds, memory)
 
 
 def _can_be_captured(model: DecoderModel) -> bool:
@@ -120,3 +139,9 @@ def _memory_of_chains(chains: list[ChainBucket], vocab_size: int) -> int:
     sixteen of 8 bytes (noise, its integers, sorted probabilities), and what the driver keeps."""
     num_rows = max((bucket.shape.rows for bucket in chains), default=0)
     return 16 * 8 * num_rows * vocab_size + sum(bucket.passes for bucket in chains) * GRAPH_BYTES
+
+
+def _memory_of_rounds(rounds: list[RoundBucket], vocab_size: int) -> int:
+    """Bytes, from above, beside what the target's passes need: as for chains, with every position a row."""
+    drawn = [bucket.shape.num_tokens for bucket in rounds if bucket.kind is not DrawKind.GREEDY]
+    return 16 * 8 * max(drawn, default=0) * vocab_size + len(rounds) * GRAPH_BYTES

@@ -17,9 +17,7 @@ from engine.block_manager import BlockTable
 from engine.models.graph_capture import Capture, SentNumbers
 from engine.models.step_buckets import MAX_GATHERED_KEYS, MIN_KEYS, powers
 from engine.models.step_inputs import captured_batch
-from engine.sampling.captured_draw import DrawKind, DrawRow, DrawTensors
-
-PADDING = DrawRow(is_greedy=True, seed=0)
+from engine.sampling.captured_draw import NUMBERS_PER_ROW, DrawKind, DrawRow, DrawTensors, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +118,11 @@ class ChainInputs:
         self.sent.wait()
         sizes = _sizes(shape)
         numbers = self.sent.host.numpy()[: sum(sizes)]
-        first, passes, seeds, top_k, is_greedy, shares, blocks = np.split(numbers, np.cumsum(sizes)[:-1])
+        first, passes, draws, blocks = np.split(numbers, np.cumsum(sizes)[:-1])
         padding = shape.rows - len(rows)
         first[:] = [table.num_computed_tokens for table in tables] + [0] * padding
         passes[:] = [*num_passes, *[0] * padding]
-        padded = [*rows, *[PADDING] * padding]
-        seeds[:] = [row.seed for row in padded]
-        top_k[:] = [row.top_k for row in padded]
-        is_greedy[:] = [row.is_greedy for row in padded]
-        shares.view(np.float64)[:] = [
-            share for row in padded for share in (row.temperature, row.top_p, row.min_p)
-        ]
+        pack(rows, draws)
         by_row = blocks.reshape(shape.rows, shape.blocks)
         by_row[len(rows) :] = self.scratch_block
         for own, table, count in zip(by_row, tables, num_passes, strict=False):
@@ -143,7 +135,7 @@ class ChainInputs:
         """The pass after ``num_done`` [1] others, over ``ids`` [rows]. This is captured."""
         sizes = _sizes(shape)
         parts = self.sent.numbers[: sum(sizes)].split_with_sizes(sizes)
-        first, passes, seeds, top_k, is_greedy, shares, blocks = parts
+        first, passes, draws, blocks = parts
         tables = blocks.view(shape.rows, shape.blocks)
         is_running = num_done < passes
         positions = torch.where(is_running, first + num_done, 0)
@@ -151,18 +143,16 @@ class ChainInputs:
         block = torch.where(is_running, block, self.scratch_block)
         slots = block * self.block_size + positions % self.block_size
         logits_rows = torch.arange(shape.rows, device=ids.device)
-        temperature, top_p, min_p = shares.view(torch.float64).float().view(-1, 3).unbind(1)
         return ChainPass(
             captured_batch(
                 ids, positions, slots, logits_rows, positions, tables, self.block_size, self.gathers
             ),
             is_running,
-            DrawTensors(is_greedy != 0, seeds, top_k, temperature, top_p, min_p),
+            DrawTensors.unpack(draws),
             positions + 1,
         )
 
 
 def _sizes(shape: ChainShape) -> list[int]:
-    """First positions, numbers of passes, seeds, top-k, whether greedy; temperature, top-p and min-p of each
-    row as the bits of float64; block tables."""
-    return [shape.rows] * 5 + [3 * shape.rows, shape.rows * shape.blocks]
+    """First positions, numbers of passes, how each row draws; block tables."""
+    return [shape.rows, shape.rows, NUMBERS_PER_ROW * shape.rows, shape.rows * shape.blocks]

@@ -7,7 +7,7 @@ addresses for ever (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-gr
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,15 @@ class Capture(Protocol):
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """Run ``function`` and return what does its work again, on the same tensors."""
+        ...
+
+    def mark(self) -> Any:
+        """A point between what has been launched and what will be, for ``seconds``. Does not wait."""
+        ...
+
+    def seconds(self, first: Any, second: Any) -> float:
+        """From one mark to the other, which the device must have passed: the host has read what came before
+        it. The host's own clock cannot tell, as it launches and goes on."""
         ...
 
     def free_memory(self) -> int:
@@ -87,6 +96,14 @@ class CudaCapture:
                 # After a failed capture torch.cuda.graph leaves its own stream in place.
                 torch.cuda.set_stream(usual_stream)
         return graph.replay
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1000
 
     def free_memory(self) -> int:
         with torch.cuda.device(self.device):

@@ -18,7 +18,7 @@ from engine.models.decoder_only import DecoderModel
 from engine.models.draft_chain import in_width
 from engine.native.decoder import NativeDecoder
 from engine.native.draft import draft_round
-from engine.sampling.captured_draw import draw_rows
+from engine.sampling.captured_draw import draw_now, draw_rows
 from engine.sampling.sampler import DraftDraw, Drafts, Sampler
 from engine.scheduler import Scheduled
 
@@ -68,7 +68,7 @@ class DraftModelProposer:
                 logits = self._forward(
                     [Span(table, [token_id], 1) for table, token_id in zip(tables, last, strict=True)]
                 )
-            draw = drawing.draw_drafts(logits, token_ids[members, :position], with_confidence)
+            draw = self._draw(logits, token_ids[members, :position], with_confidence, drawing)
             token_ids[members, position] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members, position] = draw.probs
@@ -90,6 +90,18 @@ class DraftModelProposer:
         drawing = sampler.select(active)
         drafts = draft_round(self.model.whole_pass, self._known(spans), limits, patience, drawing)
         return None if drafts is None else _among(drafts, active, len(lengths))
+
+    def _draw(
+        self, logits: torch.Tensor, drafted: torch.Tensor, with_confidence: bool, drawing: Sampler
+    ) -> DraftDraw:
+        """The next drafts from ``logits`` [rows, vocab], after ``drafted`` [rows, so far]. The first ones
+        stay on the device, unread, where a chain can go on with them."""
+        is_first = drafted.shape[1] == 0
+        if self.model.draft_chain is not None and is_first and not with_confidence:
+            rows = draw_rows(drawing)
+            if rows is not None:
+                return DraftDraw(draw_now(logits, rows, drawing), None, None)
+        return drawing.draw_drafts(logits, drafted, with_confidence)
 
     def _draft_at_once(
         self, tables: list[BlockTable], num_passes: list[int], first_ids: torch.Tensor, drawing: Sampler

@@ -4,14 +4,20 @@ Serves rows whose token is a function of logits, seed and position alone: exact 
 penalties, bias or rules. Draws the ids that ``Sampler.draw_drafts`` draws. Knows nothing of models.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from engine.host_to_device import send
 from engine.sampling.processors import SMALLEST, SamplingTensors, to_probs
-from engine.sampling.random import captured_noise
+from engine.sampling.random import captured_noise, counters
 from engine.sampling.sampler import Row, Rule, Sampler
+
+# int64 numbers that tell all of a row.
+NUMBERS_PER_ROW = 6
 
 
 class DrawKind(IntEnum):
@@ -40,6 +46,9 @@ class DrawRow(NamedTuple):
         return DrawKind.CUT if is_cut else DrawKind.SAMPLED
 
 
+PADDING = DrawRow(is_greedy=True, seed=0)
+
+
 class DrawTensors(NamedTuple):
     """The same of all rows on the device, [rows] each."""
 
@@ -49,6 +58,34 @@ class DrawTensors(NamedTuple):
     temperature: torch.Tensor  # float32
     top_p: torch.Tensor  # float32
     min_p: torch.Tensor  # float32
+
+    @classmethod
+    def unpack(cls, numbers: torch.Tensor) -> "DrawTensors":
+        """What ``pack`` has filled in, on the device: int64 [rows * NUMBERS_PER_ROW]. May be captured."""
+        columns = numbers.view(NUMBERS_PER_ROW, -1)
+        seeds, top_k, is_greedy = columns[:3].unbind(0)
+        temperature, top_p, min_p = columns[3:].view(torch.float64).float().unbind(0)
+        return cls(is_greedy != 0, seeds, top_k, temperature, top_p, min_p)
+
+    def repeated(self, times: int) -> "DrawTensors":
+        """Each row so many times, one after the other."""
+        return DrawTensors(*(column[:, None].expand(-1, times).reshape(-1) for column in self))
+
+
+def pack(rows: Sequence[DrawRow], numbers: np.ndarray) -> None:
+    """Fill int64 ``numbers`` [n * NUMBERS_PER_ROW], n >= the number of ``rows``; behind them is padding.
+
+    Temperatures and shares go as the bits of float64.
+    """
+    columns = numbers.reshape(NUMBERS_PER_ROW, -1)
+    padded = [*rows, *[PADDING] * (columns.shape[1] - len(rows))]
+    columns[0] = [row.seed for row in padded]
+    columns[1] = [row.top_k for row in padded]
+    columns[2] = [row.is_greedy for row in padded]
+    shares = columns[3:].view(np.float64)
+    shares[0] = [row.temperature for row in padded]
+    shares[1] = [row.top_p for row in padded]
+    shares[2] = [row.min_p for row in padded]
 
 
 def draw_rows(sampler: Sampler) -> list[DrawRow] | None:
@@ -98,3 +135,16 @@ def captured_draw(
     probs = to_probs(logits[:, None], sampling)[:, 0]
     winners = (probs / captured_noise(rows.seeds, positions, counters)).argmax(-1)
     return torch.where(rows.is_greedy, likeliest, winners)
+
+
+def draw_now(logits: torch.Tensor, rows: Sequence[DrawRow], sampler: Sampler) -> torch.Tensor:
+    """The first drafts [rows] of ``sampler``'s ``rows``, from a draft's ``logits`` [rows, vocab]. Nothing is
+    captured, but the host does not wait either, as it does where a sampler looks for top-p's mass."""
+    kind = max(row.kind for row in rows)
+    if kind is DrawKind.GREEDY:
+        return logits.argmax(-1)
+    numbers = np.empty(len(rows) * NUMBERS_PER_ROW, dtype=np.int64)
+    pack(rows, numbers)
+    tensors = DrawTensors.unpack(send(torch.from_numpy(numbers), sampler.device))
+    ids = counters(logits.shape[-1], sampler.device)
+    return captured_draw(kind, logits, tensors, sampler.positions, ids)

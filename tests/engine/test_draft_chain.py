@@ -64,6 +64,7 @@ def make_engines(
     """One with chains, and one without that is the same otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph_plan, "make_capture", capture)
+        patch.setattr(graph_plan, "plan_rounds", lambda *_: [])
         patch.setattr(step_buckets, "QUERIES", (1, 2))
         chained = make(models.target, models.close_draft, **config)
         patch.setattr(graph_plan, "plan_chains", lambda *_: [])
@@ -83,6 +84,7 @@ def engines(models: Models) -> Engines:
 @pytest.fixture
 def taped(monkeypatch: Patch) -> None:
     monkeypatch.setattr(graph_plan, "make_capture", TapeCapture)
+    monkeypatch.setattr(graph_plan, "plan_rounds", lambda *_: [])
     monkeypatch.setattr(step_buckets, "QUERIES", (1, 2))  # the chains are what matters here
 
 
