@@ -5,7 +5,7 @@ loaded pair and its caches, so that where those lie in memory makes no differenc
 so many at a time, in turns: in each cycle every variant makes as many tokens as plain decoding makes in a
 fraction of a second, so that a mood of the machine meets all of them; ratios of the tokens per second of all
 cycles. Pairs: the bundled one, synthetic ones whose acceptance is dialled, a model that drafts for itself, a
-draft that is never right. Prints a table, writes JSON and PNG with ``--save``. ``--target`` and ``--draft``
+draft that is never right. Prints a table, writes JSON and a PNG with ``--save``. ``--target`` and ``--draft``
 take any pair instead. ``--control`` measures plain decoding twice, as two variants: what they differ by is
 noise.
 """
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.02, help="of plain decoding, in a cycle")
     parser.add_argument("--control", action="store_true", help="plain decoding twice: how much is noise")
     parser.add_argument("--threads", type=int, default=0, help="default: as the engine chooses")
-    parser.add_argument("--save", type=Path, help="write PATH.json and PATH.png")
+    parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
     arguments = parser.parse_args()
     if arguments.cycles < PARTS:
         parser.error(f"--cycles: at least {PARTS}; who made more in one round sits some of them out")

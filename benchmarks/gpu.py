@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--graphs", choices=["on", "off", "both"], default="on", help="CUDA graphs; both: side by side"
     )
-    parser.add_argument("--save", type=Path, help="write FILE.json as results come, and FILE.png")
+    parser.add_argument("--save", type=Path, help="JSON file to write as results come; a PNG lies beside it")
     return parser.parse_args()
 
 

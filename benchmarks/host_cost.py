@@ -147,7 +147,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lengths", choices=list(LENGTHS), nargs="+", default=list(LENGTHS))
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
-    parser.add_argument("--save", type=Path, help="write FILE.json")
+    parser.add_argument("--save", type=Path, help="write JSON to this file")
     return parser.parse_args()
 
 

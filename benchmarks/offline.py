@@ -60,7 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="file of prompts; default: story openings")
     parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
     parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--save", type=Path, help="write FILE.json and FILE.png")
+    parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
     arguments = parser.parse_args()
     if arguments.num_speculative_tokens != "auto":
         arguments.num_speculative_tokens = int(arguments.num_speculative_tokens)

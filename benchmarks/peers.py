@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--llama-cpp-bin", type=Path, help="folder with llama-server")
     parser.add_argument("--llama-cpp-src", type=Path, help="folder with convert_hf_to_gguf.py")
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
-    parser.add_argument("--save", type=Path, help="write FILE.json and FILE.png")
+    parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
     return parser.parse_args()
 
 
