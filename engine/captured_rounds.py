@@ -30,7 +30,7 @@ def run_captured(
 ) -> JudgedRound | None:
     """Draft, score and judge a step in which all of ``scheduled``, ``sampler``'s rows, only decode. None if
     that cannot be captured or is not; nothing has happened then."""
-    if rounds is None or not all(map(_only_decodes, scheduled)):
+    if rounds is None or not all(part.only_decodes for part in scheduled):
         return None
     rows = draw_rows(sampler)
     if rows is None:
@@ -60,14 +60,3 @@ def _run(
     judged = capture.mark()
     ids, verdicts = rounds.read(bucket, drafts.lengths)
     return JudgedRound(ids, verdicts, capture.seconds(started, drafted), capture.seconds(drafted, judged))
-
-
-def _only_decodes(part: Scheduled) -> bool:
-    """Whether a sequence's part in a step is a plain round: nobody wants to see its logits."""
-    sequence = part.sequence
-    return (
-        part.completes
-        and part.num_tokens == 1
-        and sequence.params.logprobs is None
-        and not sequence.wants_prompt_logprobs
-    )

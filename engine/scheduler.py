@@ -37,6 +37,17 @@ class Scheduled:
     patience: Patience | None = None
     draft_follows: bool = True
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether it is a plain round, whose logits nobody wants to see."""
+        sequence = self.sequence
+        return (
+            self.completes
+            and self.num_tokens == 1
+            and sequence.params.logprobs is None
+            and not sequence.wants_prompt_logprobs
+        )
+
 
 class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.

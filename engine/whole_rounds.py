@@ -67,7 +67,7 @@ class WholeRounds:
         target = self.target.whole_pass
         if not isinstance(target, NativeDecoder):
             return None
-        if not all(map(_only_decodes, parts)) or not all(row.is_plain for row in sampler.rows):
+        if not all(map(_tells_tokens_only, parts)) or not all(row.is_plain for row in sampler.rows):
             return None
         sequences = [part.sequence for part in parts]
         limits = [part.num_draft_tokens for part in parts]
@@ -144,15 +144,13 @@ class WholeRounds:
                 planner.observe_again(outcomes, told, one.patience)
 
 
-def _only_decodes(part: Scheduled) -> bool:
+def _tells_tokens_only(part: Scheduled) -> bool:
     """Whether a sequence's part in a step is a plain round, of which nothing but tokens is told, and nobody
     is asked who may find something to draft in the next one."""
     sequence = part.sequence
     return (
-        part.completes
-        and part.num_tokens == 1
+        part.only_decodes
         and (part.source == "draft_model" or not sequence.sources)
         and len(sequence) > sequence.num_prompt_tokens
-        and sequence.params.logprobs is None
         and sequence.prediction is None
     )

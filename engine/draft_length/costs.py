@@ -22,10 +22,11 @@ RATE = 0.1
 # How a surprise is split. At first half of it is believed of all sizes, as the points measured at start do
 # not contain everything. Once it is known, the same size taking longer than before says that the
 # machine has become slower, for a while or for good: that is followed fast, and for all sizes, so that they
-# stay comparable. Another size than before tells how they compare. Each is the share of one round's surprise.
+# stay comparable. Another size than before tells how they compare. Each is the share of one round's surprise;
+# the last one, that of several at most.
 SHARED = 0.5
 SAME_COMMON, SAME_POINT = 0.04, 0.001
-OTHER_COMMON, OTHER_POINT = 0.005, 0.1
+OTHER_COMMON, OTHER_POINT, MOST_POINT = 0.005, 0.1, 0.5
 # A median of some rounds weighs as much as so many at most.
 FULL_ROUNDS = 8
 # A measurement moves the average as if it were off by at most this factor's logarithm: a process that was
@@ -103,7 +104,7 @@ class CostCurve:
         if self._sizes[index] == self._last_size:
             common, own = max(new, weight * SAME_COMMON), max(new, weight * SAME_POINT)
         elif self._last_size:
-            common, own = weight * OTHER_COMMON, max(1 / (4 + num), min(weight * OTHER_POINT, 0.5))
+            common, own = weight * OTHER_COMMON, max(1 / (4 + num), min(weight * OTHER_POINT, MOST_POINT))
         else:
             common = own = new
         if not is_probe:

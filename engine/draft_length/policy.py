@@ -287,8 +287,9 @@ class DraftLengthPolicy:
         ages = [sequence.age(self._round) for sequence in sequences]
         limits = [max(0, row.limit) for row in rows]
         for lengths in self.probes.candidates(found, limits, ages, [row.lag for row in rows]):
-            plan = evaluate(outlooks, lengths, self.costs, 0, lag_of(rows, lengths))
-            again = evaluate(outlooks, lengths, self.costs, 0)
+            lag = lag_of(rows, lengths)
+            plan = evaluate(outlooks, lengths, self.costs, 0, lag)
+            again = evaluate(outlooks, lengths, self.costs, 0) if lag else plan
             if self.probes.can_afford(plan, again, found.best, num_rounds):
                 self.probes.begin(plan, again.seconds)
                 return lengths

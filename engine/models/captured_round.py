@@ -9,8 +9,6 @@ Every captured round is compared with the usual pass and the usual verdict. If o
 captured, none is used.
 """
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +18,7 @@ from engine.block_manager import BlockTable
 from engine.messages import SamplingParams
 from engine.models.decoder_only import DecoderModel
 from engine.models.draft_chain import CHECK_ROWS
-from engine.models.graph_capture import Capture
+from engine.models.graph_capture import Capture, capture_planned
 from engine.models.layer_parts import TorchParts
 from engine.models.lean_decoder import same_logits
 from engine.models.round_inputs import RoundBucket, RoundInputs, smallest_round
@@ -36,8 +34,6 @@ from engine.sampling.verify import RowVerdict
 VERDICT_NUMBERS = 3
 # Rounds of the comparison at start: none of the drafts stands in the first; one more in each of the others.
 CHECK_ROUNDS = 3
-
-logger = logging.getLogger(__name__)
 
 
 class CapturedRound:
@@ -165,28 +161,27 @@ def capture_rounds(
     """
     if not isinstance(model.graphs, StepGraphs):
         return
-    started, steps = time.monotonic(), model.graphs
-    steps.enabled = False  # rounds are compared with the usual passes
-    try:
-        rounds = CapturedRound(steps, planned)
-        for number, bucket in enumerate(planned):
-            if time.monotonic() > deadline or capture.free_memory() < min_free:
-                break
-            texts = check_texts(model, bucket.shape, num_blocks, number)
-            if not texts:
-                continue  # such a batch does not fit into the cache
-            rounds.add(bucket)
-            if not _is_right(model, rounds, bucket, texts):
-                logger.warning("Captured rounds differ from the usual ones (%s) and are not used", bucket)
-                return
-    except Exception as error:  # drivers and kernels fail in many ways; the usual round needs none of this
-        logger.warning("Rounds cannot be captured and are not used: %s", error)
-        return
-    finally:
-        steps.enabled = True
-    took = time.monotonic() - started
-    logger.info("Captured %d of %d rounds in %.1f s", len(rounds.replays), len(planned), took)
-    if rounds.replays:
+    steps = model.graphs
+
+    def capture_one(rounds: CapturedRound, number: int, bucket: RoundBucket) -> bool:
+        texts = check_texts(model, bucket.shape, num_blocks, number)
+        if not texts:
+            return True  # such a batch does not fit into the cache
+        rounds.add(bucket)
+        return _is_right(model, rounds, bucket, texts)
+
+    with steps.left_out():  # rounds are compared with the usual passes
+        rounds = capture_planned(
+            "rounds",
+            "ones",
+            planned,
+            lambda: CapturedRound(steps, planned),
+            capture_one,
+            capture,
+            deadline,
+            min_free,
+        )
+    if rounds is not None:
         model.captured_round = rounds
 
 

@@ -8,8 +8,6 @@ Every captured chain is compared with the usual passes. If one deviates or canno
 Exactness does not depend on it: drafts are guesses, which the target judges.
 """
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,7 +19,7 @@ from engine.batch import Span, table_slots
 from engine.block_manager import BlockTable
 from engine.models.chain_inputs import ChainBucket, ChainInputs, ChainPass, fitting
 from engine.models.decoder_only import DecoderModel
-from engine.models.graph_capture import Capture
+from engine.models.graph_capture import Capture, capture_planned
 from engine.models.layer_parts import TorchParts
 from engine.models.lean_decoder import same_logits
 from engine.models.step_buckets import Bucket
@@ -37,8 +35,6 @@ CHECK_ROWS = {
     DrawKind.SAMPLED: DrawRow(is_greedy=False, seed=11, temperature=0.8),
     DrawKind.CUT: DrawRow(is_greedy=False, seed=-5, temperature=1.2, top_k=7, top_p=0.9, min_p=0.01),
 }
-
-logger = logging.getLogger(__name__)
 
 
 def in_width(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -167,29 +163,28 @@ def capture_chains(
     """
     if not isinstance(model.graphs, StepGraphs):
         return
-    started, steps = time.monotonic(), model.graphs
-    steps.enabled = False  # chains are compared with the usual passes
-    try:
-        chain = DraftChain(steps, planned, vocab_size)
-        for number, bucket in enumerate(planned):
-            if time.monotonic() > deadline or capture.free_memory() < min_free:
-                break
-            shape = bucket.shape
-            texts = check_texts(model, Bucket(shape.rows, bucket.passes, shape.blocks), num_blocks, number)
-            if not texts:
-                continue  # such a batch does not fit into the cache
-            chain.add(bucket)
-            if not _is_right(model, chain, bucket, texts):
-                logger.warning("Draft chains differ from the usual passes (%s) and are not used", bucket)
-                return
-    except Exception as error:  # drivers and kernels fail in many ways; the usual loop needs none of this
-        logger.warning("Draft chains cannot be captured and are not used: %s", error)
-        return
-    finally:
-        steps.enabled = True
-    took = time.monotonic() - started
-    logger.info("Captured %d of %d draft chains in %.1f s", len(chain.replays), len(planned), took)
-    if chain.replays:
+    steps = model.graphs
+
+    def capture_one(chain: DraftChain, number: int, bucket: ChainBucket) -> bool:
+        shape = bucket.shape
+        texts = check_texts(model, Bucket(shape.rows, bucket.passes, shape.blocks), num_blocks, number)
+        if not texts:
+            return True  # such a batch does not fit into the cache
+        chain.add(bucket)
+        return _is_right(model, chain, bucket, texts)
+
+    with steps.left_out():  # chains are compared with the usual passes
+        chain = capture_planned(
+            "draft chains",
+            "passes",
+            planned,
+            lambda: DraftChain(steps, planned, vocab_size),
+            capture_one,
+            capture,
+            deadline,
+            min_free,
+        )
+    if chain is not None:
         model.draft_chain = chain
 
 

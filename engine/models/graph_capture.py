@@ -5,14 +5,18 @@ addresses for ever (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-gr
 """
 
 import gc
-from collections.abc import Callable, Iterator
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 # Libraries set themselves up in the first runs, which must not be captured.
 WARM_UP_RUNS = 2
+
+logger = logging.getLogger(__name__)
 
 
 class Capture(Protocol):
@@ -129,3 +133,50 @@ def without_garbage_collection() -> Iterator[None]:
 def make_capture(device: torch.device) -> Capture | None:
     """None for devices that have no graphs."""
     return CudaCapture(device) if device.type == "cuda" else None
+
+
+class Captured(Protocol):
+    @property
+    def replays(self) -> Mapping[Any, Callable[[], None]]:
+        """By what is captured."""
+        ...
+
+
+Made = TypeVar("Made", bound=Captured)
+Shape = TypeVar("Shape")
+
+
+def capture_planned(
+    what: str,
+    usual: str,
+    planned: Sequence[Shape],
+    make: Callable[[], Made],
+    capture_one: Callable[[Made, int, Shape], bool],
+    capture: Capture,
+    deadline: float,
+    min_free: int,
+) -> Made | None:
+    """What ``make`` makes, with the ``planned`` ones captured in order, until ``deadline`` (monotonic) or
+    until fewer than ``min_free`` bytes are free. None, and a line in the log, if anything goes wrong: nothing
+    of it is to be used.
+
+    ``capture_one`` captures the n-th, if it can be compared, and says whether it does what the ``usual`` one
+    does. ``what`` and ``usual`` are for people.
+    """
+    started = time.monotonic()
+    try:
+        made = make()
+        for number, shape in enumerate(planned):
+            if time.monotonic() > deadline or capture.free_memory() < min_free:
+                break
+            if not capture_one(made, number, shape):
+                logger.warning(
+                    "Captured %s differ from the usual %s (%s) and are not used", what, usual, shape
+                )
+                return None
+    except Exception as error:  # drivers and kernels fail in many ways; the usual way needs none of this
+        logger.warning("%s cannot be captured and are not used: %s", what[0].upper() + what[1:], error)
+        return None
+    took = time.monotonic() - started
+    logger.info("Captured %d of %d %s in %.1f s", len(made.replays), len(planned), what, took)
+    return made if made.replays else None

@@ -9,9 +9,8 @@ Every captured pass is compared with the usual one on a short text. If one devia
 none is used.
 """
 
-import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from engine.batch import Span
 from engine.block_manager import BlockTable
 from engine.models.decoder_only import DecoderModel
-from engine.models.graph_capture import Capture
+from engine.models.graph_capture import Capture, capture_planned
 from engine.models.layer_parts import TorchParts
 from engine.models.lean_decoder import LeanDecoder, same_logits
 from engine.models.step_buckets import Bucket, shape_of, smallest
@@ -27,8 +26,6 @@ from engine.models.step_inputs import StepInputs
 
 # Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
-
-logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
@@ -78,6 +75,15 @@ class StepGraphs:
         self.replays[bucket]()
         return self.logits[:num_logits].clone()
 
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The model's usual passes meanwhile."""
+        self.enabled = False
+        try:
+            yield
+        finally:
+            self.enabled = True
+
     @torch.inference_mode()
     def add(self, bucket: Bucket) -> None:
         """Capture one more. Raises whatever the device's library does."""
@@ -108,25 +114,25 @@ def capture_steps(
 
     Leaves the model as it was if anything goes wrong.
     """
-    started = time.monotonic()
-    try:
-        graphs = StepGraphs(model, planned, num_blocks, capture)
-        for number, bucket in enumerate(planned):
-            if time.monotonic() > deadline or capture.free_memory() < min_free:
-                break
-            texts = check_texts(model, bucket, num_blocks, number)
-            if not texts:
-                continue  # such a batch does not fit into the cache
-            graphs.add(bucket)
-            if not _is_right(model, graphs, bucket, texts):
-                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", bucket)
-                return
-    except Exception as error:  # drivers and kernels fail in many ways; the usual pass needs none of this
-        logger.warning("CUDA graphs cannot be captured and are not used: %s", error)
-        return
-    took = time.monotonic() - started
-    logger.info("Captured %d of %d CUDA graphs in %.1f s", len(graphs.replays), len(planned), took)
-    if graphs.replays:
+
+    def capture_one(graphs: StepGraphs, number: int, bucket: Bucket) -> bool:
+        texts = check_texts(model, bucket, num_blocks, number)
+        if not texts:
+            return True  # such a batch does not fit into the cache
+        graphs.add(bucket)
+        return _is_right(model, graphs, bucket, texts)
+
+    graphs = capture_planned(
+        "CUDA graphs",
+        "pass",
+        planned,
+        lambda: StepGraphs(model, planned, num_blocks, capture),
+        capture_one,
+        capture,
+        deadline,
+        min_free,
+    )
+    if graphs is not None:
         model.graphs = graphs
 
 
