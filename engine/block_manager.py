@@ -125,14 +125,15 @@ class BlockPool:
                 self._hash_of[block] = block_hash
 
     def truncate(self, table: BlockTable, num_tokens: int) -> None:
-        """Keep at most the first ``num_tokens`` computed tokens and the blocks that hold them.
+        """Keep room for the first ``num_tokens`` tokens, and those of them that are computed.
 
-        Published blocks hold committed tokens only, so a kept block that will be written to again is
-        never one of them.
+        The room of tokens that are not is kept too: a draft's table that lags would give it back after every
+        step and take it again in the next. Published blocks hold committed tokens only, so a kept block that
+        will be written to again is never one of them.
         """
         table.num_computed_tokens = min(table.num_computed_tokens, num_tokens)
-        num_kept = self.blocks_for(table.num_computed_tokens)
-        if num_kept == len(table.block_ids):
+        num_kept = self.blocks_for(num_tokens)
+        if num_kept >= len(table.block_ids):
             return
         for block in reversed(table.block_ids[num_kept:]):
             self._drop(block)

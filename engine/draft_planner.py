@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from engine.draft_length.confidence import Patience
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, LengthPolicy, Outcome, RoundSeconds
 from engine.draft_length.sources import AUTO_LIMITS, Offer, SourceChooser, strength
+from engine.messages import Source
 from engine.sequence import Sequence
 
 # More than anybody asks for.
 MANY_ROUNDS = 1000
+# Sources that look nothing up.
+NO_LOOK_UPS: tuple[Source, ...] = "draft_model", "none"
 
 
 @dataclass(slots=True)
@@ -48,15 +51,56 @@ class DraftPlanner:
         self.chooser = chooser
         self.offers = offers
         self.follows = follows
+        # What was chosen last, for whom; how long each text may become before its draft must be shorter;
+        # whether the choice may stand, and whether all that it was for have been heard of.
+        self._choices: dict[Sequence, Choice] = {}
+        self._decoding: list[Sequence] = []
+        self._longest: list[int] = []
+        self._may_stand = self._was_observed = False
 
     @property
     def num_rounds(self) -> int:
-        """For how many rounds, this one included, what ``choose`` has said stands if the rows stay."""
+        """For how many rounds, the last one included, what ``choose`` has said stands if the rows stay."""
         return MANY_ROUNDS if self.policy is None else self.policy.num_rounds
 
     def choose(self, running: list[Sequence], max_prompt_tokens: int) -> dict[Sequence, Choice]:
         """For every running sequence that decodes; prompts share the step with ``max_prompt_tokens``."""
         decoding = [sequence for sequence in running if sequence.num_uncomputed_tokens == 1]
+        if self._stands(decoding, len(running)):
+            self.go_on(None)
+        else:
+            self._choices = self._choose_anew(decoding, running, max_prompt_tokens)
+            self._decoding = decoding
+            self._longest = [
+                min(sequence.max_num_tokens - 1, self.max_draft_len) - choice.num_tokens
+                if choice.num_tokens
+                else sequence.max_num_tokens
+                for sequence, choice in self._choices.items()
+            ]
+            # Who looks something up may find it at any time, and patience is made anew for every round.
+            looks_up = any(source not in NO_LOOK_UPS for row in decoding for source in row.sources)
+            self._may_stand = not looks_up and not any(map(self.patience, decoding[:1]))
+        self._was_observed = False
+        return self._choices
+
+    def _stands(self, decoding: list[Sequence], num_running: int) -> bool:
+        """Whether what was chosen last goes for this step too. Asking all rows anew takes as long as some
+        draft passes."""
+        if not (self._may_stand and self._was_observed and self.num_rounds > 1):
+            return False
+        if len(decoding) < num_running or decoding != self._decoding:
+            return False
+        if any(len(row.token_ids) > most for row, most in zip(decoding, self._longest, strict=True)):
+            return False
+        if self.follows:
+            for sequence, choice in self._choices.items():
+                if choice.num_tokens:
+                    choice.lag = _lag(sequence)
+        return True
+
+    def _choose_anew(
+        self, decoding: list[Sequence], running: list[Sequence], max_prompt_tokens: int
+    ) -> dict[Sequence, Choice]:
         rows = self._choose_sources(decoding)
         lengths = [row.limit for row in rows]
         if self.policy is not None:
@@ -141,15 +185,12 @@ class DraftPlanner:
             self.chooser.observe(outcomes, seconds)
         if self.policy is not None:
             self.policy.observe(outcomes, seconds)
+        self._was_observed = len(outcomes) == len(self._decoding)
 
-    def observe_again(
-        self, outcomes: list[Outcome], seconds: RoundSeconds | None, patience: Patience | None
-    ) -> None:
-        """What became of the same rows in another round of the step; ``patience`` was a lone row's."""
-        if self.chooser is not None:
-            self.chooser.observe(outcomes, seconds)
+    def go_on(self, patience: Patience | None) -> None:
+        """The step has had another round of the same rows; ``patience`` was a lone row's."""
         if self.policy is not None:
-            self.policy.observe_again(outcomes, seconds, patience)
+            self.policy.go_on(patience)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
@@ -163,6 +204,11 @@ class DraftPlanner:
         lag = 0
         if source == DRAFT_MODEL and self.follows:
             # What the draft model's cache misses, the pending token apart.
-            lag = max(0, num_stored - sequence.draft_blocks.num_computed_tokens)
+            lag = _lag(sequence)
         temperature = 0.0 if sequence.greedy else sequence.params.temperature
         return Candidate(sequence, source, temperature, limit, lag, strength(match_length), num_stored)
+
+
+def _lag(sequence: Sequence) -> int:
+    """What the draft model's cache misses of a sequence, the pending token apart."""
+    return max(0, len(sequence.token_ids) - 1 - sequence.draft_blocks.num_computed_tokens)

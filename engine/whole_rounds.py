@@ -138,10 +138,9 @@ class WholeRounds:
                 for part, drafted, accepted in zip(parts, one.num_drafted, one.num_accepted, strict=True)
             ]
             told = seconds if number == timed else None
-            if number == 0:
-                planner.observe(outcomes, told)
-            else:
-                planner.observe_again(outcomes, told, one.patience)
+            if number:
+                planner.go_on(one.patience)
+            planner.observe(outcomes, told)
 
 
 def _tells_tokens_only(part: Scheduled) -> bool:

@@ -89,6 +89,7 @@ class DraftLengthPolicy:
         self._thresholds: tuple[float, float] | None = None
         # Of the last round.
         self._rows: Sequence[Candidate] = ()
+        self._num_stored = 0  # tokens in the target's cache
         self._asked: list[int] = []
         self._patience: Patience | None = None
 
@@ -102,6 +103,7 @@ class DraftLengthPolicy:
         if self._round >= self._next_look or keys != self._keys or kinds != self._kinds or self._looks_up:
             self._look(rows, keys, kinds, num_prompt_tokens)
         self._rows = rows
+        self._num_stored = sum([row.num_stored for row in rows])
         lengths = self._lengths
         if min(map(_limit, rows)) < self._longest:
             lengths = [max(0, min(length, row.limit)) for length, row in zip(lengths, rows, strict=True)]
@@ -117,11 +119,19 @@ class DraftLengthPolicy:
 
     @property
     def num_rounds(self) -> int:
-        """For how many rounds, this one included, what ``choose`` has just said stands if the rows do."""
+        """For how many rounds, the last one included, what ``choose`` has said stands if the rows do."""
         next_choice = self._next_look
         if self._may_be_patient:
             next_choice = min(next_choice, self.trial.until(self._round))
         return max(1, next_choice - self._round)
+
+    def go_on(self, patience: Patience | None) -> None:
+        """Another round of the same, as ``choose`` has said."""
+        self._round += 1
+        last = self._rounds[-1]
+        self._rows = after(self._rows, last.outcomes, self._patience)
+        self._num_stored += last.num_emitted
+        self._patience = patience
 
     def follows_prompts(self) -> bool:
         """Whether drafts are to be expected soon, or computing prompts for them costs next to nothing."""
@@ -135,19 +145,9 @@ class DraftLengthPolicy:
         found = self._last_search
         if found is None or not outcomes:
             return
-        num_stored = sum([row.num_stored for row in self._rows])
-        self._rounds.append(Round(self._rows, self._asked, outcomes, seconds, num_stored, self._patience))
-
-    def observe_again(
-        self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
-    ) -> None:
-        """The verdict on another round of the same, in the same step."""
-        self._round += 1
-        last = self._rounds[-1]
-        self._rows = after(self._rows, last.outcomes, self._patience)
-        self._patience = patience
-        num_stored = last.num_stored + last.num_emitted
-        self._rounds.append(Round(self._rows, self._asked, outcomes, seconds, num_stored, patience))
+        self._rounds.append(
+            Round(self._rows, self._asked, outcomes, seconds, self._num_stored, self._patience)
+        )
 
     def forget(self, key: Hashable) -> None:
         """A sequence has ended."""

@@ -70,8 +70,9 @@ def after(
 
 
 class LengthPolicy(Protocol):
-    """``choose`` and ``observe`` once per step; rows that left in between are left out of ``outcomes``.
-    After a step of several rounds, ``num_rounds`` at most, ``observe_again`` for each but the first.
+    """``choose`` and ``observe`` once per round; rows that left in between are left out of ``outcomes``.
+    What is chosen stands for ``num_rounds`` rounds of the same rows, the last one included: in all but the
+    first ``go_on`` may stand for ``choose``, if all rows had outcomes.
 
     ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds; and for all
     rounds of a step but one.
@@ -82,11 +83,9 @@ class LengthPolicy(Protocol):
     @property
     def num_rounds(self) -> int: ...
 
-    def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None: ...
+    def go_on(self, patience: Patience | None) -> None: ...
 
-    def observe_again(
-        self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
-    ) -> None: ...
+    def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None: ...
 
     def patience(self, key: Hashable) -> Patience | None: ...
 

@@ -22,9 +22,7 @@ class FixedDraftLength:
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         pass
 
-    def observe_again(
-        self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
-    ) -> None:
+    def go_on(self, patience: Patience | None) -> None:
         raise AssertionError("every round is a step here")
 
     def patience(self, key: Hashable) -> Patience | None:

@@ -88,7 +88,8 @@ def test_rounds_of_one_step_teach_what_rounds_of_their_own_would(num_rows: int) 
         patience = other.patience(0)
         other.observe(outcomes, seconds(lengths))
         for _ in range(num_rounds - 1):
-            other.observe_again(outcomes, seconds(lengths), patience and patience.again())
+            other.go_on(patience and patience.again())
+            other.observe(outcomes, seconds(lengths))
         assert run(one, rows, num_rounds, 0.5) == lengths
     assert one.state() == other.state()
 

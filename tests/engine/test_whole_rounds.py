@@ -108,7 +108,7 @@ def run(
             if sequence.uses_draft_model and len(params) == 1:
                 assert len(sequence) - 2 <= sequence.draft_blocks.num_computed_tokens < len(sequence)
             for pool, table in core.scheduler._shares(sequence):
-                assert len(table.block_ids) == pool.blocks_for(table.num_computed_tokens)
+                assert len(table.block_ids) == pool.blocks_for(len(sequence) - 1)
     for pool in (core.scheduler.target_pool, core.scheduler.draft_pool):
         assert pool is None or pool.usage == 0
     return told, num_steps
@@ -226,7 +226,7 @@ class RecordingPolicy(FixedDraftLength):
         self.told: list[tuple[list[int], list[tuple[int, int, bool]], object]] = []
         self.rows: Sequence[Candidate] = ()
         self.current: Patience | None = None
-        self.first = 0  # place of what was told last of a step's first round
+        self.num_timed = 0
 
     @property
     def num_rounds(self) -> int:
@@ -243,24 +243,16 @@ class RecordingPolicy(FixedDraftLength):
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         if not outcomes:
             return
-        self.first = len(self.told)
-        self._tell(outcomes)
-
-    def _tell(self, outcomes: Sequence[Outcome]) -> None:
+        if seconds is not None:
+            assert min(seconds.score, seconds.host) > 0
+            self.num_timed += 1
         judged = [(one.num_draft_tokens, one.num_accepted_tokens, one.ended) for one in outcomes]
         patience = self.current and (self.current.bins, self.current.survival, self.current.refused_rate)
         self.told.append(([row.lag for row in self.rows], judged, patience))
 
-    def observe_again(
-        self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None, patience: Patience | None
-    ) -> None:
-        is_second = len(self.told) == self.first + 1
-        assert (seconds is not None) == is_second
-        if seconds is not None:
-            assert min(seconds.draft, seconds.score, seconds.host) > 0
+    def go_on(self, patience: Patience | None) -> None:
         before = [Outcome("", drafted, accepted) for drafted, accepted, _ in self.told[-1][1]]
         self.rows, self.current = after(self.rows, before, self.current), patience
-        self._tell(outcomes)
 
 
 @pytest.mark.parametrize("limits", [None, (0.3, 0.4), (0.55, 0.7), (0.0, 0.9)])
@@ -275,6 +267,8 @@ def test_the_policy_is_told_of_every_round(limits: tuple[float, float] | None, t
     assert ours == theirs
     assert policies[0].told == policies[1].told
     assert our_steps < their_steps
+    # Of every step one round, but for those with prompts.
+    assert our_steps - 2 <= policies[0].num_timed <= our_steps
     if limits is not None:
         lengths = {drafted for _, judged, _ in policies[0].told for drafted, _, _ in judged}
         assert len(lengths) > 1  # some have ended early
