@@ -19,7 +19,7 @@ ENOUGH_ALIKE = 3
 
 class Round(NamedTuple):
     """``lengths`` were asked for, of ``rows``; ``num_stored`` tokens were in the target's cache.
-    ``patience`` is a lone row's, if it had some."""
+    ``patience`` is a lone row's, if it had some. ``is_probe``: these were not the planned lengths."""
 
     rows: Sequence[Candidate]
     lengths: Sequence[int]
@@ -27,6 +27,7 @@ class Round(NamedTuple):
     seconds: RoundSeconds | None
     num_stored: int
     patience: Patience | None = None
+    is_probe: bool = False
 
     @property
     def num_drafted(self) -> int:

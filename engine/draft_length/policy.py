@@ -51,6 +51,8 @@ CATCH_UP_ROUNDS = 128
 SHORT_ROUND, PROBE_ROUNDS = 0.005, 2
 # At first single rounds tell something about costs.
 NEW_ROUNDS = 256
+# Never comes.
+NO_ROUND = 1 << 62
 # While drafting does not pay, prompts are computed for a draft model that takes less than this share of the
 # target's time over so many tokens. A dearer one catches up if it is needed.
 CHEAP_DRAFT, TYPICAL_CHUNK = 0.1, 64
@@ -75,6 +77,8 @@ class DraftLengthPolicy:
         self._last_search: Search | None = None
         self._look_every = LOOK_EVERY
         self._next_look = self._next_uneven = 0
+        self._probe_ends = NO_ROUND  # the first round that is as planned again
+        self._is_probing = False
         self._searched: Signature | None = None
         # The plan in force, for rows that come too: a length for all, and others for some.
         self._even_length = 0
@@ -84,6 +88,7 @@ class DraftLengthPolicy:
         self._keys: list[Hashable] = []
         self._kinds: Kinds = ([], [])
         self._lengths: list[int] = []
+        self._planned: list[int] = []
         self._longest = 0
         self._looks_up = self._may_be_patient = False
         self._thresholds: tuple[float, float] | None = None
@@ -102,6 +107,8 @@ class DraftLengthPolicy:
         kinds = list(map(_method, rows)), list(map(_match, rows))
         if self._round >= self._next_look or keys != self._keys or kinds != self._kinds or self._looks_up:
             self._look(rows, keys, kinds, num_prompt_tokens)
+        elif self._round >= self._probe_ends:
+            self._give(rows, self._planned)
         self._rows = rows
         self._num_stored = sum([row.num_stored for row in rows])
         lengths = self._lengths
@@ -120,7 +127,7 @@ class DraftLengthPolicy:
     @property
     def num_rounds(self) -> int:
         """For how many rounds, the last one included, what ``choose`` has said stands if the rows do."""
-        next_choice = self._next_look
+        next_choice = min(self._next_look, self._probe_ends)
         if self._may_be_patient:
             next_choice = min(next_choice, self.trial.until(self._round))
         return max(1, next_choice - self._round)
@@ -146,7 +153,15 @@ class DraftLengthPolicy:
         if found is None or not outcomes:
             return
         self._rounds.append(
-            Round(self._rows, self._asked, outcomes, seconds, self._num_stored, self._patience)
+            Round(
+                self._rows,
+                self._asked,
+                outcomes,
+                seconds,
+                self._num_stored,
+                self._patience,
+                self._is_probing,
+            )
         )
 
     def forget(self, key: Hashable) -> None:
@@ -166,35 +181,42 @@ class DraftLengthPolicy:
 
     def _look(self, rows: Sequence[Candidate], keys: list[Hashable], kinds: Kinds, num_prompts: int) -> None:
         """Rows have changed, or it is time to learn and to search."""
-        probed, found = self._rounds, self._last_search
-        if self.probes.is_running and probed and found is not None:
-            self._learn(self._round - 1)
-            self.probes.settle(self._round - 1, found, probed, self.costs.host(len(probed[-1].outcomes)))
-        self.probes.stop()
-        if self._round >= self._next_look:
-            self._learn(self._round - 1)
+        self._keys, self._kinds = keys, kinds
         limits = [row.limit for row in rows]
-        if self._round >= self._next_look or self._must_search(rows, (keys, kinds, limits), num_prompts):
-            sequences = [self._outlooks.sequence(row, self._round) for row in rows]
-            found = self._search(rows, sequences, num_prompts)
-            self._lengths = found.best.lengths
-            next_probe = max(self.probes.next_round(found), self._round + 1)
-            self._next_look = min(self._round + self._look_every, next_probe)
-            if num_prompts == 0 and self._round >= self.probes.next_round(found):
-                num_rounds = PROBE_ROUNDS if found.best.seconds < SHORT_ROUND else 1
-                self._lengths = self._probe(rows, sequences, found, num_rounds) or self._lengths
-                self._next_look = self._round + num_rounds
-            self._searched = keys, kinds, limits
-        else:
+        is_due = self._round >= self._next_look
+        if not is_due and not self._must_search(rows, (keys, kinds, limits), num_prompts):
             for row in rows:
                 if row.key not in self._outlooks.sequences:
                     self._outlooks.sequence(row, self._round)
-            self._lengths = [self._own_lengths.get(key, self._even_length) for key in keys]
-        self._keys, self._kinds = keys, kinds
-        self._longest = max(self._lengths)
+            self._planned = [self._own_lengths.get(key, self._even_length) for key in keys]
+            self._give(rows, self._planned)
+        else:
+            if is_due or self.probes.is_running:
+                self._learn(self._round - 1)
+            sequences = [self._outlooks.sequence(row, self._round) for row in rows]
+            found = self._search(rows, sequences, num_prompts)
+            self._searched = keys, kinds, limits
+            self._planned = found.best.lengths
+            num_rounds = PROBE_ROUNDS if found.best.seconds < SHORT_ROUND else 1
+            probe = None
+            if num_prompts == 0 and self._round >= self.probes.next_round(found):
+                probe = self._probe(rows, sequences, found, num_rounds)
+            self._give(rows, probe or self._planned, num_rounds if probe else 0)
+            next_probe = max(self.probes.next_round(found), self._round + 1)
+            self._next_look = min(self._round + self._look_every, next_probe)
+            if probe:
+                # One that succeeds while drafting is off is repeated at once.
+                wait = self.probes.interval(found) if any(self._planned) else num_rounds
+                self._next_look = self._round + min(self._look_every, wait)
         self._looks_up = any(row.method != DRAFT_MODEL and row.limit > 0 for row in rows)
+
+    def _give(self, rows: Sequence[Candidate], lengths: list[int], num_probe_rounds: int = 0) -> None:
+        """From this round on, or for so many that are a probe."""
+        self._lengths, self._longest = lengths, max(lengths)
+        self._is_probing = num_probe_rounds > 0
+        self._probe_ends = self._round + num_probe_rounds if num_probe_rounds else NO_ROUND
         is_lone = len(rows) == 1 and rows[0].method == DRAFT_MODEL
-        self._may_be_patient = is_lone and self._longest > 0 and not self.probes.is_running
+        self._may_be_patient = is_lone and self._longest > 0 and not self._is_probing
 
     def _must_search(self, rows: Sequence[Candidate], signature: Signature, num_prompts: int) -> bool:
         """Whether the plan in force says little about these rows."""
@@ -291,7 +313,7 @@ class DraftLengthPolicy:
             plan = evaluate(outlooks, lengths, self.costs, 0, lag)
             again = evaluate(outlooks, lengths, self.costs, 0) if lag else plan
             if self.probes.can_afford(plan, again, found.best, num_rounds):
-                self.probes.begin(plan, again.seconds)
+                self.probes.begin(plan, again.seconds, self._round)
                 return lengths
         self.probes.postpone(self._round, found)
         return None
@@ -305,13 +327,25 @@ class DraftLengthPolicy:
         self.probes.save(found, len(rounds))
         self._compare_patience(rounds, found)
         first_round = last_round - len(rounds) + 1
-        some = rounds[:: -(-len(rounds) * len(rounds[-1].rows) // LEARN_VERDICTS)]
+        usual, probed = ([one for one in rounds if one.is_probe == is_probe] for is_probe in (False, True))
+        some = usual[:: -(-len(usual) * len(rounds[-1].rows) // LEARN_VERDICTS) or 1] + probed
         learn_acceptance(some, self._outlooks.sequences, first_round, last_round)
-        timed = [one for one in rounds if one.seconds is not None]
+        timed = [one for one in usual if one.seconds is not None]
         some = timed[:: -(-len(timed) // LEARN_TIMES) or 1]
-        observe_costs(some, self.costs, self._round < NEW_ROUNDS, self.probes.is_running)
+        observe_costs(some, self.costs, self._round < NEW_ROUNDS)
         self.report.count(found, some)
         self._outlooks.forget_ended()
+        if self.probes.is_running:
+            self._settle_probe(probed, found)
+
+    def _settle_probe(self, rounds: Sequence[Round], found: Search) -> None:
+        """What the rounds of a probe have shown."""
+        if not rounds:
+            self.probes.stop()
+            return
+        observe_costs(rounds, self.costs, is_probe=True)
+        self.report.count(found, rounds)
+        self.probes.settle(self._round - 1, found, rounds, self.costs.host(len(rounds[-1].outcomes)))
 
     def _compare_patience(self, rounds: Sequence[Round], found: Search) -> None:
         patient = [one for one in rounds if one.patience is not None]

@@ -39,7 +39,7 @@ MAX_SUCCESSES = 6
 MOSTLY = 0.7
 
 # A longer draft is tried by one token, whose costs are needed, and by two, which tell how far drafts survive.
-KINDS = ("longer", "shorter", "longer", "shorter", "further", "plain", "rest")
+KINDS = ("further", "shorter", "longer", "shorter", "longer", "plain", "rest")
 
 
 class Probes:
@@ -47,6 +47,7 @@ class Probes:
         self.credit: float | None = None  # until the first round has been measured
         self.num_run = 0
         self._running: Plan | None = None
+        self._begun = 0  # round
         self._seconds_again = 0.0
         self._missing: float | None = None  # of the cheapest that was not affordable
         self._close_wait = RETRY  # rounds
@@ -110,10 +111,15 @@ class Probes:
         self._missing = missing if self._missing is None else min(missing, self._missing)
         return False
 
-    def begin(self, plan: Plan, seconds_again: float) -> None:
+    def interval(self, found: Search) -> int:
+        """Rounds from one probe to the next while drafting is on."""
+        return SOON if self._num_beside[_beside(found)] < NEW_PROBES else INTERVAL
+
+    def begin(self, plan: Plan, seconds_again: float, current_round: int) -> None:
         """Run ``plan`` from this round on. ``seconds_again``: what it would take the next time, with nothing
         to catch up with."""
         self._running, self._seconds_again, self._missing = plan, seconds_again, None
+        self._begun = current_round
         self.num_run += 1
 
     def postpone(self, current_round: int, found: Search) -> None:
@@ -153,8 +159,7 @@ class Probes:
         worth = num_emitted / best.rate
         self.credit -= seconds + extra - worth
         lengths = self._running.lengths
-        plan = len(best.lengths), max(best.lengths)
-        self._num_beside[plan] += 1
+        self._num_beside[_beside(found)] += 1
         # A lone row's draft seldom pays for what it does to the others, but says that times have changed.
         is_off = not any(best.lengths)
         all_accepted = num_emitted == num_rounds * (len(lengths) + sum(lengths)) > num_rounds * len(lengths)
@@ -173,20 +178,24 @@ class Probes:
             goes_on = is_off and self._successes >= MOSTLY * self._repeats
             self._close_wait = RETRY if goes_on or not is_off else min(2 * self._close_wait, SELDOM)
             if is_off:
-                wait = RETRY if goes_on else INTERVAL
+                self._next_round = current_round + (RETRY if goes_on else INTERVAL)
             else:
-                seldom = INTERVAL if self.credit > 0.0 else SELDOM
-                wait = SOON if self._num_beside[plan] < NEW_PROBES else seldom
-            self._next_round = current_round + wait
+                wait = self.interval(found) if self.credit > 0.0 else SELDOM
+                self._next_round = max(self._begun + wait, current_round + 1)
             self._repeat = lengths if goes_on else []
             self._succeeded = False
             self._successes = 0
             self._next_close = current_round + self._close_wait
-            self._kind += 1
+            self._kind = 0 if is_off else self._kind + 1
             self._repeats = 0
 
     def state(self) -> dict[str, object]:
         return {"num_run": self.num_run, "credit_ms": round(1000 * (self.credit or 0.0), 3)}
+
+
+def _beside(found: Search) -> tuple[int, int]:
+    """The plan in force, as probes next to it are counted."""
+    return len(found.best.lengths), max(found.best.lengths)
 
 
 def is_close(found: Search) -> bool:

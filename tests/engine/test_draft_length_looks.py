@@ -267,7 +267,7 @@ def test_a_probe_pays_for_the_host_too() -> None:
         probes.save(found, 1)
         before = probes.credit
         assert before is not None
-        probes.begin(Plan([3], 2.2, 0.0018), 0.0018)
+        probes.begin(Plan([3], 2.2, 0.0018), 0.0018, 9)
         outcome = [Outcome(0, 3, 1)]
         seconds = RoundSeconds(0.0003, 0.0013, host)
         probes.settle(10, found, [Round(candidates(range(1)), [3], outcome, seconds, 0)] * 2, 1e-4)
