@@ -79,6 +79,7 @@ class DraftLengthPolicy:
         self._next_look = self._next_uneven = 0
         self._probe_ends = NO_ROUND  # the first round that is as planned again
         self._is_probing = False
+        self._left_in = NO_ROUND  # the round in which some rows were gone, and nobody had come for them
         self._searched: Signature | None = None
         # The plan in force, for rows that come too: a length for all, and others for some.
         self._even_length = 0
@@ -105,7 +106,8 @@ class DraftLengthPolicy:
         self._round += 1
         keys = list(map(_key, rows))
         kinds = list(map(_method, rows)), list(map(_match, rows))
-        if self._round >= self._next_look or keys != self._keys or kinds != self._kinds or self._looks_up:
+        looks_anyway = self._looks_up or self._left_in < NO_ROUND
+        if self._round >= self._next_look or looks_anyway or keys != self._keys or kinds != self._kinds:
             self._look(rows, keys, kinds, num_prompt_tokens)
         elif self._round >= self._probe_ends:
             self._give(rows, self._planned)
@@ -127,7 +129,7 @@ class DraftLengthPolicy:
     @property
     def num_rounds(self) -> int:
         """For how many rounds, the last one included, what ``choose`` has said stands if the rows do."""
-        next_choice = min(self._next_look, self._probe_ends)
+        next_choice = min(self._next_look, self._probe_ends, self._left_in + 1)
         if self._may_be_patient:
             next_choice = min(next_choice, self.trial.until(self._round))
         return max(1, next_choice - self._round)
@@ -195,7 +197,7 @@ class DraftLengthPolicy:
                 self._learn(self._round - 1)
             sequences = [self._outlooks.sequence(row, self._round) for row in rows]
             found = self._search(rows, sequences, num_prompts)
-            self._searched = keys, kinds, limits
+            self._searched, self._left_in = (keys, kinds, limits), NO_ROUND
             self._planned = found.best.lengths
             num_rounds = PROBE_ROUNDS if found.best.seconds < SHORT_ROUND else 1
             probe = None
@@ -224,9 +226,16 @@ class DraftLengthPolicy:
             return True
         if self._looks_up or any(row.method != DRAFT_MODEL and row.limit > 0 for row in rows):
             return signature != self._searched
-        # Prompts come with rows that have ended and others that begin: what pays is the same.
+        # Rows that have ended are often followed by others, first by their prompts: what pays is the same.
         before = len(self._last_search.best.lengths)
-        return not num_prompts and abs(len(rows) - before) > FEW_CHANGED * max(len(rows), before)
+        has_changed = not num_prompts and abs(len(rows) - before) > FEW_CHANGED * max(len(rows), before)
+        if not has_changed:
+            self._left_in = NO_ROUND
+        elif len(rows) < before and self._left_in == NO_ROUND:
+            self._left_in = self._round
+        else:
+            return True
+        return False
 
     def _search(
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], num_prompts: int

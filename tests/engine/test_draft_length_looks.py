@@ -125,6 +125,18 @@ def test_more_rows_are_looked_at_at_once() -> None:
     assert policy.num_searches == before + 1
 
 
+def test_rows_that_leave_are_looked_at_once_nobody_has_come_for_them() -> None:
+    policy = Counted(costs())
+    run(policy, candidates(range(4)), 600)
+    searches = []
+    for num_rows in (3, 4, 2, 2, 2):
+        policy._next_look = policy._round + 10
+        before = policy.num_searches
+        run(policy, candidates(range(num_rows)), 1)
+        searches.append(policy.num_searches - before)
+    assert searches == [0, 0, 0, 1, 0]
+
+
 def test_rounds_put_aside_teach_what_each_of_them_would() -> None:
     """Counts of a batch of rounds are those of its drafts one by one."""
     group, alone = GroupAcceptance(), GroupAcceptance()
