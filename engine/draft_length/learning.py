@@ -4,6 +4,7 @@ Learning from every round on its own took longer than a small model's draft. Tim
 were alike, which a moment of a busy machine does not move.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,11 +19,13 @@ ENOUGH_ALIKE = 3
 
 
 class Round(NamedTuple):
-    """``lengths`` were asked for, of ``rows``; ``num_stored`` tokens were in the target's cache.
-    ``patience`` is a lone row's, if it had some. ``is_probe``: these were not the planned lengths."""
+    """``lengths`` were asked for, of ``rows``, whose draft caches missed ``lags``; ``num_stored`` tokens were
+    in the target's cache. ``patience`` is a lone row's, if it had some. ``is_probe``: these were not the
+    planned lengths. Rounds of one choice share their ``rows`` and ``lengths``."""
 
     rows: Sequence[Candidate]
     lengths: Sequence[int]
+    lags: Sequence[int]
     outcomes: Sequence[Outcome]
     seconds: RoundSeconds | None
     num_stored: int
@@ -52,28 +55,23 @@ def learn_acceptance(
     last_round: int,
 ) -> None:
     """``rounds`` are some of those from ``first_round`` to ``last_round``."""
-    counts: dict[tuple[Hashable, str, str, int, int, int], int] = {}
+    by_choice: dict[object, list[Round]] = {}
     patient: list[tuple[SequenceAcceptance, Round]] = []
     for one in rounds:
         if one.patience is not None:
             (row,) = one.rows
             if row.key in sequences:
                 patient.append((sequences[row.key][row.label], one))
-            continue
-        for (row, asked), outcome in zip(one.asked(), one.outcomes, strict=True):
-            # The tokens behind an end were never judged.
-            if asked and not outcome.ended:
-                num_drafted, num_accepted = outcome.num_draft_tokens, outcome.num_accepted_tokens
-                kind = (row.key, row.method, row.match, asked, num_drafted, num_accepted)
-                counts[kind] = counts.get(kind, 0) + 1
+        else:
+            choice = id(one.rows), id(one.lengths), len(one.outcomes)
+            by_choice.setdefault(choice, []).append(one)
     is_lone = len(rounds[-1].rows) == 1
     verdicts: dict[SequenceAcceptance, Verdicts] = {}
-    for (key, method, match, asked, num_drafted, num_accepted), count in counts.items():
-        sequence = sequences.get(key, {}).get(Candidate(key, method, 0.0, 0, match=match).label)
-        if sequence is None:
-            continue
-        sequence.add_fill(asked * count, num_drafted * count, count)
-        verdicts.setdefault(sequence, Verdicts(is_lone)).add(num_drafted, num_accepted, count)
+    for some in by_choice.values():
+        for i, (row, asked) in enumerate(some[0].asked()):
+            sequence = sequences.get(row.key, {}).get(row.label)
+            if sequence is not None and asked:
+                _learn_row(sequence, asked, some, i, verdicts.setdefault(sequence, Verdicts(is_lone)))
     for sequence, one in patient:
         _learn_patient(one, verdicts.setdefault(sequence, Verdicts(is_lone)))
     of_groups: dict[GroupAcceptance, Verdicts] = {}
@@ -82,6 +80,23 @@ def learn_acceptance(
         of_groups.setdefault(sequence.group, Verdicts(is_lone)).update(mine)
     for group, together in of_groups.items():
         group.learn(together, first_round, last_round)
+
+
+def _learn_row(
+    sequence: SequenceAcceptance, asked: int, rounds: Sequence[Round], row: int, verdicts: Verdicts
+) -> None:
+    """The outcomes of one row, of which as many tokens were asked for in all these rounds. Those behind the
+    end of a text were never judged."""
+    counts = Counter(
+        [
+            (outcome.num_draft_tokens, outcome.num_accepted_tokens)
+            for outcome in [one.outcomes[row] for one in rounds]
+            if not outcome.ended
+        ]
+    )
+    for (num_drafted, num_accepted), count in counts.items():
+        sequence.add_fill(asked * count, num_drafted * count, count)
+        verdicts.add(num_drafted, num_accepted, count)
 
 
 def _learn_patient(one: Round, verdicts: Verdicts) -> None:
@@ -131,7 +146,7 @@ def _observe_alike(
     )
     lag = 0
     if by_model and is_planned:
-        lag = round(sum(lag_of(one.rows, one.lengths) for one in rounds) / len(rounds))
+        lag = round(sum(lag_of(one.rows, one.lengths, one.lags) for one in rounds) / len(rounds))
     longest = max(length for _, length in drafted)
     seconds = [one.seconds for one in rounds if one.seconds is not None]
     # A pass that caught up with a pause was many times larger than any round's: no news about those. One
@@ -158,8 +173,12 @@ def _median(values: list[float]) -> float:
     return values[(len(values) - 1) // 2]
 
 
-def lag_of(rows: Sequence[Candidate], lengths: Sequence[int]) -> int:
+def lag_of(rows: Sequence[Candidate], lengths: Sequence[int], lags: Sequence[int]) -> int:
     """Tokens that the draft's cache has to catch up with before these lengths."""
     return sum(
-        [row.lag for row, length in zip(rows, lengths, strict=True) if length and row.method == DRAFT_MODEL]
+        [
+            lag
+            for row, length, lag in zip(rows, lengths, lags, strict=True)
+            if length and row.method == DRAFT_MODEL
+        ]
     )

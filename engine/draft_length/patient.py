@@ -110,7 +110,7 @@ def compare(
         assert one.patience is not None
         num_drafted, num_accepted = one.outcomes[0].num_draft_tokens, one.outcomes[0].num_accepted_tokens
         refused = one.patience.refused_rate
-        seconds = _draft_seconds(costs, num_drafted + (refused is not None), one.rows[0].lag)
+        seconds = _draft_seconds(costs, num_drafted + (refused is not None), one.lags[0])
         ratios.append(one.seconds.draft / seconds)
         drafting += seconds
         scoring += costs.host(1) + costs.score(1 + num_drafted)

@@ -24,7 +24,7 @@ from engine.draft_length.patient import PatienceTrial, compare, thresholds
 from engine.draft_length.plan import UNEVEN_GAIN, UNEVEN_KEPT, RowOutlook, Search, evaluate, search
 from engine.draft_length.probes import Probes
 from engine.draft_length.report import Report
-from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, after
+from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, lags_after
 from engine.draft_length.survival import SequenceAcceptance
 
 # A new plan replaces the last one when it promises this much more. Little: what it saves is a draft cache
@@ -34,8 +34,9 @@ HYSTERESIS = 0.005
 # a draft that loses is noticed later than it is begun.
 START_GAIN = 0.02
 # The policy looks after so many rounds, after twice as many where it found the same again, as many again
-# where it found a neighbouring length for all, and at once when many rows come or go and after a probe.
-LOOK_EVERY, MAX_LOOK_EVERY = 4, 64
+# where it found a neighbouring length for all, and at once when many rows come or go and after a probe. Right
+# after a pass a look takes half a millisecond: where rounds are short, the longest pause is a time.
+LOOK_EVERY, MAX_LOOK_EVERY, MAX_LOOK_SECONDS = 4, 64, 0.15
 # It learns from so many verdicts at most, and from the times of so many rounds, spread evenly.
 LEARN_VERDICTS, LEARN_TIMES = 128, 12
 # Rows that come and go keep the plan, if they are at most this share of all.
@@ -95,6 +96,7 @@ class DraftLengthPolicy:
         self._thresholds: tuple[float, float] | None = None
         # Of the last round.
         self._rows: Sequence[Candidate] = ()
+        self._lags: Sequence[int] = ()
         self._num_stored = 0  # tokens in the target's cache
         self._asked: list[int] = []
         self._patience: Patience | None = None
@@ -112,6 +114,7 @@ class DraftLengthPolicy:
         elif self._round >= self._probe_ends:
             self._give(rows, self._planned)
         self._rows = rows
+        self._lags = [row.lag for row in rows]
         self._num_stored = sum([row.num_stored for row in rows])
         lengths = self._lengths
         if min(map(_limit, rows)) < self._longest:
@@ -138,7 +141,7 @@ class DraftLengthPolicy:
         """Another round of the same, as ``choose`` has said."""
         self._round += 1
         last = self._rounds[-1]
-        self._rows = after(self._rows, last.outcomes, self._patience)
+        self._lags = lags_after(last.outcomes, self._patience)
         self._num_stored += last.num_emitted
         self._patience = patience
 
@@ -158,6 +161,7 @@ class DraftLengthPolicy:
             Round(
                 self._rows,
                 self._asked,
+                self._lags,
                 outcomes,
                 seconds,
                 self._num_stored,
@@ -289,15 +293,17 @@ class DraftLengthPolicy:
         self._is_uneven = bool(self._own_lengths)
         self._last_search, self._thresholds = found, None
         if before == self._even_length and own_before == self._own_lengths:
-            self._look_every = min(2 * self._look_every, MAX_LOOK_EVERY)
+            most = max(MAX_LOOK_EVERY, int(MAX_LOOK_SECONDS / found.best.seconds))
+            self._look_every = min(2 * self._look_every, most)
         elif own_before or self._own_lengths or 0 in lengths or abs(self._even_length - before) > 1:
             self._look_every = LOOK_EVERY
 
     def _worth_catching_up(self, rows: Sequence[Candidate], found: Search) -> bool:
         """A draft cache that was left behind costs a long pass, to be earned within some rounds."""
         best = found.best
-        catching_up = self.costs.draft(lag_of(rows, best.lengths)) / CATCH_UP_ROUNDS
-        return best.tokens / (best.seconds + catching_up) > found.plain.rate
+        lag = lag_of(rows, best.lengths, [row.lag for row in rows])
+        seconds = best.seconds + self.costs.draft(lag) / CATCH_UP_ROUNDS
+        return best.tokens / seconds > found.plain.rate
 
     def _be_patient(self, row: Candidate, lengths: list[int]) -> list[int]:
         """A lone row may draft up to its limit, but ends early where the draft is unsure. Rows that share
@@ -316,9 +322,9 @@ class DraftLengthPolicy:
         """Other lengths for so many rounds, if some are due and can be afforded."""
         outlooks = self._outlooks.of(rows, sequences, self._is_uneven or len(rows) <= FEW_ROWS)
         ages = [sequence.age(self._round) for sequence in sequences]
-        limits = [max(0, row.limit) for row in rows]
-        for lengths in self.probes.candidates(found, limits, ages, [row.lag for row in rows]):
-            lag = lag_of(rows, lengths)
+        limits, lags = [max(0, row.limit) for row in rows], [row.lag for row in rows]
+        for lengths in self.probes.candidates(found, limits, ages, lags):
+            lag = lag_of(rows, lengths, lags)
             plan = evaluate(outlooks, lengths, self.costs, 0, lag)
             again = evaluate(outlooks, lengths, self.costs, 0) if lag else plan
             if self.probes.can_afford(plan, again, found.best, num_rounds):

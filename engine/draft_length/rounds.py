@@ -51,21 +51,13 @@ class RoundSeconds:
     host: float
 
 
-def after(
-    rows: Sequence[Candidate], outcomes: Sequence[Outcome], patience: Patience | None
-) -> Sequence[Candidate]:
-    """The same rows in the round after this one, as far as it matters to those that draft: what their draft
-    caches miss. ``patience`` was a lone row's. The last token drawn is in no cache."""
+def lags_after(outcomes: Sequence[Outcome], patience: Patience | None) -> list[int]:
+    """What the draft caches of rows that drafted miss in the round after this one. ``patience`` was a lone
+    row's. The last token drawn is in no cache."""
     has_refused = patience is not None and patience.refused_rate is not None
-    lags = [
+    return [
         int(0 < outcome.num_draft_tokens == outcome.num_accepted_tokens and not has_refused)
         for outcome in outcomes
-    ]
-    if lags == [row.lag for row in rows]:
-        return rows
-    return [
-        Candidate(row.key, row.method, row.temperature, row.limit, lag, row.match, row.num_stored)
-        for row, lag in zip(rows, lags, strict=True)
     ]
 
 

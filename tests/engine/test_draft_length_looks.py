@@ -147,7 +147,7 @@ def test_rounds_put_aside_teach_what_each_of_them_would() -> None:
         accepted = [(3, 0, 2)[step % 3], (1, 3)[step % 2]]
         ended = step == 39
         outcomes = [Outcome(key, 3, accepted[key], ended=ended) for key in range(2)]
-        rounds.append(Round(rows, [3, 3], outcomes, None, 0))
+        rounds.append(Round(rows, [3, 3], [0, 0], outcomes, None, 0))
         for key in range(2):
             single[key].learn(step, 3, 3, accepted[key], ended)
     learn_acceptance(rounds, sequences, 0, 39)
@@ -161,7 +161,7 @@ def test_rounds_put_aside_teach_what_each_of_them_would() -> None:
 def test_rows_that_left_do_not_shift_the_others() -> None:
     group = GroupAcceptance()
     sequences = {key: {"draft_model": SequenceAcceptance(group, 0)} for key in range(3)}
-    one = Round(candidates(range(3)), [0, 2, 4], [Outcome(2, 4, 4), Outcome(0, 0, 0)], None, 0)
+    one = Round(candidates(range(3)), [0, 2, 4], [0] * 3, [Outcome(2, 4, 4), Outcome(0, 0, 0)], None, 0)
     learn_acceptance([one], sequences, 0, 0)
     assert [len(sequences[key]["draft_model"].counts.reached) for key in range(3)] == [0, 0, 4]
 
@@ -171,7 +171,7 @@ def test_costs_follow_the_median_of_rounds_that_were_alike() -> None:
 
     def one(score: float, num_drafted: int) -> Round:
         seconds = RoundSeconds(0.0005, score, 0.0001)
-        return Round(rows, [num_drafted], [Outcome(0, num_drafted, 0)], seconds, 0)
+        return Round(rows, [num_drafted], [0], [Outcome(0, num_drafted, 0)], seconds, 0)
 
     model = costs()
     for _ in range(40):
@@ -229,6 +229,7 @@ def test_patience_is_compared_with_the_planned_length_of_the_same_rounds() -> No
         Round(
             candidates(range(1)),
             [8],
+            [0],
             [Outcome(0, num_drafted, num_accepted)],
             RoundSeconds(0.0005 * num_drafted, 0.011, 0.00013),
             0,
@@ -252,7 +253,7 @@ def test_rounds_are_compared_with_what_was_stored_then() -> None:
     for num_stored in [900, 30] * 20:
         truth.look_at(num_stored, 1)
         seconds = RoundSeconds(0.0005, truth.score(1), 0.0001)
-        round_ = Round(candidates(range(1)), [0], [Outcome(0, 0, 0)], seconds, num_stored)
+        round_ = Round(candidates(range(1)), [0], [0], [Outcome(0, 0, 0)], seconds, num_stored)
         model.look_at(930 - num_stored, 1)
         observe_costs([round_] * 5, model, is_new=False)
     for one in (truth, model):
@@ -282,7 +283,7 @@ def test_a_probe_pays_for_the_host_too() -> None:
         probes.begin(Plan([3], 2.2, 0.0018), 0.0018, 9)
         outcome = [Outcome(0, 3, 1)]
         seconds = RoundSeconds(0.0003, 0.0013, host)
-        probes.settle(10, found, [Round(candidates(range(1)), [3], outcome, seconds, 0)] * 2, 1e-4)
+        probes.settle(10, found, [Round(candidates(range(1)), [3], [0], outcome, seconds, 0)] * 2, 1e-4)
         assert probes.credit is not None
         charged.append(before - probes.credit)
     plain = 2 * 0.0018 - 4 / best.rate

@@ -11,7 +11,7 @@ import torch
 
 from engine.core import EngineCore
 from engine.draft_length.confidence import ConfidenceTable, Patience
-from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds, after
+from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds, lags_after
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.native import library
 from engine.native.decoder import NativeDecoder
@@ -224,7 +224,7 @@ class RecordingPolicy(FixedDraftLength):
         self.limits = limits
         self.table = ConfidenceTable()
         self.told: list[tuple[list[int], list[tuple[int, int, bool]], object]] = []
-        self.rows: Sequence[Candidate] = ()
+        self.lags: list[int] = []
         self.current: Patience | None = None
         self.num_timed = 0
 
@@ -233,7 +233,7 @@ class RecordingPolicy(FixedDraftLength):
         return 5
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
-        self.rows = rows
+        self.lags = [row.lag for row in rows]
         self.current = Patience(self.table, *self.limits) if self.limits and len(rows) == 1 else None
         return super().choose(rows, num_prompt_tokens)
 
@@ -248,11 +248,11 @@ class RecordingPolicy(FixedDraftLength):
             self.num_timed += 1
         judged = [(one.num_draft_tokens, one.num_accepted_tokens, one.ended) for one in outcomes]
         patience = self.current and (self.current.bins, self.current.survival, self.current.refused_rate)
-        self.told.append(([row.lag for row in self.rows], judged, patience))
+        self.told.append((self.lags, judged, patience))
 
     def go_on(self, patience: Patience | None) -> None:
         before = [Outcome("", drafted, accepted) for drafted, accepted, _ in self.told[-1][1]]
-        self.rows, self.current = after(self.rows, before, self.current), patience
+        self.lags, self.current = lags_after(before, self.current), patience
 
 
 @pytest.mark.parametrize("limits", [None, (0.3, 0.4), (0.55, 0.7), (0.0, 0.9)])
