@@ -91,7 +91,8 @@ class WholeRounds:
 
     def _make_room(self, sequences: list[Sequence], num_tokens: int) -> bool:
         """For so many more of each, where no other sequence has to give way for it."""
-        if self.proposer is not None and max(map(len, sequences)) + num_tokens > self.proposer.max_len:
+        longest = max(min(len(sequence) + num_tokens, sequence.max_num_tokens) for sequence in sequences)
+        if self.proposer is not None and longest > self.proposer.max_len:
             return False
         return all(self.scheduler.reserve_ahead(sequence, num_tokens) for sequence in sequences)
 

@@ -14,8 +14,8 @@ from engine.draft_length.survival import SequenceAcceptance
 
 # Patience is on where it has gained so much, in so many rounds at least. Where it is off it is tried for some
 # rounds again and again, seldom once it is known; where it is on, some rounds are as planned.
-LEAST_GAIN, SOME_ROUNDS = 1.04, 64
-TRIAL_ROUNDS, TRIAL_EVERY, TRIAL_SELDOM, NEW_ROUNDS = 16, 128, 1024, 64
+LEAST_GAIN, SOME_ROUNDS = 1.04, 128
+TRIAL_ROUNDS, TRIAL_EVERY, TRIAL_SELDOM, NEW_ROUNDS = 16, 128, 1024, 128
 PLANNED_ROUNDS, PLANNED_EVERY = 4, 128
 # Decay of what trials have shown, per round.
 TRIAL_DECAY = 0.995
@@ -95,23 +95,23 @@ def compare(
     come to.
 
     Seconds are what the costs say, but for the drafts' own, which are looked at one by one: those times the
-    median of what they took to that. Nothing else differs, and a mood of the machine must not look like a
-    gain. The costs ``look_at`` those rounds from then on.
+    median of what some of them took to that. Nothing else differs, and a mood of the machine must not look
+    like a gain. The costs ``look_at`` those rounds from then on.
     """
-    told = [one for one in rounds if one.seconds is not None and one.outcomes and not one.outcomes[0].ended]
-    if not told:
+    told = [one for one in rounds if one.outcomes and not one.outcomes[0].ended]
+    if not any(one.seconds for one in told):
         return None
     costs.look_at(sum(one.num_stored for one in told) // len(told), 1)
     chances = sequence.survival(planned, 0.0)
     tokens = planned_tokens = drafting = scoring = 0.0
     ratios = []
     for one in told:
-        assert one.seconds is not None
         assert one.patience is not None
         num_drafted, num_accepted = one.outcomes[0].num_draft_tokens, one.outcomes[0].num_accepted_tokens
         refused = one.patience.refused_rate
         seconds = _draft_seconds(costs, num_drafted + (refused is not None), one.lags[0])
-        ratios.append(one.seconds.draft / seconds)
+        if one.seconds is not None:
+            ratios.append(one.seconds.draft / seconds)
         drafting += seconds
         scoring += costs.host(1) + costs.score(1 + num_drafted)
         tokens += 1 + num_accepted
