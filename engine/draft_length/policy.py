@@ -18,21 +18,16 @@ from operator import attrgetter
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
+from engine.draft_length.in_force import PlanInForce
 from engine.draft_length.learning import Round, lag_of, learn_acceptance, observe_costs
 from engine.draft_length.outlook import Outlooks
 from engine.draft_length.patient import PatienceTrial, compare, thresholds
-from engine.draft_length.plan import UNEVEN_GAIN, UNEVEN_KEPT, RowOutlook, Search, evaluate, search
+from engine.draft_length.plan import Search, evaluate, search
 from engine.draft_length.probes import Probes
 from engine.draft_length.report import Report
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, lags_after
 from engine.draft_length.survival import SequenceAcceptance
 
-# A new plan replaces the last one when it promises this much more. Little: what it saves is a draft cache
-# that lags a token or two, and a loss of some such steps adds up.
-HYSTERESIS = 0.005
-# Drafting begins when it promises this much more than none: acceptance is known from a few probes only, and
-# a draft that loses is noticed later than it is begun.
-START_GAIN = 0.02
 # The policy looks after so many rounds, after twice as many where it found the same again, as many again
 # where it found a neighbouring length for all, and at once when many rows come or go and after a probe. Right
 # after a pass a look takes half a millisecond: where rounds are short, the longest pause is a time.
@@ -45,8 +40,6 @@ FEW_CHANGED = 1 / 8
 FEW_ROWS = 4
 # Uneven lengths in a batch are looked for after so many rounds, and at every look while they are uneven.
 UNEVEN_EVERY = 128
-# Switching on must earn within so many rounds what it takes to bring the draft's cache up to date.
-CATCH_UP_ROUNDS = 128
 # A probe of so short rounds has two of them: the first finds the processor's caches full of what the host did
 # in between, the second one tells what such a round costs, as in any step of several rounds.
 SHORT_ROUND, PROBE_ROUNDS = 0.005, 2
@@ -75,17 +68,13 @@ class DraftLengthPolicy:
         self._outlooks = Outlooks()
         self._round = 0
         self._rounds: list[Round] = []  # not learned from yet
-        self._last_search: Search | None = None
+        self._in_force = PlanInForce(costs)
         self._look_every = LOOK_EVERY
         self._next_look = self._next_uneven = 0
         self._probe_ends = NO_ROUND  # the first round that is as planned again
         self._is_probing = False
         self._left_in = NO_ROUND  # the round in which some rows were gone, and nobody had come for them
         self._searched: Signature | None = None
-        # The plan in force, for rows that come too: a length for all, and others for some.
-        self._even_length = 0
-        self._own_lengths: dict[Hashable, int] = {}
-        self._is_uneven = False
         # Of the rows of the last look: what says that they are the same, and what they are given.
         self._keys: list[Hashable] = []
         self._kinds: Kinds = ([], [])
@@ -147,14 +136,14 @@ class DraftLengthPolicy:
 
     def follows_prompts(self) -> bool:
         """Whether drafts are to be expected soon, or computing prompts for them costs next to nothing."""
-        found = self._last_search
+        found = self._in_force.search
         if found is None or any(found.best.lengths):
             return True
         return self.costs.draft(TYPICAL_CHUNK) < CHEAP_DRAFT * self.costs.score(TYPICAL_CHUNK)
 
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         """The verdict on what ``choose`` asked for; fewer may have been drafted."""
-        found = self._last_search
+        found = self._in_force.search
         if found is None or not outcomes:
             return
         self._rounds.append(
@@ -178,7 +167,7 @@ class DraftLengthPolicy:
         """For people: builtins only."""
         return {
             "policy": "auto",
-            **self.report.state(self._last_search, self._asked),
+            **self.report.state(self._in_force.search, self._asked),
             "survival": self._outlooks.state(),
             "patience": self.trial.state(),
             "costs": self.costs.state(),
@@ -194,7 +183,7 @@ class DraftLengthPolicy:
             for row in rows:
                 if row.key not in self._outlooks.sequences:
                     self._outlooks.sequence(row, self._round)
-            self._planned = [self._own_lengths.get(key, self._even_length) for key in keys]
+            self._planned = self._in_force.lengths(keys)
             self._give(rows, self._planned)
         else:
             if is_due or self.probes.is_running:
@@ -226,12 +215,12 @@ class DraftLengthPolicy:
 
     def _must_search(self, rows: Sequence[Candidate], signature: Signature, num_prompts: int) -> bool:
         """Whether the plan in force says little about these rows."""
-        if self._last_search is None:
+        if self._in_force.search is None:
             return True
         if self._looks_up or any(row.method != DRAFT_MODEL and row.limit > 0 for row in rows):
             return signature != self._searched
         # Rows that have ended are often followed by others, first by their prompts: what pays is the same.
-        before = len(self._last_search.best.lengths)
+        before = len(self._in_force.search.best.lengths)
         has_changed = not num_prompts and abs(len(rows) - before) > FEW_CHANGED * max(len(rows), before)
         if not has_changed:
             self._left_in = NO_ROUND
@@ -246,73 +235,35 @@ class DraftLengthPolicy:
     ) -> Search:
         """The plan from now on."""
         self.costs.look_at(sum(row.num_stored for row in rows), len(rows))
-        previous = [self._own_lengths.get(row.key, self._even_length) if row.limit > 0 else 0 for row in rows]
-        may_be_uneven = self._is_uneven or self._round >= self._next_uneven
+        in_force = self._in_force
+        before = in_force.even_length, in_force.own_lengths
+        may_be_uneven = in_force.is_uneven or self._round >= self._next_uneven
         if may_be_uneven:
             self._next_uneven = self._round + UNEVEN_EVERY
         outlooks = self._outlooks.of(rows, sequences, may_be_uneven or len(rows) <= FEW_ROWS)
-        previous = [
-            min(length, len(outlook.survival)) for length, outlook in zip(previous, outlooks, strict=True)
-        ]
-        gain = UNEVEN_KEPT if self._is_uneven else UNEVEN_GAIN
-        found = search(outlooks, self.costs, num_prompts, may_be_uneven, gain)
-        found = self._hold_on(found, previous, outlooks, num_prompts)
-        if any(found.best.lengths) and not any(previous) and not self._worth_catching_up(rows, found):
-            found = Search(found.plain, found.plain, found.best_drafting, found.best_even)
-        self._put_in_force(rows, found)
+        found = search(outlooks, self.costs, num_prompts, may_be_uneven, in_force.uneven_gain)
+        found = in_force.follow(found, rows, outlooks, num_prompts)
+        self._thresholds = None
+        self._set_pace(found, *before)
         return found
 
-    def _hold_on(
-        self, found: Search, previous: list[int], outlooks: list[RowOutlook], num_prompts: int
-    ) -> Search:
-        """The previous plan instead, if that is hardly worse."""
-        if not any(previous):
-            is_better = found.best.rate >= (1 + START_GAIN) * found.plain.rate
-            best = found.best if is_better else found.plain
-        elif previous != found.best.lengths:
-            kept = evaluate(outlooks, previous, self.costs, num_prompts)
-            least = max(found.plain.rate, found.best.rate / (1 + HYSTERESIS))
-            if self._is_uneven and found.best_even is not None:
-                least = max(least, UNEVEN_KEPT * found.best_even.rate)
-            best = kept if kept.rate > least else found.best
-        else:
-            return found
-        return Search(found.plain, best, found.best_drafting, found.best_even)
-
-    def _put_in_force(self, rows: Sequence[Candidate], found: Search) -> None:
-        """For rows that come, too."""
-        before, own_before = self._even_length, self._own_lengths
-        lengths = found.best.lengths
-        some = sorted(length for length, row in zip(lengths, rows, strict=True) if row.limit > 0)
-        self._even_length = some[len(some) // 2] if some else 0
-        self._own_lengths = {
-            row.key: length
-            for row, length in zip(rows, lengths, strict=True)
-            if length != self._even_length and row.limit > 0
-        }
-        self._is_uneven = bool(self._own_lengths)
-        self._last_search, self._thresholds = found, None
-        if before == self._even_length and own_before == self._own_lengths:
+    def _set_pace(self, found: Search, even_before: int, own_before: dict[Hashable, int]) -> None:
+        """How soon to look again."""
+        even, own = self._in_force.even_length, self._in_force.own_lengths
+        if even == even_before and own == own_before:
             most = max(MAX_LOOK_EVERY, int(MAX_LOOK_SECONDS / found.best.seconds))
             self._look_every = min(2 * self._look_every, most)
-        elif own_before or self._own_lengths or 0 in lengths or abs(self._even_length - before) > 1:
+        elif own_before or own or 0 in found.best.lengths or abs(even - even_before) > 1:
             self._look_every = LOOK_EVERY
-
-    def _worth_catching_up(self, rows: Sequence[Candidate], found: Search) -> bool:
-        """A draft cache that was left behind costs a long pass, to be earned within some rounds."""
-        best = found.best
-        lag = lag_of(rows, best.lengths, [row.lag for row in rows])
-        seconds = best.seconds + self.costs.draft(lag) / CATCH_UP_ROUNDS
-        return best.tokens / seconds > found.plain.rate
 
     def _be_patient(self, row: Candidate, lengths: list[int]) -> list[int]:
         """A lone row may draft up to its limit, but ends early where the draft is unsure. Rows that share
         their passes save little by one row's doubt: there the planned lengths stay."""
-        if row.limit <= 0 or self._last_search is None:
+        if row.limit <= 0 or self._in_force.search is None:
             return lengths
         sequence = self._outlooks.sequence(row, self._round)
         if self._thresholds is None:
-            self._thresholds = thresholds(self._last_search.best, row.limit, sequence, self.costs)
+            self._thresholds = thresholds(self._in_force.search.best, row.limit, sequence, self.costs)
         self._patience = Patience(sequence.group.confidence, *self._thresholds)
         return [row.limit]
 
@@ -320,7 +271,7 @@ class DraftLengthPolicy:
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search, num_rounds: int
     ) -> list[int] | None:
         """Other lengths for so many rounds, if some are due and can be afforded."""
-        outlooks = self._outlooks.of(rows, sequences, self._is_uneven or len(rows) <= FEW_ROWS)
+        outlooks = self._outlooks.of(rows, sequences, self._in_force.is_uneven or len(rows) <= FEW_ROWS)
         ages = [sequence.age(self._round) for sequence in sequences]
         limits, lags = [max(0, row.limit) for row in rows], [row.lag for row in rows]
         for lengths in self.probes.candidates(found, limits, ages, lags):
@@ -336,7 +287,7 @@ class DraftLengthPolicy:
     def _learn(self, last_round: int) -> None:
         """From the rounds that were put aside."""
         rounds, self._rounds = self._rounds, []
-        found = self._last_search
+        found = self._in_force.search
         if not rounds or found is None:
             return
         self.probes.save(found, len(rounds))

@@ -1,11 +1,19 @@
 """``num_speculative_tokens: auto`` in the whole engine: the text stays, hopeless drafts are given up."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
+from engine.block_manager import BlockTable
 from engine.core import EngineCore
+from engine.draft_length.confidence import Patience
 from engine.draft_length.plan import Plan, Search
+from engine.draft_length.rounds import Candidate
+from engine.draft_planner import DraftPlanner
 from engine.messages import Generate, SamplingParams
 from tests.engine.conftest import Models
+from tests.engine.fixed_length import FixedDraftLength
 from tests.engine.gates import PROMPTS
 from tests.models import make_engine, run_engine
 
@@ -77,7 +85,7 @@ def test_prompts_wait_for_a_dear_draft_that_does_not_pay(
     monkeypatch.setattr(policy, "choose", lambda rows, *_: [min(length, row.limit) for row in rows])
     monkeypatch.setattr(policy, "observe", lambda *_: None)
     plain = Plan([0], 1.0, 1.0)
-    policy._last_search = Search(plain, plain, None)
+    policy._in_force.search = Search(plain, plain, None)
 
     prompt = [1 + i % 13 for i in range(29)]
     core.add(Generate(request_id="a", prompt_token_ids=prompt, params=GREEDY))
@@ -96,3 +104,81 @@ def test_prompts_wait_for_a_dear_draft_that_does_not_pay(
     # Its own draft: whatever it drafts is what comes, if nothing is missing in its cache.
     assert core.stats.accepted_tokens_per_position == core.stats.draft_tokens_per_position
     assert [token_ids] == [run_engine(make_engine(models.target, None), [prompt], GREEDY)[0]]
+
+
+def forget_ends(planner: DraftPlanner) -> None:
+    """Planted bug: a text may be drafted for beyond its end."""
+    planner._longest = [1000 for _ in planner._longest]
+
+
+def forget_lags(planner: DraftPlanner) -> None:
+    """Planted bug: a draft's cache misses what it missed when the choice was made."""
+    planner.follows = False
+
+
+def same_steps(models: Models, length: int | str, bug: Callable[[DraftPlanner], None] | None = None) -> int:
+    """Asserts that choices that stand are those of asking anew; returns how many stood."""
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    cores = [make_engine(models.target, models.close_draft, num_speculative_tokens=length) for _ in range(2)]
+    num_stood = 0
+    for core, may_stand in zip(cores, (True, False), strict=True):
+        planner = core.scheduler.planner
+        core.whole_rounds = None  # which would share steps
+
+        def stands(*args: Any, planner: DraftPlanner = planner, may_stand: bool = may_stand) -> bool:
+            nonlocal num_stood
+            if bug is not None and planner._may_stand:
+                bug(planner)
+            stood = may_stand and DraftPlanner._stands(planner, *args)
+            num_stood += stood
+            return stood
+
+        planner._stands = stands  # type: ignore[method-assign]
+        if planner.policy is not None:  # a policy that is told nothing of time says the same to both
+            planner.policy = StandingLengths()
+        for i, prompt in enumerate(PROMPTS):
+            core.add(Generate(request_id=str(i), prompt_token_ids=prompt, params=params))
+    while any(core.has_work for core in cores):
+        ours, theirs = (core.step() for core in cores)
+        assert ours == theirs
+        assert [table.num_computed_tokens for table in draft_tables(cores[0])] == [
+            table.num_computed_tokens for table in draft_tables(cores[1])
+        ]
+    return num_stood
+
+
+def draft_tables(core: EngineCore) -> list[BlockTable]:
+    return [sequence.draft_blocks for sequence in core.scheduler.running]
+
+
+class StandingLengths(FixedDraftLength):
+    """None, two and four tokens in turns, each for five rounds."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.round = 0
+
+    def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
+        self.num_draft_tokens = 2 * (self.round // 5 % 3)
+        self.round += bool(rows)
+        return super().choose(rows, num_prompt_tokens)
+
+    def go_on(self, patience: Patience | None) -> None:
+        self.round += 1
+
+    @property
+    def num_rounds(self) -> int:
+        return 5 - (self.round - 1) % 5
+
+
+@pytest.mark.parametrize("length", [4, "auto"])
+def test_a_choice_that_stands_is_what_asking_anew_would_say(models: Models, length: int | str) -> None:
+    assert same_steps(models, length) > 5
+
+
+@pytest.mark.parametrize(("length", "bug"), [(4, forget_ends), (4, forget_lags), ("auto", forget_lags)])
+def test_choices_that_wrongly_stand_are_caught(
+    models: Models, length: int | str, bug: Callable[[DraftPlanner], None]
+) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        same_steps(models, length, bug)

@@ -4,9 +4,10 @@ import pytest
 
 from engine.draft_length.confidence import ConfidenceTable, Patience
 from engine.draft_length.costs import MAX_QUERIES, CostCurve, CostModel
+from engine.draft_length.in_force import PlanInForce
 from engine.draft_length.learning import Round, learn_acceptance, observe_costs
 from engine.draft_length.patient import LEAST_GAIN, Compared, PatienceTrial, compare
-from engine.draft_length.plan import UNEVEN_KEPT, Plan, RowOutlook, Search, evaluate, search
+from engine.draft_length.plan import Plan, RowOutlook, Search, evaluate, search
 from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.probes import Probes
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
@@ -97,7 +98,7 @@ def test_rounds_of_one_step_teach_what_rounds_of_their_own_would(num_rows: int) 
 def test_a_row_that_comes_gets_the_plan_in_force() -> None:
     policy = Counted(costs())
     run(policy, candidates(range(16)), 600)
-    length = policy._even_length
+    length = policy._in_force.even_length
     assert length > 0
     before = policy.num_searches
     assert policy.choose([*candidates(range(15)), *candidates(range(20, 21))]) == [length] * 16
@@ -110,11 +111,11 @@ def test_what_is_left_of_a_text_shortens_its_draft_only() -> None:
     policy = DraftLengthPolicy(costs())
     policy.trial.is_on = lambda _: False  # type: ignore[method-assign]
     run(policy, candidates(range(1)), 600)
-    length = policy._even_length
+    length = policy._in_force.even_length
     assert length > 2
     policy._next_look = 0
     assert policy.choose(candidates(range(1), limit=2)) == [2]
-    assert policy._even_length > 2
+    assert policy._in_force.even_length > 2
 
 
 def test_more_rows_are_looked_at_at_once() -> None:
@@ -194,17 +195,17 @@ def test_the_same_size_moves_all_and_another_how_they_compare() -> None:
 
 
 def test_uneven_lengths_in_force_must_go_on_paying() -> None:
-    policy = DraftLengthPolicy(CostModel({1: 0.0005, 16: 0.001}, SCORE, padding=0.0))
-    policy._is_uneven = True
+    in_force = PlanInForce(CostModel({1: 0.0005, 16: 0.001}, SCORE, padding=0.0))
+    in_force.own_lengths = {0: 1}
     alike = [RowOutlook([0.8, 0.6, 0.4], 1.0, True)] * 32
-    found = search(alike, policy.costs, 0, uneven_gain=UNEVEN_KEPT)
+    found = search(alike, in_force.costs, 0, uneven_gain=in_force.uneven_gain)
     assert len(set(found.best.lengths)) == 1
     length = found.best.lengths[0]
     uneven = [length] * 31 + [length - 1]
-    assert evaluate(alike, uneven, policy.costs, 0).rate * 1.005 > found.best.rate
-    assert policy._hold_on(found, uneven, alike, 0).best.lengths == found.best.lengths
-    policy._is_uneven = False
-    assert policy._hold_on(found, uneven, alike, 0).best.lengths == uneven
+    assert evaluate(alike, uneven, in_force.costs, 0).rate * 1.005 > found.best.rate
+    assert in_force._hold_on(found, uneven, alike, 0).best.lengths == found.best.lengths
+    in_force.own_lengths = {}
+    assert in_force._hold_on(found, uneven, alike, 0).best.lengths == uneven
 
 
 @pytest.mark.parametrize("gain", [0.9, 1.1])

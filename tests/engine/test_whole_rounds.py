@@ -154,6 +154,16 @@ def test_a_model_that_drafts_for_itself_is_always_right(params: SamplingParams, 
     assert core.stats.accepted_tokens_per_position == core.stats.draft_tokens_per_position
 
 
+def test_rounds_share_steps_up_to_the_end_of_the_context(tmp_path: Path) -> None:
+    """All that many rounds could say would not fit, but no text becomes longer than it may."""
+    twins = make_twins(*save_pair(tmp_path), max_model_len=60, prefix_caching=False)
+    params = SamplingParams(max_tokens=50, temperature=0, ignore_eos=True)
+    (ours, our_steps), (theirs, their_steps) = (run(core, [params], PROMPTS[:2]) for core in twins)
+    assert ours == theirs
+    assert all(len(told.token_ids) == 50 for told in ours)
+    assert our_steps < 0.5 * their_steps
+
+
 @pytest.mark.parametrize("num_blocks", [27, 33])
 def test_few_blocks_are_no_reason_to_preempt_more(num_blocks: int, tmp_path: Path) -> None:
     """Rounds share a step where there is room for them all; where there is not, nobody gives way for that."""
