@@ -104,7 +104,7 @@ class CostCurve:
         if self._sizes[index] == self._last_size:
             common, own = max(new, weight * SAME_COMMON), max(new, weight * SAME_POINT)
         elif self._last_size:
-            common, own = weight * OTHER_COMMON, max(1 / (4 + num), min(weight * OTHER_POINT, MOST_POINT))
+            common, own = weight * OTHER_COMMON, max(1 / (2 + num), min(weight * OTHER_POINT, MOST_POINT))
         else:
             common = own = new
         if not is_probe:

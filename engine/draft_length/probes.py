@@ -41,6 +41,9 @@ MOSTLY = 0.7
 # A longer draft is tried by one token, whose costs are needed, and by two, which tell how far drafts survive.
 KINDS = ("further", "shorter", "longer", "shorter", "longer", "plain", "rest")
 
+# What promises less than this many times the rate of plain steps needs so many of those to compare with.
+LITTLE, ENOUGH_PLAIN = 1.3, 4
+
 
 class Probes:
     def __init__(self) -> None:
@@ -56,9 +59,9 @@ class Probes:
         self._next_round = self._next_close = RETRY
         self._kind = 0
         self._repeats = self._successes = 0
-        self._num_beside: Counter[tuple[int, int]] = (
-            Counter()
-        )  # probes by rows and length of the plan in force
+        # Probes by rows and length of the plan in force; plain ones by rows.
+        self._num_beside: Counter[tuple[int, int]] = Counter()
+        self._num_plain: Counter[int] = Counter()
 
     @property
     def is_running(self) -> bool:
@@ -82,6 +85,8 @@ class Probes:
                 yield found.best_drafting.lengths
             yield from _wake(lengths, limits, ages, lags)
             return
+        if self._kind % 2 and self._needs_plain(found):
+            yield [0] * len(lengths)
         for turn in range(len(KINDS)):
             kind = KINDS[(self._kind + turn) % len(KINDS)]
             if kind == "rest":
@@ -113,7 +118,15 @@ class Probes:
 
     def interval(self, found: Search) -> int:
         """Rounds from one probe to the next while drafting is on."""
+        if self._needs_plain(found):
+            return RETRY
         return SOON if self._num_beside[_beside(found)] < NEW_PROBES else INTERVAL
+
+    def _needs_plain(self, found: Search) -> bool:
+        """A gain that is not large is only as real as the plain step that it is compared with, which is
+        measured by nothing but probes while drafting is on."""
+        is_little = found.best.rate < LITTLE * found.plain.rate
+        return is_little and self._num_plain[len(found.best.lengths)] < ENOUGH_PLAIN
 
     def begin(self, plan: Plan, seconds_again: float, current_round: int) -> None:
         """Run ``plan`` from this round on. ``seconds_again``: what it would take the next time, with nothing
@@ -160,6 +173,7 @@ class Probes:
         self.credit -= seconds + extra - worth
         lengths = self._running.lengths
         self._num_beside[_beside(found)] += 1
+        self._num_plain[len(best.lengths)] += not any(self._running.lengths)
         # A lone row's draft seldom pays for what it does to the others, but says that times have changed.
         is_off = not any(best.lengths)
         all_accepted = num_emitted == num_rounds * (len(lengths) + sum(lengths)) > num_rounds * len(lengths)

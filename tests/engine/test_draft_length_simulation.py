@@ -342,3 +342,20 @@ def test_a_slower_machine_changes_nothing_by_itself() -> None:
     auto = simulate(machine, policy, lambda *_: 0.8, lambda _: 1, 900)
     best = simulate(machine, FixedDraftLength(4), lambda *_: 0.8, lambda _: 1, 120).rate(20)
     assert auto.rate(400) >= 0.97 * best
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_bad_moment_at_start_is_seen_through(num_rows: int) -> None:
+    """A draft as dear as its target never pays. When costs were measured plain steps seemed slower than they
+    are, and drafts faster."""
+    machine = replace(MACHINES[0], draft_cost=1.0)
+    policy = DraftLengthPolicy(
+        CostModel(
+            {size: 0.85 * machine.draft_seconds(size) for size in CALIBRATED_SIZES},
+            {size: machine.score_seconds(size) * (1.25 if size < 8 else 1.0) for size in CALIBRATED_SIZES},
+        )
+    )
+    auto = simulate(machine, policy, lambda *_: 1.0, lambda _: num_rows, 600)
+    plain = simulate(machine, FixedDraftLength(0), lambda *_: 1.0, lambda _: num_rows, 120).rate(20)
+    assert auto.mean_length(0, 100) > 0.5  # it was believed
+    assert auto.rate(300) >= 0.96 * plain
