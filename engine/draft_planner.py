@@ -188,7 +188,7 @@ class DraftPlanner:
         self._was_observed = len(outcomes) == len(self._decoding)
 
     def go_on(self, patience: Patience | None) -> None:
-        """The step has had another round of the same rows; ``patience`` was a lone row's."""
+        """Another round of the same rows, in this step or in the next one; ``patience`` was a lone row's."""
         if self.policy is not None:
             self.policy.go_on(patience)
 

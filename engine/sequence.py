@@ -52,6 +52,10 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def length_after(self, num_tokens: int) -> int:
+        """With so many tokens more, as far as it may grow."""
+        return min(len(self.token_ids) + num_tokens, self.max_num_tokens)
+
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens the target has yet to store: 1 while decoding, more in the prompt."""

@@ -91,9 +91,10 @@ class WholeRounds:
 
     def _make_room(self, sequences: list[Sequence], num_tokens: int) -> bool:
         """For so many more of each, where no other sequence has to give way for it."""
-        longest = max(min(len(sequence) + num_tokens, sequence.max_num_tokens) for sequence in sequences)
-        if self.proposer is not None and longest > self.proposer.max_len:
-            return False
+        if self.proposer is not None:
+            longest = max(sequence.length_after(num_tokens) for sequence in sequences)
+            if longest > self.proposer.max_len:
+                return False
         return all(self.scheduler.reserve_ahead(sequence, num_tokens) for sequence in sequences)
 
     def _commit(self, part: Scheduled, row: int, done: RoundsDone) -> TokenOutput:

@@ -173,7 +173,7 @@ class Probes:
         self.credit -= seconds + extra - worth
         lengths = self._running.lengths
         self._num_beside[_beside(found)] += 1
-        self._num_plain[len(best.lengths)] += not any(self._running.lengths)
+        self._num_plain[len(best.lengths)] += not any(lengths)
         # A lone row's draft seldom pays for what it does to the others, but says that times have changed.
         is_off = not any(best.lengths)
         all_accepted = num_emitted == num_rounds * (len(lengths) + sum(lengths)) > num_rounds * len(lengths)

@@ -237,6 +237,7 @@ class RecordingPolicy(FixedDraftLength):
         self.lags: list[int] = []
         self.current: Patience | None = None
         self.num_timed = 0
+        self.first: int | None = None  # place of what is told of a shared step's first round
 
     @property
     def num_rounds(self) -> int:
@@ -253,9 +254,12 @@ class RecordingPolicy(FixedDraftLength):
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         if not outcomes:
             return
-        if seconds is not None:
-            assert min(seconds.score, seconds.host) > 0
-            self.num_timed += 1
+        if self.first is not None and len(self.told) > self.first:
+            is_second = len(self.told) == self.first + 1
+            assert (seconds is not None) == is_second
+            if seconds is not None:
+                assert min(seconds.draft, seconds.score, seconds.host) > 0
+        self.num_timed += seconds is not None
         judged = [(one.num_draft_tokens, one.num_accepted_tokens, one.ended) for one in outcomes]
         patience = self.current and (self.current.bins, self.current.survival, self.current.refused_rate)
         self.told.append((self.lags, judged, patience))
@@ -263,6 +267,19 @@ class RecordingPolicy(FixedDraftLength):
     def go_on(self, patience: Patience | None) -> None:
         before = [Outcome("", drafted, accepted) for drafted, accepted, _ in self.told[-1][1]]
         self.lags, self.current = lags_after(before, self.current), patience
+
+
+def mark_steps(core: EngineCore, policy: RecordingPolicy) -> None:
+    """Tell the policy where steps of several rounds begin."""
+    assert core.whole_rounds is not None
+    tell = core.whole_rounds._observe
+
+    def observe(*args: Any) -> None:
+        policy.first = len(policy.told)
+        tell(*args)
+        policy.first = None
+
+    core.whole_rounds._observe = observe  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("limits", [None, (0.3, 0.4), (0.55, 0.7), (0.0, 0.9)])
@@ -273,6 +290,7 @@ def test_the_policy_is_told_of_every_round(limits: tuple[float, float] | None, t
     for core in twins:
         policies.append(RecordingPolicy(6, limits))
         core.scheduler.planner.policy = policies[-1]
+    mark_steps(twins[0], policies[0])
     (ours, our_steps), (theirs, their_steps) = (run(core, [GREEDY, COUPLED], PROMPTS[:1]) for core in twins)
     assert ours == theirs
     assert policies[0].told == policies[1].told
