@@ -10,6 +10,7 @@ captured, none is used.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -162,21 +163,14 @@ def capture_rounds(
     if not isinstance(model.graphs, StepGraphs):
         return
     steps = model.graphs
-
-    def capture_one(rounds: CapturedRound, number: int, bucket: RoundBucket) -> bool:
-        texts = check_texts(model, bucket.shape, num_blocks, number)
-        if not texts:
-            return True  # such a batch does not fit into the cache
-        rounds.add(bucket)
-        return _is_right(model, rounds, bucket, texts)
-
     with steps.left_out():  # rounds are compared with the usual passes
         rounds = capture_planned(
             "rounds",
             "ones",
             planned,
             lambda: CapturedRound(steps, planned),
-            capture_one,
+            lambda bucket, number: check_texts(model, bucket.shape, num_blocks, number),
+            partial(_is_right, model),
             capture,
             deadline,
             min_free,

@@ -165,13 +165,9 @@ def capture_chains(
         return
     steps = model.graphs
 
-    def capture_one(chain: DraftChain, number: int, bucket: ChainBucket) -> bool:
-        shape = bucket.shape
-        texts = check_texts(model, Bucket(shape.rows, bucket.passes, shape.blocks), num_blocks, number)
-        if not texts:
-            return True  # such a batch does not fit into the cache
-        chain.add(bucket)
-        return _is_right(model, chain, bucket, texts)
+    def texts_for(bucket: ChainBucket, number: int) -> list[Text]:
+        as_pass = Bucket(bucket.shape.rows, bucket.passes, bucket.shape.blocks)
+        return check_texts(model, as_pass, num_blocks, number)
 
     with steps.left_out():  # chains are compared with the usual passes
         chain = capture_planned(
@@ -179,7 +175,8 @@ def capture_chains(
             "passes",
             planned,
             lambda: DraftChain(steps, planned, vocab_size),
-            capture_one,
+            texts_for,
+            partial(_is_right, model),
             capture,
             deadline,
             min_free,

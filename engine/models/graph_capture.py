@@ -135,15 +135,23 @@ def make_capture(device: torch.device) -> Capture | None:
     return CudaCapture(device) if device.type == "cuda" else None
 
 
-class Captured(Protocol):
+Shape = TypeVar("Shape")
+Shape_contra = TypeVar("Shape_contra", contravariant=True)
+Texts = TypeVar("Texts")
+
+
+class Captured(Protocol[Shape_contra]):
+    def add(self, shape: Shape_contra, /) -> None:
+        """Capture one more."""
+        ...
+
     @property
     def replays(self) -> Mapping[Any, Callable[[], None]]:
         """By what is captured."""
         ...
 
 
-Made = TypeVar("Made", bound=Captured)
-Shape = TypeVar("Shape")
+Made = TypeVar("Made", bound=Captured[Any])
 
 
 def capture_planned(
@@ -151,7 +159,8 @@ def capture_planned(
     usual: str,
     planned: Sequence[Shape],
     make: Callable[[], Made],
-    capture_one: Callable[[Made, int, Shape], bool],
+    texts_for: Callable[[Shape, int], list[Texts]],
+    is_right: Callable[[Made, Shape, list[Texts]], bool],
     capture: Capture,
     deadline: float,
     min_free: int,
@@ -160,8 +169,8 @@ def capture_planned(
     until fewer than ``min_free`` bytes are free. None, and a line in the log, if anything goes wrong: nothing
     of it is to be used.
 
-    ``capture_one`` captures the n-th, if it can be compared, and says whether it does what the ``usual`` one
-    does. ``what`` and ``usual`` are for people.
+    ``is_right`` says whether one does what the ``usual`` one does, by ``texts_for`` the n-th; none if such a
+    batch does not fit into the cache. ``what`` and ``usual`` are for people.
     """
     started = time.monotonic()
     try:
@@ -169,7 +178,11 @@ def capture_planned(
         for number, shape in enumerate(planned):
             if time.monotonic() > deadline or capture.free_memory() < min_free:
                 break
-            if not capture_one(made, number, shape):
+            texts = texts_for(shape, number)
+            if not texts:
+                continue
+            made.add(shape)
+            if not is_right(made, shape, texts):
                 logger.warning(
                     "Captured %s differ from the usual %s (%s) and are not used", what, usual, shape
                 )

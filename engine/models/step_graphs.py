@@ -12,6 +12,7 @@ none is used.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -114,20 +115,13 @@ def capture_steps(
 
     Leaves the model as it was if anything goes wrong.
     """
-
-    def capture_one(graphs: StepGraphs, number: int, bucket: Bucket) -> bool:
-        texts = check_texts(model, bucket, num_blocks, number)
-        if not texts:
-            return True  # such a batch does not fit into the cache
-        graphs.add(bucket)
-        return _is_right(model, graphs, bucket, texts)
-
     graphs = capture_planned(
         "CUDA graphs",
         "pass",
         planned,
         lambda: StepGraphs(model, planned, num_blocks, capture),
-        capture_one,
+        lambda bucket, number: check_texts(model, bucket, num_blocks, number),
+        partial(_is_right, model),
         capture,
         deadline,
         min_free,
