@@ -7,7 +7,7 @@ draft pays (``draft_length.policy``). Plain integers, no tensors.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, LengthPolicy, Outcome, RoundSeconds
 from engine.draft_length.sources import AUTO_LIMITS, Offer, SourceChooser, strength
 from engine.messages import Source
@@ -77,9 +77,9 @@ class DraftPlanner:
                 else sequence.max_num_tokens
                 for sequence, choice in self._choices.items()
             ]
-            # Who looks something up may find it at any time, and patience is made anew for every round.
+            # Who looks something up may find it at any time.
             looks_up = any(source not in NO_LOOK_UPS for row in decoding for source in row.sources)
-            self._may_stand = not looks_up and not any(map(self.patience, decoding[:1]))
+            self._may_stand = not looks_up
         self._was_observed = False
         return self._choices
 
@@ -170,9 +170,9 @@ class DraftPlanner:
         """Whether a draft model computes the prompt along with the target, or catches up when it drafts."""
         return self.policy is None or sequence.fixed_draft_length or self.policy.follows_prompts()
 
-    def patience(self, sequence: Sequence) -> Patience | None:
-        """When the draft just chosen may end early."""
-        return self.policy.patience(sequence) if self.policy is not None else None
+    def patient_draft(self, sequence: Sequence) -> PatientDraft | None:
+        """The draft just chosen, if it may end early."""
+        return self.policy.patient_draft(sequence) if self.policy is not None else None
 
     @property
     def learns(self) -> bool:
@@ -187,10 +187,11 @@ class DraftPlanner:
             self.policy.observe(outcomes, seconds)
         self._was_observed = len(outcomes) == len(self._decoding)
 
-    def go_on(self, patience: Patience | None) -> None:
-        """Another round of the same rows, in this step or in the next one; ``patience`` was a lone row's."""
+    def go_on(self, patient: list[PatientDraft] | None) -> None:
+        """Another round of the same rows: in this step, where they have made their ``patient`` drafts, or in
+        the next one."""
         if self.policy is not None:
-            self.policy.go_on(patience)
+            self.policy.go_on(patient)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""

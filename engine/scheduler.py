@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from engine.block_manager import BlockPool, BlockTable
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import PatientDraft
 from engine.draft_planner import Choice, DraftPlanner
 from engine.sequence import Sequence
 
@@ -24,7 +24,7 @@ class Scheduled:
 
     ``completes``: the last known token is among them, so the step draws what follows it. ``source`` drafts.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
-    instead of it; they do not count those of a prompt's chunk. ``patience``: when its draft may end before
+    instead of it; they do not count those of a prompt's chunk. ``patient_draft``: one that may end before
     ``num_draft_tokens``. ``draft_follows``: whether the draft model computes a prompt's chunk too, now.
     """
 
@@ -34,7 +34,7 @@ class Scheduled:
     completes: bool
     source: str = "none"
     num_catch_up_tokens: int = 0
-    patience: Patience | None = None
+    patient_draft: PatientDraft | None = None
     draft_follows: bool = True
 
     @property
@@ -209,8 +209,8 @@ class Scheduler:
         self._catch_up_budget -= num_caught_up
         if num_caught_up < choice.lag:
             num_tokens = 0  # all of it would stall the others; the rest comes in the next steps
-        patience = self.planner.patience(sequence)
-        return Scheduled(sequence, 1, num_tokens, True, choice.source, num_caught_up, patience)
+        patient_draft = self.planner.patient_draft(sequence)
+        return Scheduled(sequence, 1, num_tokens, True, choice.source, num_caught_up, patient_draft)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:
         """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""

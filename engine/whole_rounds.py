@@ -9,7 +9,6 @@ draft model is noticed a step later.) What they emit is what they would emit one
 
 from math import inf
 
-from engine.draft_length.rounds import RoundSeconds
 from engine.messages import Failed, TokenOutput
 from engine.models.decoder_only import DecoderModel
 from engine.native.decoder import NativeDecoder
@@ -85,9 +84,12 @@ class WholeRounds:
             num_rounds = min(MAX_ROUNDS, self.scheduler.planner.num_rounds)
         if num_rounds > 1 and not self._make_room(sequences, num_rounds * (max(limits) + 1)):
             num_rounds = 1  # for that there is room: it was scheduled
-        patience = parts[0].patience
-        assert patience is None or len(parts) == 1
-        return run_rounds(target, draft, sequences, limits, patience, sampler, num_rounds, self.step_seconds)
+        patient = [part.patient_draft for part in parts if part.patient_draft is not None]
+        if patient and len(patient) < len(parts):
+            return None
+        return run_rounds(
+            target, draft, sequences, limits, patient or None, sampler, num_rounds, self.step_seconds
+        )
 
     def _make_room(self, sequences: list[Sequence], num_tokens: int) -> bool:
         """For so many more of each, where no other sequence has to give way for it."""
@@ -133,16 +135,15 @@ class WholeRounds:
         # filled ones. Lengths are compared by the second, which those have that are tried for two rounds.
         timed = min(1, len(done.rounds) - 1)
         for number, one in enumerate(done.rounds):
-            seconds = RoundSeconds(one.draft_seconds, one.score_seconds + one.verify_seconds, host)
-            self.last_seconds = seconds.draft + seconds.score + host
             outcomes = [
                 outcome(part, drafted, accepted, may_have_ended=one is done.rounds[-1])
                 for part, drafted, accepted in zip(parts, one.num_drafted, one.num_accepted, strict=True)
             ]
-            told = seconds if number == timed else None
             if number:
-                planner.go_on(one.patience)
-            planner.observe(outcomes, told)
+                planner.go_on(one.patient)
+            planner.observe(outcomes, one.told(host) if number == timed else None)
+        last = done.rounds[-1].told(host)
+        self.last_seconds = last.draft + last.score + last.host
 
 
 def _tells_tokens_only(part: Scheduled) -> bool:

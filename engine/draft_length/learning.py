@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.costs import CostModel
 from engine.draft_length.plan import draft_sizes, padding
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds
@@ -20,7 +20,7 @@ ENOUGH_ALIKE = 3
 
 class Round(NamedTuple):
     """``lengths`` were asked for, of ``rows``, whose draft caches missed ``lags``; ``num_stored`` tokens were
-    in the target's cache. ``patience`` is a lone row's, if it had some. ``is_probe``: these were not the
+    in the target's cache. ``patient``: the drafts, if they could end early. ``is_probe``: these were not the
     planned lengths. Rounds of one choice share their ``rows`` and ``lengths``."""
 
     rows: Sequence[Candidate]
@@ -29,7 +29,7 @@ class Round(NamedTuple):
     outcomes: Sequence[Outcome]
     seconds: RoundSeconds | None
     num_stored: int
-    patience: Patience | None = None
+    patient: Sequence[PatientDraft] | None = None
     is_probe: bool = False
 
     @property
@@ -56,24 +56,19 @@ def learn_acceptance(
 ) -> None:
     """``rounds`` are some of those from ``first_round`` to ``last_round``."""
     by_choice: dict[object, list[Round]] = {}
-    patient: list[tuple[SequenceAcceptance, Round]] = []
+    is_lone = len(rounds[-1].rows) == 1
+    verdicts: dict[SequenceAcceptance, Verdicts] = {}
     for one in rounds:
-        if one.patience is not None:
-            (row,) = one.rows
-            if row.key in sequences:
-                patient.append((sequences[row.key][row.label], one))
+        if one.patient is not None:
+            _learn_patient(one, one.patient, sequences, verdicts)
         else:
             choice = id(one.rows), id(one.lengths), len(one.outcomes)
             by_choice.setdefault(choice, []).append(one)
-    is_lone = len(rounds[-1].rows) == 1
-    verdicts: dict[SequenceAcceptance, Verdicts] = {}
     for some in by_choice.values():
         for i, (row, asked) in enumerate(some[0].asked()):
             sequence = sequences.get(row.key, {}).get(row.label)
             if sequence is not None and asked:
                 _learn_row(sequence, asked, some, i, verdicts.setdefault(sequence, Verdicts(is_lone)))
-    for sequence, one in patient:
-        _learn_patient(one, verdicts.setdefault(sequence, Verdicts(is_lone)))
     of_groups: dict[GroupAcceptance, Verdicts] = {}
     for sequence, mine in verdicts.items():
         sequence.learn_all(mine, first_round, last_round)
@@ -99,17 +94,27 @@ def _learn_row(
         verdicts.add(num_drafted, num_accepted, count)
 
 
-def _learn_patient(one: Round, verdicts: Verdicts) -> None:
+def _learn_patient(
+    one: Round,
+    drafts: Sequence[PatientDraft],
+    sequences: Mapping[Hashable, Mapping[str, SequenceAcceptance]],
+    verdicts: dict[SequenceAcceptance, Verdicts],
+) -> None:
     """A draft that ended early is no sign of a proposer that finds nothing."""
-    assert one.patience is not None
+    by_key = {row.key: (row.label, draft) for row, draft in zip(one.rows, drafts, strict=True)}
+    is_lone = len(one.rows) == 1
     for outcome in one.outcomes:
-        if outcome.ended:
+        label, draft = by_key[outcome.key]
+        sequence = sequences.get(outcome.key, {}).get(label)
+        if sequence is None or outcome.ended or not draft.confidences:
             continue
-        verdicts.add(outcome.num_draft_tokens, outcome.num_accepted_tokens)
-        rate = one.patience.refused_rate
-        if rate is not None and outcome.num_accepted_tokens == outcome.num_draft_tokens:
-            verdicts.add_refused(outcome.num_draft_tokens, rate)
-        one.patience.learn(outcome.num_accepted_tokens)
+        num_drafted, num_accepted = outcome.num_draft_tokens, outcome.num_accepted_tokens
+        of_row = verdicts.setdefault(sequence, Verdicts(is_lone))
+        of_row.add(num_drafted, num_accepted)
+        rate = draft.refused_rate(num_drafted)
+        if rate is not None and num_accepted == num_drafted:
+            of_row.add_refused(num_drafted, rate)
+        draft.learn(num_drafted, num_accepted)
 
 
 def observe_costs(
@@ -119,7 +124,7 @@ def observe_costs(
     alike: dict[tuple[int, int, bool], list[Round]] = {}
     for one in rounds:
         if one.seconds is not None:
-            kind = len(one.outcomes), one.num_drafted, one.patience is None
+            kind = len(one.outcomes), one.num_drafted, one.patient is None
             alike.setdefault(kind, []).append(one)
     most = min(ENOUGH_ALIKE, max(map(len, alike.values()), default=0))
     for (num_rows, num_drafted, is_planned), some in alike.items():

@@ -1,30 +1,42 @@
-"""A lone row's patience: when a draft ends early, and whether that pays.
+"""Patience: rows draft as far as they may, and end early where the draft is unsure. When, and whether that pays.
 
-Patience needs the draft's confidence before every token, and gains where that tells much.
+It needs the draft's confidence before every token, and gains where that tells much: likely tokens are drafted
+on, and unlikely ones take no place in the target's pass.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
 from engine.draft_length.learning import Round
-from engine.draft_length.plan import Plan
+from engine.draft_length.plan import Plan, RowOutlook, draft_sizes, evaluate, padding
 from engine.draft_length.survival import SequenceAcceptance
 
-# Patience is on where it has gained so much, in so many rounds at least. Where it is off it is tried for some
-# rounds again and again, seldom once it is known; where it is on, some rounds are as planned.
-LEAST_GAIN, SOME_ROUNDS = 1.04, 128
-TRIAL_ROUNDS, TRIAL_EVERY, TRIAL_SELDOM, NEW_ROUNDS = 16, 128, 1024, 128
-PLANNED_ROUNDS, PLANNED_EVERY = 4, 128
-# Decay of what trials have shown, per round.
-TRIAL_DECAY = 0.995
+# Patience begins where it has gained so much, in so many drafts at least, and ends where it gains too little.
+# Where it is off it is tried for some rounds again and again, seldom once it has lost; where it is on, some
+# rounds are as planned.
+LEAST_GAIN, STILL_GAIN, SOME_DRAFTS, LOSS = 1.02, 1.0, 128, 0.97
+TRIAL_EVERY, TRIAL_SELDOM, PLANNED_EVERY = 128, 1024, 128
+# Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*, with no
+# token refused: nothing else tells how often unsure ones are accepted.
+Mode = Literal["planned", "open", "patient"]
+TRIAL_MODES: dict[Mode, int] = {"open": 4, "patient": 32}
+PAYING_MODES: dict[Mode, int] = {"planned": 4, "open": 6, "patient": PLANNED_EVERY}
+# Tokens more than planned that a row may draft; its last ones are hardly worth the blocks to store them.
+FURTHER, OPEN_FURTHER = 3, 1
+# Decay of what trials have shown, per draft: texts are alike for a while, and a few hundred say little.
+TRIAL_DECAY = 0.9995
+# Of the rounds of a look some are compared: so many drafts, or once as many are known fewer, and times.
+COMPARE_DRAFTS, KNOWN_DRAFTS, COMPARE_FEWER, COMPARE_TIMES = 64, 512, 16, 12
 
 
 class Compared(NamedTuple):
-    """Rounds with patience, and what the planned length would have made of them."""
+    """Rounds with patience, and what the planned lengths would have made of them."""
 
-    num_rounds: int
+    num_drafts: int
     tokens: float
     seconds: float
     planned_tokens: float
@@ -32,100 +44,138 @@ class Compared(NamedTuple):
 
 
 class PatienceTrial:
-    """Whether patience pays for a lone row, by rounds that had it, next to what the planned length would have
-    made of the same rounds. It is no gain where the draft's confidence tells little, or a token of a fixed
-    length is cheaper to draft than one that must be looked at first."""
+    """Whether patience pays for so many rows, by rounds that had it, next to what the planned lengths would
+    have made of the same rounds. It is no gain where the draft's confidence tells little, where another token
+    costs the target next to nothing, or where drafts of a known length are cheaper."""
 
     def __init__(self) -> None:
-        self.num_rounds = 0  # measured
+        self.num_drafts = 0  # compared
         self.gain = 1.0
-        self._next_trial = 0
-        self._until = 0
+        self.pays = False
+        self._trial = self._next_trial = 0  # rounds
         self._tokens = self._seconds = self._planned_tokens = self._planned_seconds = 0.0
 
-    def is_on(self, current_round: int) -> bool:
-        """Whether the rounds from this one on have patience."""
-        if self.num_rounds >= SOME_ROUNDS and self.gain > LEAST_GAIN:
-            # Now and then what was planned: its time must stay known.
-            return current_round % PLANNED_EVERY >= PLANNED_ROUNDS
-        if current_round >= self._next_trial:
-            is_new = self.num_rounds < NEW_ROUNDS
-            self._next_trial = current_round + (TRIAL_EVERY if is_new else TRIAL_SELDOM)
-            self._until = current_round + TRIAL_ROUNDS
-        return current_round < self._until
+    def mode(self, current_round: int) -> Mode:
+        """Of this round and those after it."""
+        if not self.pays and current_round >= self._next_trial:
+            has_lost = self.num_drafts >= SOME_DRAFTS and self.gain < LOSS
+            self._trial = current_round
+            self._next_trial = current_round + (TRIAL_SELDOM if has_lost else TRIAL_EVERY)
+        return next((mode for mode, end in self._modes(current_round) if current_round < end), "planned")
 
     def until(self, current_round: int) -> int:
         """The round from which on that is to be asked again."""
-        if self.num_rounds >= SOME_ROUNDS and self.gain > LEAST_GAIN:
-            place = current_round % PLANNED_EVERY
-            return current_round - place + (PLANNED_ROUNDS if place < PLANNED_ROUNDS else PLANNED_EVERY)
-        return self._until if current_round < self._until else self._next_trial
+        ends = [end for _, end in self._modes(current_round) if current_round < end]
+        return min(ends, default=current_round + 1)
+
+    def _modes(self, current_round: int) -> list[tuple[Mode, int]]:
+        """One after the other, each up to a round."""
+        if self.pays:
+            start, lengths = current_round - current_round % PLANNED_EVERY, PAYING_MODES
+        else:
+            start, lengths = self._trial, {**TRIAL_MODES, "planned": self._next_trial - self._trial}
+        return [(mode, start + end) for mode, end in lengths.items()]
+
+    @property
+    def num_needed(self) -> int:
+        """Drafts to compare at a look."""
+        return COMPARE_DRAFTS if self.num_drafts < KNOWN_DRAFTS else COMPARE_FEWER
 
     def learn(self, compared: Compared | None) -> None:
         """What rounds with patience came to, and what they would have without; None where none tells."""
         if compared is None:
             return
-        num_rounds, tokens, seconds, planned_tokens, planned_seconds = compared
-        decay = TRIAL_DECAY**num_rounds
-        self.num_rounds += num_rounds
+        num_drafts, tokens, seconds, planned_tokens, planned_seconds = compared
+        decay = TRIAL_DECAY**num_drafts
+        self.num_drafts += num_drafts
         self._tokens = decay * self._tokens + tokens
         self._seconds = decay * self._seconds + seconds
         self._planned_tokens = decay * self._planned_tokens + planned_tokens
         self._planned_seconds = decay * self._planned_seconds + planned_seconds
         self.gain = self._tokens / self._seconds / (self._planned_tokens / self._planned_seconds)
+        self.pays = self.num_drafts >= SOME_DRAFTS and self.gain > (STILL_GAIN if self.pays else LEAST_GAIN)
 
     def state(self) -> dict[str, float]:
         """For people."""
-        return {"num_rounds": self.num_rounds, "gain": round(self.gain, 3)}
+        return {"num_drafts": self.num_drafts, "gain": round(self.gain, 3)}
 
 
-def thresholds(best: Plan, limit: int, sequence: SequenceAcceptance, costs: CostModel) -> tuple[float, float]:
-    """How often a token must survive to be worth its place in the target's pass, and what is drafted already
-    to be worth another draft pass: what those cost at the rate of ``best``."""
-    longest = max(2, limit)
-    score_seconds = (costs.score(1 + longest) - costs.score(2)) / (longest - 1)
-    usual_rate = max(0.1, sequence.survival(1, 0.0)[0])
-    return best.rate * score_seconds, best.rate * (score_seconds + costs.draft(1)) / usual_rate
+def rules(
+    best: Plan, planned: int, sequences: Sequence[SequenceAcceptance], costs: CostModel
+) -> list[Patience]:
+    """For rows of which ``planned`` tokens each are drafted in the plan ``best``. What a token's place in the
+    target's pass and a draft pass cost at its rate; rows share a pass and what it costs."""
+    num_rows = len(sequences)
+    # Sizes that are measured: about as many are drafted with patience.
+    fewest, most = num_rows + 1, num_rows * (2 + planned)
+    score_seconds = (costs.score(most) - costs.score(fewest)) / (most - fewest)
+    to_score, to_draft = best.rate * score_seconds, best.rate * costs.draft(num_rows) / num_rows
+    tables = [sequence.group.confidence for sequence in sequences]
+    by_table = {
+        table: Patience(table, to_score, table.least_to_draft(to_score, to_draft)) for table in tables
+    }
+    return [by_table[table] for table in tables]
 
 
 def compare(
-    rounds: Sequence[Round], planned: int, sequence: SequenceAcceptance, costs: CostModel
+    rounds: Sequence[Round],
+    planned: Sequence[int],
+    sequences: Sequence[SequenceAcceptance],
+    costs: CostModel,
+    most: int = COMPARE_DRAFTS,
 ) -> Compared | None:
-    """Of rounds with patience: how many, tokens and seconds, and what drafts of ``planned`` tokens would have
-    come to.
+    """Of rounds with patience: drafts, tokens and seconds, and what drafts of ``planned`` lengths would have
+    come to. All rounds are of the same rows, in the order of the others. ``most`` drafts are enough.
 
     Seconds are what the costs say, but for the drafts' own, which are looked at one by one: those times the
     median of what some of them took to that. Nothing else differs, and a mood of the machine must not look
     like a gain. The costs ``look_at`` those rounds from then on.
     """
-    told = [one for one in rounds if one.outcomes and not one.outcomes[0].ended]
-    if not any(one.seconds for one in told):
+    told = [one for one in rounds if _tells(one)]
+    timed = [one for one in told if one.seconds is not None][:COMPARE_TIMES]
+    if not timed:
         return None
-    costs.look_at(sum(one.num_stored for one in told) // len(told), 1)
-    chances = sequence.survival(planned, 0.0)
-    tokens = planned_tokens = drafting = scoring = 0.0
-    ratios = []
+    num_rows = len(planned)
+    told = told[:: -(-len(told) * num_rows // most)]
+    costs.look_at(sum(one.num_stored for one in told) // len(told), num_rows)
+    draft, score = cache(costs.draft), cache(costs.score)
+
+    def draft_seconds(one: Round) -> float:
+        num_passes = [len(row.confidences) for row in one.patient or ()]
+        return costs.draft_start + sum(map(draft, draft_sizes(num_passes, sum(one.lags))))
+
+    ratio = median(one.seconds.draft / draft_seconds(one) for one in timed if one.seconds is not None)
+    chances = [sequence.survival(max(planned), 0.0) for sequence in sequences]
+    plan = evaluate([RowOutlook(row, 1.0, True) for row in chances], list(planned), costs, 0)
+    tokens = seconds = planned_tokens = 0.0
     for one in told:
-        assert one.patience is not None
-        num_drafted, num_accepted = one.outcomes[0].num_draft_tokens, one.outcomes[0].num_accepted_tokens
-        refused = one.patience.refused_rate
-        seconds = _draft_seconds(costs, num_drafted + (refused is not None), one.lags[0])
-        if one.seconds is not None:
-            ratios.append(one.seconds.draft / seconds)
-        drafting += seconds
-        scoring += costs.host(1) + costs.score(1 + num_drafted)
-        tokens += 1 + num_accepted
-        planned_tokens += 1 + min(num_accepted, planned)
-        if num_accepted == num_drafted < planned:
-            planned_tokens += _beyond(num_drafted, chances, refused)
-    planned_seconds = costs.host(1) + costs.score(1 + planned) + _draft_seconds(costs, planned, 0)
-    seconds = drafting * median(ratios) + scoring
-    return Compared(len(told), tokens, seconds, planned_tokens, len(told) * planned_seconds)
+        lengths = [outcome.num_draft_tokens for outcome in one.outcomes]
+        num_drafted = sum(lengths)
+        size = num_rows + num_drafted + padding(costs, max(lengths), num_rows, num_drafted)
+        seconds += ratio * draft_seconds(one) + costs.host(num_rows) + score(size)
+        tokens += one.num_emitted
+        planned_tokens += _planned_tokens(one, planned, chances)
+    return Compared(len(told) * num_rows, tokens, seconds, planned_tokens, len(told) * plan.seconds)
 
 
-def _draft_seconds(costs: CostModel, num_passes: int, lag: int) -> float:
-    """Of a lone row, which catches up in the first of its passes."""
-    return costs.draft_start + costs.draft(1 + lag) + (num_passes - 1) * costs.draft(1)
+def _tells(one: Round) -> bool:
+    """Whether all rows have drafted by their rules, and were judged."""
+    if one.patient is None or len(one.outcomes) < len(one.rows):
+        return False
+    is_judged = not any([outcome.ended for outcome in one.outcomes])
+    return is_judged and all([row.confidences and not row.patience.is_open for row in one.patient])
+
+
+def _planned_tokens(one: Round, planned: Sequence[int], chances: Sequence[list[float]]) -> float:
+    """What drafts of these lengths would have emitted: known as far as those with patience went."""
+    assert one.patient is not None
+    tokens = 0.0
+    for outcome, draft, length, row in zip(one.outcomes, one.patient, planned, chances, strict=True):
+        num_drafted, num_accepted = outcome.num_draft_tokens, outcome.num_accepted_tokens
+        tokens += 1 + min(num_accepted, length)
+        if num_accepted == num_drafted < length:
+            tokens += _beyond(num_drafted, row[:length], draft.refused_rate(num_drafted))
+    return tokens
 
 
 def _beyond(num_drafted: int, chances: Sequence[float], next_rate: float | None) -> float:

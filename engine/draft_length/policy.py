@@ -16,12 +16,12 @@ that everything is compared with is a measured one.
 from collections.abc import Hashable, Sequence
 from operator import attrgetter
 
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import Patience, PatientDraft
 from engine.draft_length.costs import CostModel
 from engine.draft_length.in_force import PlanInForce
 from engine.draft_length.learning import Round, lag_of, learn_acceptance, observe_costs
 from engine.draft_length.outlook import Outlooks
-from engine.draft_length.patient import PatienceTrial, compare, thresholds
+from engine.draft_length.patient import FURTHER, OPEN_FURTHER, PatienceTrial, compare, rules
 from engine.draft_length.plan import Search, evaluate, search
 from engine.draft_length.probes import Probes
 from engine.draft_length.report import Report
@@ -32,8 +32,9 @@ from engine.draft_length.survival import SequenceAcceptance
 # where it found a neighbouring length for all, and at once when many rows come or go and after a probe. Right
 # after a pass a look takes half a millisecond: where rounds are short, the longest pause is a time.
 LOOK_EVERY, MAX_LOOK_EVERY, MAX_LOOK_SECONDS = 4, 64, 0.15
-# It learns from so many verdicts at most, and from the times of so many rounds, spread evenly.
-LEARN_VERDICTS, LEARN_TIMES = 128, 12
+# It learns from so many verdicts at most, those of rows with patience taking longer, and from the times of so
+# many rounds, spread evenly.
+LEARN_VERDICTS, LEARN_PATIENT, LEARN_TIMES = 128, 64, 12
 # Rows that come and go keep the plan, if they are at most this share of all.
 FEW_CHANGED = 1 / 8
 # So many rows are looked at one by one, more of them together.
@@ -64,7 +65,7 @@ class DraftLengthPolicy:
         self.costs = costs
         self.probes = Probes()
         self.report = Report()
-        self.trial = PatienceTrial()
+        self.trials: dict[int, PatienceTrial] = {}  # by rows
         self._outlooks = Outlooks()
         self._round = 0
         self._rounds: list[Round] = []  # not learned from yet
@@ -75,6 +76,7 @@ class DraftLengthPolicy:
         self._is_probing = False
         self._left_in = NO_ROUND  # the round in which some rows were gone, and nobody had come for them
         self._searched: Signature | None = None
+        self._trial = PatienceTrial()  # of so many rows as there are
         # Of the rows of the last look: what says that they are the same, and what they are given.
         self._keys: list[Hashable] = []
         self._kinds: Kinds = ([], [])
@@ -82,13 +84,13 @@ class DraftLengthPolicy:
         self._planned: list[int] = []
         self._longest = 0
         self._looks_up = self._may_be_patient = False
-        self._thresholds: tuple[float, float] | None = None
+        self._rules: list[Patience] = []
         # Of the last round.
         self._rows: Sequence[Candidate] = ()
         self._lags: Sequence[int] = ()
         self._num_stored = 0  # tokens in the target's cache
         self._asked: list[int] = []
-        self._patience: Patience | None = None
+        self._patient: dict[Hashable, PatientDraft] = {}
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
         """Tokens to draft, by row."""
@@ -106,33 +108,38 @@ class DraftLengthPolicy:
         self._lags = [row.lag for row in rows]
         self._num_stored = sum([row.num_stored for row in rows])
         lengths = self._lengths
-        if min(map(_limit, rows)) < self._longest:
+        lowest_limit = min(map(_limit, rows))
+        if lowest_limit < self._longest:
             lengths = [max(0, min(length, row.limit)) for length, row in zip(lengths, rows, strict=True)]
-        self._patience = None
-        if self._may_be_patient and self.trial.is_on(self._round):
-            lengths = self._be_patient(rows[0], lengths)
+        self._patient = {}
+        if self._may_be_patient and lowest_limit > 0:
+            mode = self._trial.mode(self._round)
+            if mode != "planned":
+                lengths = self._be_patient(rows, mode == "open")
         self._asked = lengths
         return list(lengths)
 
-    def patience(self, key: Hashable) -> Patience | None:
-        """When a row may stop drafting before the length that ``choose`` has just named."""
-        return self._patience if self._patience is not None and key == self._keys[0] else None
+    def patient_draft(self, key: Hashable) -> PatientDraft | None:
+        """A row's draft that may end before the length that ``choose`` has just named."""
+        return self._patient.get(key)
 
     @property
     def num_rounds(self) -> int:
         """For how many rounds, the last one included, what ``choose`` has said stands if the rows do."""
         next_choice = min(self._next_look, self._probe_ends, self._left_in + 1)
         if self._may_be_patient:
-            next_choice = min(next_choice, self.trial.until(self._round))
+            next_choice = min(next_choice, self._trial.until(self._round))
         return max(1, next_choice - self._round)
 
-    def go_on(self, patience: Patience | None) -> None:
+    def go_on(self, patient: list[PatientDraft] | None) -> None:
         """Another round of the same, as ``choose`` has said."""
         self._round += 1
         last = self._rounds[-1]
-        self._lags = lags_after(last.outcomes, self._patience)
+        self._lags = lags_after(last.outcomes, last.patient)
         self._num_stored += last.num_emitted
-        self._patience = patience
+        if self._patient:
+            drafts = patient or [PatientDraft(rule) for rule in self._rules]
+            self._patient = dict(zip(self._patient, drafts, strict=True))
 
     def follows_prompts(self) -> bool:
         """Whether drafts are to be expected soon, or computing prompts for them costs next to nothing."""
@@ -154,7 +161,7 @@ class DraftLengthPolicy:
                 outcomes,
                 seconds,
                 self._num_stored,
-                self._patience,
+                list(self._patient.values()) or None,
                 self._is_probing,
             )
         )
@@ -169,7 +176,7 @@ class DraftLengthPolicy:
             "policy": "auto",
             **self.report.state(self._in_force.search, self._asked),
             "survival": self._outlooks.state(),
-            "patience": self.trial.state(),
+            "patience": {str(num_rows): trial.state() for num_rows, trial in sorted(self.trials.items())},
             "costs": self.costs.state(),
             "probes": self.probes.state(),
         }
@@ -210,8 +217,12 @@ class DraftLengthPolicy:
         self._lengths, self._longest = lengths, max(lengths)
         self._is_probing = num_probe_rounds > 0
         self._probe_ends = self._round + num_probe_rounds if num_probe_rounds else NO_ROUND
-        is_lone = len(rows) == 1 and rows[0].method == DRAFT_MODEL
-        self._may_be_patient = is_lone and self._longest > 0 and not self._is_probing
+        self._may_be_patient = (
+            min(lengths) > 0 and not self._is_probing and all(row.method == DRAFT_MODEL for row in rows)
+        )
+        if self._may_be_patient:
+            self._trial = self.trials.setdefault(len(rows), PatienceTrial())
+            self._rules = []
 
     def _must_search(self, rows: Sequence[Candidate], signature: Signature, num_prompts: int) -> bool:
         """Whether the plan in force says little about these rows."""
@@ -243,7 +254,6 @@ class DraftLengthPolicy:
         outlooks = self._outlooks.of(rows, sequences, may_be_uneven or len(rows) <= FEW_ROWS)
         found = search(outlooks, self.costs, num_prompts, may_be_uneven, in_force.uneven_gain)
         found = in_force.follow(found, rows, outlooks, num_prompts)
-        self._thresholds = None
         self._set_pace(found, *before)
         return found
 
@@ -256,16 +266,20 @@ class DraftLengthPolicy:
         elif own_before or own or 0 in found.best.lengths or abs(even - even_before) > 1:
             self._look_every = LOOK_EVERY
 
-    def _be_patient(self, row: Candidate, lengths: list[int]) -> list[int]:
-        """A lone row may draft up to its limit, but ends early where the draft is unsure. Rows that share
-        their passes save little by one row's doubt: there the planned lengths stay."""
-        if row.limit <= 0 or self._in_force.search is None:
-            return lengths
-        sequence = self._outlooks.sequence(row, self._round)
-        if self._thresholds is None:
-            self._thresholds = thresholds(self._in_force.search.best, row.limit, sequence, self.costs)
-        self._patience = Patience(sequence.group.confidence, *self._thresholds)
-        return [row.limit]
+    def _be_patient(self, rows: Sequence[Candidate], is_open: bool) -> list[int]:
+        """Rows may draft further than planned, but end early where the draft is unsure, or not even there."""
+        if not self._rules or self._rules[0].is_open != is_open:
+            sequences = [self._outlooks.sequence(row, self._round) for row in rows]
+            if is_open:
+                self._rules = [Patience(sequence.group.confidence) for sequence in sequences]
+            else:
+                assert self._in_force.search is not None
+                best = self._in_force.search.best
+                self._rules = rules(best, max(best.lengths), sequences, self.costs)
+        self._patient = dict(zip(self._keys, map(PatientDraft, self._rules), strict=True))
+        limits = list(map(_limit, rows))
+        further = OPEN_FURTHER if is_open else FURTHER
+        return [min(length + further, limit) for length, limit in zip(self._planned, limits, strict=True)]
 
     def _probe(
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search, num_rounds: int
@@ -291,10 +305,11 @@ class DraftLengthPolicy:
         if not rounds or found is None:
             return
         self.probes.save(found, len(rounds))
-        self._compare_patience(rounds, found)
+        self._compare_patience(rounds)
         first_round = last_round - len(rounds) + 1
         usual, probed = ([one for one in rounds if one.is_probe == is_probe] for is_probe in (False, True))
-        some = usual[:: -(-len(usual) * len(rounds[-1].rows) // LEARN_VERDICTS) or 1] + probed
+        most = LEARN_PATIENT if rounds[-1].patient is not None else LEARN_VERDICTS
+        some = usual[:: -(-len(usual) * len(rounds[-1].rows) // most) or 1] + probed
         learn_acceptance(some, self._outlooks.sequences, first_round, last_round)
         timed = [one for one in usual if one.seconds is not None]
         some = timed[:: -(-len(timed) // LEARN_TIMES) or 1]
@@ -313,8 +328,15 @@ class DraftLengthPolicy:
         self.report.count(found, rounds)
         self.probes.settle(self._round - 1, found, rounds, self.costs.host(len(rounds[-1].outcomes)))
 
-    def _compare_patience(self, rounds: Sequence[Round], found: Search) -> None:
-        patient = [one for one in rounds if one.patience is not None]
-        if patient and len(found.best.lengths) == 1 and found.best.lengths[0]:
-            sequence = self._outlooks.sequence(patient[-1].rows[0], self._round)
-            self.trial.learn(compare(patient, found.best.lengths[0], sequence, self.costs))
+    def _compare_patience(self, rounds: Sequence[Round]) -> None:
+        """Rounds that had it with what the plan in force would have made of them."""
+        patient = [one for one in rounds if one.patient is not None]
+        if not patient:
+            return
+        rows = patient[-1].rows
+        keys = [row.key for row in rows]
+        same = [one for one in patient if one.rows is rows or [row.key for row in one.rows] == keys]
+        sequences = [self._outlooks.sequence(row, self._round) for row in rows]
+        planned = self._in_force.lengths(keys)
+        trial = self.trials[len(rows)]
+        trial.learn(compare(same, planned, sequences, self.costs, trial.num_needed))

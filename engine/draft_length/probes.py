@@ -23,8 +23,10 @@ START_ROUNDS = 4
 INTERVAL = 64
 RETRY = 8
 # While drafting is on, what is left to learn are the costs of other lengths, which change slowly: after so
-# many probes next to the same plan they come seldom.
+# many probes next to the same plan they come seldom. Where rounds are short, every so many seconds: each probe
+# begins with a look.
 NEW_PROBES, SOON, SELDOM = 16, 32, 128
+INTERVAL_SECONDS = 0.15
 # Tokens that a probe drafts for rows that are off. Two: the second token tells whether it is worth getting
 # past the first.
 PROBE_LENGTH = 2
@@ -120,7 +122,8 @@ class Probes:
         """Rounds from one probe to the next while drafting is on."""
         if self._needs_plain(found):
             return RETRY
-        return SOON if self._num_beside[_beside(found)] < NEW_PROBES else INTERVAL
+        rounds = SOON if self._num_beside[_beside(found)] < NEW_PROBES else INTERVAL
+        return max(rounds, int(INTERVAL_SECONDS / found.best.seconds))
 
     def _needs_plain(self, found: Search) -> bool:
         """A gain that is not large is only as real as the plain step that it is compared with, which is
@@ -138,9 +141,11 @@ class Probes:
     def postpone(self, current_round: int, found: Search) -> None:
         """Nothing was affordable: not before the account has saved enough."""
         # While drafting is off nothing else would notice that times have changed.
-        share, most = (SHARE_ON, SAVED_ROUNDS) if any(found.best.lengths) else (SHARE, INTERVAL)
+        is_on = any(found.best.lengths)
+        share, most = (SHARE_ON, SAVED_ROUNDS) if is_on else (SHARE, INTERVAL)
         wait = INTERVAL if self._missing is None else int(self._missing / (share * found.best.seconds))
-        self._next_round = self._next_close = current_round + max(2 * RETRY, min(wait, most))
+        least = self.interval(found) if is_on else 2 * RETRY
+        self._next_round = self._next_close = current_round + max(least, min(wait, most))
         self._missing = None
 
     def stop(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import PatientDraft
 
 DRAFT_MODEL = "draft_model"
 
@@ -51,20 +51,23 @@ class RoundSeconds:
     host: float
 
 
-def lags_after(outcomes: Sequence[Outcome], patience: Patience | None) -> list[int]:
-    """What the draft caches of rows that drafted miss in the round after this one. ``patience`` was a lone
-    row's. The last token drawn is in no cache."""
-    has_refused = patience is not None and patience.refused_rate is not None
+def lags_after(outcomes: Sequence[Outcome], patient: Sequence[PatientDraft] | None) -> list[int]:
+    """What the draft caches of rows that drafted miss in the round after this one. ``patient``: their drafts
+    as they went, if they had patience. The last token drawn is in no cache."""
+    lags = [int(0 < outcome.num_draft_tokens == outcome.num_accepted_tokens) for outcome in outcomes]
+    if patient is None:
+        return lags
     return [
-        int(0 < outcome.num_draft_tokens == outcome.num_accepted_tokens and not has_refused)
-        for outcome in outcomes
+        lag * (len(draft.confidences) == outcome.num_draft_tokens)
+        for lag, draft, outcome in zip(lags, patient, outcomes, strict=True)
     ]
 
 
 class LengthPolicy(Protocol):
     """``choose`` and ``observe`` once per round; rows that left in between are left out of ``outcomes``.
     What is chosen stands for ``num_rounds`` rounds of the same rows, the last one included: in all but the
-    first ``go_on`` may stand for ``choose``, if all rows had outcomes.
+    first ``go_on`` may stand for ``choose``, if all rows had outcomes: with the drafts that rows with patience
+    have made by then, or before those are made.
 
     ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds; and for all
     rounds of a step but one.
@@ -75,11 +78,11 @@ class LengthPolicy(Protocol):
     @property
     def num_rounds(self) -> int: ...
 
-    def go_on(self, patience: Patience | None) -> None: ...
+    def go_on(self, patient: list[PatientDraft] | None) -> None: ...
 
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None: ...
 
-    def patience(self, key: Hashable) -> Patience | None: ...
+    def patient_draft(self, key: Hashable) -> PatientDraft | None: ...
 
     def follows_prompts(self) -> bool: ...
 

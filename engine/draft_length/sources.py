@@ -129,7 +129,7 @@ class SourceChooser:
         step without prompts."""
         # Forgotten with its verdict: in the next round a draft model may be alone, and nobody asked.
         asked, self._asked = self._asked, {}
-        for outcome in outcomes:
+        for outcome in outcomes if asked else ():
             acceptance = asked.get(outcome.key)
             if acceptance is None or outcome.num_draft_tokens == 0:
                 continue

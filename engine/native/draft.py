@@ -8,11 +8,10 @@ from array import array
 from collections.abc import Sequence
 from ctypes import addressof, byref
 
-import numpy as np
 import torch
 
 from engine.batch import Span
-from engine.draft_length.confidence import BINS, Patience
+from engine.draft_length.confidence import BINS, Patience, PatientDraft
 from engine.native.decoder import NativeDecoder, PackedTokens
 from engine.native.draws import NativeDraws
 from engine.native.library import DraftRows, Processors
@@ -22,18 +21,19 @@ from engine.sampling.sampler import Drafts, Rule, Sampler
 
 # As in draft.c.
 WAYS = {Rule.EXACT_MATCH: 0, Rule.COUPLED: 1, Rule.REJECTION: 2, Rule.BLOCK: 2}
-_BINS = np.array(BINS)
+_BINS = array("d", BINS)
 
 
 def draft_round(
     decoder: NativeDecoder,
     spans: list[Span],
     limits: list[int],
-    patience: Sequence[Patience | None],
+    patient: Sequence[PatientDraft | None],
     sampler: Sampler,
 ) -> Drafts | None:
     """Stores ``spans`` and drafts for the rows of ``sampler``, whose spans are those that want a logit, in
-    order: up to ``limits`` tokens each, as far as ``patience`` goes. Counts what it has stored.
+    order: up to ``limits`` tokens each, ``patient`` ones as far as their patience goes. Counts what it has
+    stored.
 
     None if it cannot; nothing has happened then.
     """
@@ -46,7 +46,9 @@ def draft_round(
     ids = torch.zeros(num_rows, longest, dtype=torch.int64)
     numbers = array("q", [*span_of_row, *limits, *[0] * (2 * num_rows)])  # the last ones are C's to fill
     start, column = numbers.buffer_info()[0], numbers.itemsize * num_rows
-    drawing = Drawing(sampler, longest, vocab_size, patience)
+    drawing = Drawing(
+        sampler, longest, vocab_size, [None if row is None else row.patience for row in patient]
+    )
     rows = drawing.rows
     rows.span, rows.limit = start, start + column
     rows.num_drawn, rows.num_kept = start + 2 * column, start + 3 * column
@@ -65,9 +67,9 @@ def draft_round(
     for span in spans:
         span.table.num_computed_tokens += len(span.token_ids) + (next(passes) - 1 if span.num_logits else 0)
     if confidence is not None:
-        for row, row_patience in enumerate(patience):
-            if row_patience is not None:
-                row_patience.follow(confidence[row, : num_drawn[row]].tolist())
+        for row, row_draft in enumerate(patient):
+            if row_draft is not None:
+                row_draft.confidences += confidence[row, : num_drawn[row]].tolist()
     width = max(lengths)
     if width < longest:
         ids, probs = ids[:, :width], None if probs is None else probs[:, :width]
@@ -127,9 +129,12 @@ class Drawing:
     def _end_early(self, patience: Sequence[Patience | None]) -> None:
         """Rows without patience never do."""
         rows, always = self.rows, [1.0] * len(BINS)
-        limits = np.array([(p.least_to_score, p.least_to_draft) if p else (0.0, 0.0) for p in patience])
-        limits = limits.T.copy()
-        rates = np.array([[p.table.rate(b) for b in range(len(BINS))] if p else always for p in patience])
-        rows.least_to_score, rows.least_to_draft = limits[0].ctypes.data, limits[1].ctypes.data
-        rows.rates, rows.bins = rates.ctypes.data, _BINS.ctypes.data
-        self._kept += [limits, rates]
+        by_table = {rule.table: rule.table.rates() for rule in patience if rule is not None}
+        to_score, to_draft, rates = array("d"), array("d"), array("d")
+        for rule in patience:
+            to_score.append(rule.least_to_score if rule is not None else 0.0)
+            to_draft.append(rule.least_to_draft if rule is not None else 0.0)
+            rates.extend(by_table[rule.table] if rule is not None else always)
+        rows.least_to_score, rows.least_to_draft = address(to_score), address(to_draft)
+        rows.rates, rows.bins = address(rates), address(_BINS)
+        self._kept += [to_score, to_draft, rates]

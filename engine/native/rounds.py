@@ -10,7 +10,8 @@ from ctypes import addressof, byref
 from dataclasses import dataclass
 
 from engine.batch import MAX_GROUPED_QUERIES
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import PatientDraft
+from engine.draft_length.rounds import RoundSeconds
 from engine.native.decoder import NativeDecoder
 from engine.native.draft import Drawing, address, can_draw
 from engine.native.library import Rounds
@@ -23,14 +24,18 @@ VERDICT_NUMBERS = 3
 
 @dataclass(slots=True)
 class Round:
-    """What became of one round, by row. ``patience`` is a lone row's, as the round has left it."""
+    """What became of one round, by row. ``patient``: drafts as they went, if rows have patience."""
 
     num_drafted: list[int]
     num_accepted: list[int]
-    patience: Patience | None
+    patient: list[PatientDraft] | None
     draft_seconds: float
     score_seconds: float
     verify_seconds: float
+
+    def told(self, host: float) -> RoundSeconds:
+        """As a planner is told; ``host`` seconds have passed outside the models."""
+        return RoundSeconds(self.draft_seconds, self.score_seconds + self.verify_seconds, host)
 
 
 @dataclass(slots=True)
@@ -60,14 +65,14 @@ def run_rounds(
     draft: NativeDecoder | None,
     sequences: Sequences[Sequence],
     limits: Sequences[int],
-    patience: Patience | None,
+    patient: list[PatientDraft] | None,
     sampler: Sampler,
     num_rounds: int,
     seconds: float,
 ) -> RoundsDone | None:
     """Up to so many rounds that ``can_run``, as long as another one would probably end within ``seconds``,
-    until a row ends; None if not even one could be judged. Each drafts ``limits`` tokens a row; with
-    ``patience``, which is for the first round of a lone row, up to so many.
+    until a row ends; None if not even one could be judged. Each drafts ``limits`` tokens a row; with patience
+    up to so many, and ``patient`` are the drafts of the first round, to be made.
 
     The tables must have room for all of it. They and the sequences are left as they are.
     """
@@ -90,9 +95,8 @@ def run_rounds(
     for ids in known:
         token_ids.extend(ids)
         token_ids.extend([0] * (width - len(ids)))
-    drawing = Drawing(
-        sampler, longest, sampler.vocab_size if draft is None else draft.vocab_size, [patience] * num_rows
-    )
+    rules = [None] * num_rows if patient is None else [row.patience for row in patient]
+    drawing = Drawing(sampler, longest, sampler.vocab_size if draft is None else draft.vocab_size, rules)
     span_of_row = array("q", range(num_rows))
     drawing.rows.span = address(span_of_row)
     drawing.rows.probs = address(rows) if sampler.uses_draft_probs else None  # only says so
@@ -124,8 +128,11 @@ def run_rounds(
         start = number * num_rows
         numbers = verdicts[VERDICT_NUMBERS * start : VERDICT_NUMBERS * (start + num_rows)].tolist()
         drafted, accepted, drawn = (numbers[i::VERDICT_NUMBERS] for i in range(VERDICT_NUMBERS))
-        if patience is not None:
-            patience = patience if number == 0 else patience.again()
-            patience.follow(confidence[start * longest : start * longest + drawn[0]])
-        done.rounds.append(Round(drafted, accepted, patience, *times[3 * number : 3 * number + 3]))
+        if patient is not None:
+            patient = patient if number == 0 else [PatientDraft(row.patience) for row in patient]
+            first = start * longest
+            for row_draft, num_drawn in zip(patient, drawn, strict=True):
+                row_draft.confidences = confidence[first : first + num_drawn]
+                first += longest
+        done.rounds.append(Round(drafted, accepted, patient, *times[3 * number : 3 * number + 3]))
     return done

@@ -11,7 +11,7 @@ import torch
 
 from engine.batch import Span
 from engine.block_manager import BlockTable
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import PatientDraft
 from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
@@ -48,8 +48,8 @@ class DraftModelProposer:
         probs = None
         if sampler.uses_draft_probs:
             probs = torch.zeros(len(lengths), num_positions, sampler.vocab_size, device=sampler.device)
-        patience = [part.patience for part in completing]
-        with_confidence = any(patience)
+        patient = [part.patient_draft for part in completing]
+        with_confidence = any(patient)
         active = [row for row, length in enumerate(lengths) if length > 0]
         members: slice | torch.Tensor
         drawing, members = sampler, slice(None)  # the rows that draft, and where they are among all
@@ -72,7 +72,7 @@ class DraftModelProposer:
             token_ids[members, position] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members, position] = draw.probs
-            active = rows_going_on(patience, lengths, active, position, draw)
+            active = rows_going_on(patient, lengths, active, position, draw)
             if not active:
                 break
         longest = max(lengths)
@@ -85,10 +85,10 @@ class DraftModelProposer:
         active = [row for row, length in enumerate(lengths) if length > 0]
         if not active or not isinstance(self.model.whole_pass, NativeDecoder):
             return None
-        patience = [completing[row].patience for row in active]
+        patient = [completing[row].patient_draft for row in active]
         limits = [lengths[row] for row in active]
         drawing = sampler.select(active)
-        drafts = draft_round(self.model.whole_pass, self._known(spans), limits, patience, drawing)
+        drafts = draft_round(self.model.whole_pass, self._known(spans), limits, patient, drawing)
         return None if drafts is None else _among(drafts, active, len(lengths))
 
     def _draw(
@@ -165,7 +165,7 @@ def _among(drafts: Drafts, members: list[int], num_rows: int) -> Drafts:
 
 
 def rows_going_on(
-    patience: list[Patience | None], lengths: list[int], active: list[int], position: int, draw: DraftDraw
+    patient: list[PatientDraft | None], lengths: list[int], active: list[int], position: int, draw: DraftDraw
 ) -> list[int]:
     """Rows that draft another token. Shortens ``lengths`` where patience has run out.
 
@@ -174,11 +174,11 @@ def rows_going_on(
     """
     confidences = [] if draw.confidence is None else draw.confidence.tolist()
     for row, confidence in zip(active, confidences, strict=False):
-        row_patience = patience[row]
-        if row_patience is None:
+        row_draft = patient[row]
+        if row_draft is None:
             continue
-        if not row_patience.keeps(confidence):
+        if not row_draft.keeps(confidence):
             lengths[row] = position
-        elif not row_patience.goes_on():
+        elif not row_draft.goes_on():
             lengths[row] = position + 1
     return [row for row in active if lengths[row] > position + 1]

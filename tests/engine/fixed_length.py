@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 
 
@@ -22,10 +22,10 @@ class FixedDraftLength:
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         pass
 
-    def go_on(self, patience: Patience | None) -> None:
+    def go_on(self, patient: list[PatientDraft] | None) -> None:
         raise AssertionError("every round is a step here")
 
-    def patience(self, key: Hashable) -> Patience | None:
+    def patient_draft(self, key: Hashable) -> PatientDraft | None:
         return None
 
     def follows_prompts(self) -> bool:

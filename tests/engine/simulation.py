@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from engine.draft_length.confidence import ConfidenceTable, Patience
+from engine.draft_length.confidence import ConfidenceTable, Patience, PatientDraft
 from engine.messages import SamplingParams
 from engine.proposers.draft_model import rows_going_on
 from engine.sampling.adjust import History
@@ -87,7 +87,8 @@ def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Draf
     width = max(lengths)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     probs = torch.zeros(len(lengths), width, VOCAB_SIZE) if sampler.uses_draft_probs else None
-    patience = [Patience(ConfidenceTable(), 0.5, 0.0) if unsure else None for _ in lengths]
+    rule = Patience(ConfidenceTable(), 0.5, 0.0)
+    patient = [PatientDraft(rule) if unsure else None for _ in lengths]
     active = [i for i, length in enumerate(lengths) if length > 0]
     for position in range(width):
         drafted = token_ids[active, :position]
@@ -99,7 +100,7 @@ def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Draf
         token_ids[active, position] = draw.ids
         if probs is not None and draw.probs is not None:
             probs[active, position] = draw.probs
-        active = rows_going_on(patience, lengths, active, position, draw)
+        active = rows_going_on(patient, lengths, active, position, draw)
         if not active:
             break
     width = max(lengths)

@@ -7,7 +7,7 @@ import pytest
 
 from engine.block_manager import BlockTable
 from engine.core import EngineCore
-from engine.draft_length.confidence import Patience
+from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.plan import Plan, Search
 from engine.draft_length.rounds import Candidate
 from engine.draft_planner import DraftPlanner
@@ -171,7 +171,7 @@ class StandingLengths(FixedDraftLength):
         self.round += bool(rows)
         return super().choose(rows, num_prompt_tokens)
 
-    def go_on(self, patience: Patience | None) -> None:
+    def go_on(self, patient: list[PatientDraft] | None) -> None:
         self.round += 1
 
     @property

@@ -2,16 +2,17 @@
 
 import pytest
 
-from engine.draft_length.confidence import ConfidenceTable, Patience
-from engine.draft_length.costs import MAX_QUERIES, CostCurve, CostModel
+from engine.draft_length.confidence import ConfidenceTable, Patience, PatientDraft, bin_of
+from engine.draft_length.costs import MAX_QUERIES, PADDING, CostCurve, CostModel
 from engine.draft_length.in_force import PlanInForce
 from engine.draft_length.learning import Round, learn_acceptance, observe_costs
-from engine.draft_length.patient import LEAST_GAIN, Compared, PatienceTrial, compare
+from engine.draft_length.patient import LEAST_GAIN, LOSS, Compared, PatienceTrial, compare
 from engine.draft_length.plan import Plan, RowOutlook, Search, evaluate, search
 from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.probes import Probes
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
+from tests.engine.patience import NoPatience
 
 SCORE = {1: 0.01, 2: 0.0105, 5: 0.011, 9: 0.012, 32: 0.02, 128: 0.06}
 
@@ -64,10 +65,12 @@ def test_a_choice_stands_for_as_many_rounds_as_it_says(num_rows: int, share: flo
     rows, stands, chosen = candidates(range(num_rows)), 0, None
     announced = []
     for step in range(3000):
-        if num_rows == 1 and step >= 1000 and stands == 0 and policy.trial.gain < LEAST_GAIN:
-            policy.trial.learn(Compared(100, 2 * LEAST_GAIN, 1.0, 1.0, 1.0))  # patience pays from now on
+        if step >= 1000 and stands == 0 and not policy.trials[num_rows].pays:
+            # Patience pays from now on.
+            policy.trials[num_rows].learn(Compared(10_000, 2 * LEAST_GAIN, 1.0, 1.0, 1.0))
         (lengths,) = [run(policy, rows, 1, share)]
-        now = lengths, policy.patience(0) is None
+        patient = policy.patient_draft(0)
+        now = lengths, patient is None or patient.patience
         assert stands == 0 or now == chosen, step
         if stands == 0:
             chosen, stands = now, policy.num_rounds
@@ -86,10 +89,10 @@ def test_rounds_of_one_step_teach_what_rounds_of_their_own_would(num_rows: int) 
         lengths = other.choose(rows)
         num_rounds = min(5, other.num_rounds)
         outcomes = [Outcome(row.key, n, n // 2) for row, n in zip(rows, lengths, strict=True)]
-        patience = other.patience(0)
+        patient = [other.patient_draft(row.key) for row in rows]
         other.observe(outcomes, seconds(lengths))
         for _ in range(num_rounds - 1):
-            other.go_on(patience and patience.again())
+            other.go_on([PatientDraft(draft.patience) for draft in patient if draft is not None] or None)
             other.observe(outcomes, seconds(lengths))
         assert run(one, rows, num_rounds, 0.5) == lengths
     assert one.state() == other.state()
@@ -109,7 +112,7 @@ def test_a_row_that_comes_gets_the_plan_in_force() -> None:
 
 def test_what_is_left_of_a_text_shortens_its_draft_only() -> None:
     policy = DraftLengthPolicy(costs())
-    policy.trial.is_on = lambda _: False  # type: ignore[method-assign]
+    policy.trials[1] = NoPatience()
     run(policy, candidates(range(1)), 600)
     length = policy._in_force.even_length
     assert length > 2
@@ -208,42 +211,89 @@ def test_uneven_lengths_in_force_must_go_on_paying() -> None:
     assert in_force._hold_on(found, uneven, alike, 0).best.lengths == uneven
 
 
-@pytest.mark.parametrize("gain", [0.9, 1.1])
+@pytest.mark.parametrize("gain", [0.9, 0.99, 1.1])
 def test_patience_is_on_where_it_has_paid(gain: float) -> None:
     trial = PatienceTrial()
-    num_on = 0
-    for step in range(3000):
-        if trial.is_on(step):
-            num_on += step >= 1000
+    modes: list[str] = []
+    for step in range(4000):
+        modes.append(trial.mode(step))
+        if modes[-1] == "patient":
             trial.learn(Compared(1, gain, 1.0, 1.0, 1.0))
     assert trial.gain == pytest.approx(gain)
-    assert (num_on > 1900) == (gain > LEAST_GAIN)
-    assert 0 < num_on < 2000
+    modes = modes[1000:]
+    assert trial.pays == (gain > LEAST_GAIN)
+    assert (modes.count("patient") > 2700) == trial.pays
+    assert modes.count("planned") > 90
+    assert modes.count("open") > 5
+    # Where it has hardly lost it is tried more often.
+    assert (modes.count("patient") > 200) == (gain > LOSS)
 
 
-def test_patience_is_compared_with_the_planned_length_of_the_same_rounds() -> None:
-    """Three tokens were planned; it drafted five and got them, or one and got none."""
-    sequence = SequenceAcceptance(GroupAcceptance(), 0)
+def test_patience_ends_when_it_loses() -> None:
+    trial = PatienceTrial()
+    for gain in (1.1, 0.8):
+        for step in range(6000):
+            if trial.mode(step) == "patient":
+                trial.learn(Compared(1, gain, 1.0, 1.0, 1.0))
+        assert trial.pays == (gain > 1)
+
+
+def test_patience_is_compared_with_the_planned_lengths_of_the_same_rounds() -> None:
+    """Three tokens were planned for both rows. One drafted five and got them, the other one and got none."""
+    sequences = [SequenceAcceptance(GroupAcceptance(), 0) for _ in range(2)]
     model = costs()
-    table = ConfidenceTable()
-    rounds = [
-        Round(
-            candidates(range(1)),
-            [8],
-            [0],
-            [Outcome(0, num_drafted, num_accepted)],
-            RoundSeconds(0.0005 * num_drafted, 0.011, 0.00013),
-            0,
-            Patience(table, 0.0, 0.0),
-        )
-        for num_drafted, num_accepted in ((5, 5), (1, 0))
-    ]
-    compared = compare(rounds, 3, sequence, model)
+    rule = Patience(ConfidenceTable(), 0.1, 0.1)
+    one = Round(
+        candidates(range(2)),
+        [8, 8],
+        [0, 1],
+        [Outcome(0, 5, 5), Outcome(1, 1, 0)],
+        RoundSeconds(0.004, 0.011, 0.00013),
+        0,
+        [PatientDraft(rule, [0.9] * 5), PatientDraft(rule, [0.9, 0.1])],
+    )
+    opened = one._replace(patient=[PatientDraft(Patience(rule.table), [0.9])] * 2)
+    ended = one._replace(outcomes=[Outcome(0, 5, 5), Outcome(1, 1, 1, ended=True)])
+    assert compare([opened, ended], [3, 3], sequences, model) is None
+    compared = compare([one, opened, ended], [3, 3], sequences, model)
     assert compared is not None
-    assert (compared.num_rounds, compared.tokens) == (2, 7)
-    assert compared.planned_tokens == 1 + 3 + 1
-    planned = model.host(1) + model.draft_start + 3 * model.draft(1) + model.score(4)
-    assert compared.planned_seconds == pytest.approx(2 * planned)
+    assert (compared.num_drafts, compared.tokens) == (2, 7)
+    assert compared.planned_tokens == 2 + 3
+    # What it was measured to take, as far as it drafts: passes of three tokens, of two, and three of one.
+    assert compared.seconds == pytest.approx(0.004 + model.host(2) + model.score(8 + 4 * PADDING))
+    chances = sequences[0].survival(3, 0.0)
+    lag = 2 * chances[2]
+    drafting = model.draft_start + model.draft(2 + lag) + 2 * model.draft(2)
+    assert compared.planned_seconds == pytest.approx(drafting + model.host(2) + model.score(8))
+
+
+def test_what_is_known_of_a_token_counts_for_what_was_planned() -> None:
+    """A draft that ended before a token which would mostly have been accepted lost by that."""
+    sequences = [SequenceAcceptance(GroupAcceptance(), 0)]
+    table = ConfidenceTable()
+    planned = []
+    for refused in (0.99, 0.5):
+        draft = PatientDraft(Patience(table, 0.9, 0.9), [0.99, refused])
+        one = Round(candidates(range(1)), [8], [0], [Outcome(0, 1, 1)], seconds([2]), 0, [draft])
+        compared = compare([one], [3], sequences, costs())
+        assert compared is not None
+        planned.append(compared.planned_tokens)
+    assert planned[0] > planned[1] > 2
+
+
+def test_rows_that_left_teach_nothing_of_those_that_draft_patiently() -> None:
+    """Confidences go with their rows, whoever has left in between."""
+    group = GroupAcceptance()
+    sequences = {key: {"draft_model": SequenceAcceptance(group, 0)} for key in range(3)}
+    drafts = [PatientDraft(Patience(group.confidence), [confidence]) for confidence in (0.99, 0.5, 0.7)]
+    before = group.confidence.rates()
+    outcomes = [Outcome(2, 1, 1), Outcome(0, 1, 0)]
+    learn_acceptance(
+        [Round(candidates(range(3)), [8] * 3, [0] * 3, outcomes, None, 0, drafts)], sequences, 0, 0
+    )
+    changed = [after - rate for rate, after in zip(before, group.confidence.rates(), strict=True)]
+    assert changed[-1] < 0 < changed[bin_of(0.7)]
+    assert changed[bin_of(0.5)] == 0
 
 
 def test_rounds_are_compared_with_what_was_stored_then() -> None:

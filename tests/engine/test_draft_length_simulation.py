@@ -13,11 +13,11 @@ from functools import partial
 
 import pytest
 
-from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import PADDING, CostModel
 from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.rounds import Candidate, LengthPolicy, Outcome, RoundSeconds
 from tests.engine.fixed_length import FixedDraftLength
+from tests.engine.patience import spend
 
 MAX_DRAFT = 8
 SEQUENCE_TOKENS = 300
@@ -110,9 +110,9 @@ class Simulation:
             chosen = self.policy.choose(rows)
             passes = list(chosen)
             for i, key in enumerate(lengths):
-                patience = self.policy.patience(key)
-                if patience is not None:
-                    chosen[i], passes[i] = _spend(patience, chosen[i])
+                patient = self.policy.patient_draft(key)
+                if patient is not None:
+                    chosen[i], passes[i] = spend(patient, [0.9] * chosen[i])
             rates = [self._rates(step, row, length) for row, length in enumerate(chosen)]
             accepted = [_draw(row_rates, rng) for row_rates in rates]
             seconds = self._seconds(rows, chosen, passes)
@@ -164,16 +164,6 @@ class Simulation:
         padded = len(rows) + sum(chosen) + machine.padding * (max(chosen) * len(rows) - sum(chosen))
         score = machine.score_seconds(padded)
         return drafting, score, machine.host_seconds(len(rows))
-
-
-def _spend(patience: Patience, limit: int) -> tuple[int, int]:
-    """Tokens kept and passes made by a draft that is always equally sure: its confidence tells nothing."""
-    for position in range(limit):
-        if not patience.keeps(0.9):
-            return position, position + 1
-        if not patience.goes_on():
-            return position + 1, position + 1
-    return limit, limit
 
 
 def _always(value: int, _: int) -> int:

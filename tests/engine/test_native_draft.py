@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.core import EngineCore
-from engine.draft_length.confidence import ConfidenceTable, Patience
+from engine.draft_length.confidence import ConfidenceTable, Patience, PatientDraft
 from engine.messages import SamplingParams
 from engine.native import draft, library
 from engine.proposers import draft_model as proposer_module
@@ -154,24 +154,24 @@ def test_what_it_cannot_draw_takes_the_loop(
 
 def propose_patiently(
     core: EngineCore, rates: Sequences[float], limits: tuple[float, float]
-) -> tuple[Drafts, Patience]:
+) -> tuple[Drafts, PatientDraft]:
     """One round of a lone row, after a prompt."""
     table = ConfidenceTable()
     table._accepted = [rate * reached for rate, reached in zip(rates, table._reached, strict=True)]
-    patience = Patience(table, *limits)
+    patient = PatientDraft(Patience(table, *limits))
     proposer = core.proposer.proposers["draft_model"]
     propose = proposer.propose
 
     def impatient(scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
         for part in scheduled:
             if part.num_draft_tokens:
-                part.patience = patience
+                part.patient_draft = patient
         return propose(scheduled, sampler)
 
     proposer.propose = impatient  # type: ignore[method-assign]
     rounds = record(core)
     run_engine(core, [[3, 1, 4, 1, 5]], SamplingParams(max_tokens=2, temperature=0))
-    return rounds[-1], patience
+    return rounds[-1], patient
 
 
 @pytest.mark.parametrize("limits", [(0.0, 0.0), (0.5, 0.6), (0.3, 0.9), (0.95, 0.95), (0.2, 0.25)])
@@ -180,13 +180,9 @@ def test_patience_ends_where_the_loop_does(
     rates: list[float], limits: tuple[float, float], tmp_path: Path
 ) -> None:
     twins = make_twins(*save_pair(tmp_path), num_speculative_tokens=8)
-    (ours, our_patience), (theirs, their_patience) = (
-        propose_patiently(core, rates, limits) for core in twins
-    )
+    (ours, our_patient), (theirs, their_patient) = (propose_patiently(core, rates, limits) for core in twins)
     assert_same(ours, theirs)
-    assert our_patience.bins == their_patience.bins
-    assert our_patience.survival == their_patience.survival
-    assert our_patience.refused_rate == their_patience.refused_rate
+    assert list(our_patient.confidences) == list(their_patient.confidences)
     for one, other in zip(*map(stored, twins), strict=True):
         assert torch.equal(one, other)
 

@@ -1,7 +1,7 @@
 """Several rounds in one step: what the same rounds say and store one by one."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.core import EngineCore
-from engine.draft_length.confidence import ConfidenceTable, Patience
+from engine.draft_length.confidence import ConfidenceTable, Patience, PatientDraft
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds, lags_after
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.native import library
@@ -231,11 +231,10 @@ class RecordingPolicy(FixedDraftLength):
 
     def __init__(self, num_draft_tokens: int, limits: tuple[float, float] | None) -> None:
         super().__init__(num_draft_tokens)
-        self.limits = limits
-        self.table = ConfidenceTable()
+        self.rule = Patience(ConfidenceTable(), *limits) if limits else None
         self.told: list[tuple[list[int], list[tuple[int, int, bool]], object]] = []
         self.lags: list[int] = []
-        self.current: Patience | None = None
+        self.current: dict[Hashable, PatientDraft] = {}
         self.num_timed = 0
         self.first: int | None = None  # place of what is told of a shared step's first round
 
@@ -245,11 +244,11 @@ class RecordingPolicy(FixedDraftLength):
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
         self.lags = [row.lag for row in rows]
-        self.current = Patience(self.table, *self.limits) if self.limits and len(rows) == 1 else None
+        self.current = {row.key: PatientDraft(self.rule) for row in rows} if self.rule else {}
         return super().choose(rows, num_prompt_tokens)
 
-    def patience(self, key: object) -> Patience | None:
-        return self.current
+    def patient_draft(self, key: Hashable) -> PatientDraft | None:
+        return self.current.get(key)
 
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         if not outcomes:
@@ -261,12 +260,14 @@ class RecordingPolicy(FixedDraftLength):
                 assert min(seconds.draft, seconds.score, seconds.host) > 0
         self.num_timed += seconds is not None
         judged = [(one.num_draft_tokens, one.num_accepted_tokens, one.ended) for one in outcomes]
-        patience = self.current and (self.current.bins, self.current.survival, self.current.refused_rate)
-        self.told.append((self.lags, judged, patience))
+        self.told.append((self.lags, judged, [list(draft.confidences) for draft in self.current.values()]))
 
-    def go_on(self, patience: Patience | None) -> None:
+    def go_on(self, patient: list[PatientDraft] | None) -> None:
         before = [Outcome("", drafted, accepted) for drafted, accepted, _ in self.told[-1][1]]
-        self.lags, self.current = lags_after(before, self.current), patience
+        self.lags = lags_after(before, list(self.current.values()) or None)
+        if self.rule is not None:
+            drafts = patient or [PatientDraft(self.rule) for _ in self.current]
+            self.current = dict(zip(self.current, drafts, strict=True))
 
 
 def mark_steps(core: EngineCore, policy: RecordingPolicy) -> None:
@@ -282,24 +283,40 @@ def mark_steps(core: EngineCore, policy: RecordingPolicy) -> None:
     core.whole_rounds._observe = observe  # type: ignore[method-assign]
 
 
+def tell_all(core: EngineCore, params: Sequence[SamplingParams]) -> tuple[list[Told], int]:
+    """What is told of prompts that come together, and in how many steps."""
+    told = [Told() for _ in params]
+    for i, own in enumerate(params):
+        core.add(Generate(request_id=str(i), prompt_token_ids=PROMPTS[i], params=own))
+    num_steps = 0
+    while core.has_work:
+        for output in core.step():
+            told[int(output.request_id)].add(output)
+        num_steps += 1
+    return told, num_steps
+
+
+@pytest.mark.parametrize("rows", ["greedy", "coupled", "of all kinds"])
 @pytest.mark.parametrize("limits", [None, (0.3, 0.4), (0.55, 0.7), (0.0, 0.9)])
-def test_the_policy_is_told_of_every_round(limits: tuple[float, float] | None, tmp_path: Path) -> None:
-    """What a draft of a lone row ended by, and what the draft's cache missed before it, as one by one."""
+def test_the_policy_is_told_of_every_round(
+    limits: tuple[float, float] | None, rows: str, tmp_path: Path
+) -> None:
+    """What drafts ended by, and what the draft's cache missed before them, as one by one."""
     twins = make_twins(*save_pair(tmp_path), num_speculative_tokens="auto")
     policies = []
     for core in twins:
         policies.append(RecordingPolicy(6, limits))
         core.scheduler.planner.policy = policies[-1]
     mark_steps(twins[0], policies[0])
-    (ours, our_steps), (theirs, their_steps) = (run(core, [GREEDY, COUPLED], PROMPTS[:1]) for core in twins)
+    (ours, our_steps), (theirs, their_steps) = (tell_all(core, ROWS[rows]) for core in twins)
     assert ours == theirs
     assert policies[0].told == policies[1].told
     assert our_steps < their_steps
     # Of every step one round, but for those with prompts.
     assert our_steps - 2 <= policies[0].num_timed <= our_steps
     if limits is not None:
-        lengths = {drafted for _, judged, _ in policies[0].told for drafted, _, _ in judged}
-        assert len(lengths) > 1  # some have ended early
+        first_rounds = policies[0].told[: our_steps // 2 + 1]
+        assert min(drafted for _, judged, _ in first_rounds for drafted, _, _ in judged) < 6  # ended early
 
 
 # Planted bugs: what is right, what is wrong, and rows that show it.
