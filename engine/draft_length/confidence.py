@@ -123,7 +123,7 @@ class PatientDraft:
 
     def refused_rate(self, num_kept: int) -> float | None:
         """How often the token that ended the draft would have been accepted; None: it ended behind one."""
-        if len(self.confidences) == num_kept:
+        if len(self.confidences) <= num_kept:
             return None
         return self.patience.table.rate(bin_of(self.confidences[num_kept]))
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.costs import CostModel
 from engine.draft_length.plan import draft_sizes, padding
+from engine.draft_length.replays import Replayed
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance, Verdicts
 
@@ -115,6 +116,48 @@ def _learn_patient(
         if rate is not None and num_accepted == num_drafted:
             of_row.add_refused(num_drafted, rate)
         draft.learn(num_drafted, num_accepted)
+
+
+def replay(
+    rounds: Sequence[Round],
+    sequences: Mapping[Hashable, Mapping[str, SequenceAcceptance]],
+    first: int,
+    most: int,
+) -> None:
+    """What all ``rounds``, one after the other, say of other lengths: about ``most`` drafts, of the rows from
+    number ``first`` on."""
+    outcomes = rounds[-1].outcomes
+    num_rows = min(len(outcomes), max(1, most // len(rounds)))
+    texts: dict[GroupAcceptance, list[list[Replayed]]] = {}
+    for i in range(first, first + num_rows):
+        place = i % len(outcomes)
+        sequence = sequences.get(outcomes[place].key, {}).get(DRAFT_MODEL)
+        if sequence is not None:
+            text = _text(rounds, place, outcomes[place].key, sequence)
+            texts.setdefault(sequence.group, []).append(text)
+    for group, some in texts.items():
+        group.replay(some)
+
+
+def _text(rounds: Sequence[Round], place: int, key: Hashable, sequence: SequenceAcceptance) -> list[Replayed]:
+    """A row's rounds with drafts, as far as they are its last ones."""
+    text: list[Replayed] = []
+    for one in reversed(rounds):
+        if place >= len(one.outcomes) or one.outcomes[place].key != key:
+            break
+        outcome = one.outcomes[place]
+        num_drafted, refused = outcome.num_draft_tokens, None
+        if one.patient is not None and len(one.patient) == len(one.outcomes):
+            refused = one.patient[place].refused_rate(num_drafted)
+        if outcome.source != DRAFT_MODEL or not (num_drafted or refused is not None):
+            break
+        if not outcome.ended:
+            next_right = 0.0
+            if num_drafted == outcome.num_accepted_tokens:
+                next_right = sequence.rate(num_drafted) if refused is None else refused
+            text.append(Replayed(num_drafted, outcome.num_accepted_tokens, next_right, one.is_probe))
+    text.reverse()
+    return text
 
 
 def observe_costs(

@@ -47,12 +47,13 @@ class Outlooks:
                 outlook = HOPELESS
             elif by_row or not is_model:
                 longest = self._longest if is_model else row.limit
-                outlook = RowOutlook(sequence.survival(longest, SURVIVAL_FLOOR), sequence.fill, is_model)
+                survival = sequence.survival(longest, SURVIVAL_FLOOR)
+                outlook = RowOutlook(survival, sequence.fill, is_model, group.factors)
             elif group in shared:
                 outlook = shared[group]
             else:
                 survival = group.survival(self._longest, SURVIVAL_FLOOR)
-                outlook = shared[group] = RowOutlook(survival, group.fill, is_model)
+                outlook = shared[group] = RowOutlook(survival, group.fill, is_model, group.factors)
             outlooks.append(outlook)
         return outlooks
 

@@ -1,4 +1,4 @@
-"""Patience: rows draft as far as they may, and end early where the draft is unsure. When, and whether that pays.
+"""Patience: rows draft further than planned, and end early where the draft is unsure. When that pays.
 
 It needs the draft's confidence before every token, and gains where that tells much: likely tokens are drafted
 on, and unlikely ones take no place in the target's pass.
@@ -16,12 +16,11 @@ from engine.draft_length.plan import Plan, RowOutlook, draft_sizes, evaluate, pa
 from engine.draft_length.survival import SequenceAcceptance
 
 # Patience begins where it has gained so much, in so many drafts at least, and ends where it gains too little.
-# Where it is off it is tried for some rounds again and again, seldom once it has lost; where it is on, some
-# rounds are as planned.
-LEAST_GAIN, STILL_GAIN, SOME_DRAFTS, LOSS = 1.02, 1.0, 128, 0.97
-TRIAL_EVERY, TRIAL_SELDOM, PLANNED_EVERY = 128, 1024, 128
-# Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*, with no
-# token refused: nothing else tells how often unsure ones are accepted.
+# Where it is off it is tried for some rounds again and again: often while it is new, seldom once it has lost.
+LEAST_GAIN, STILL_GAIN, SOME_DRAFTS, LOSS = 1.02, 1.0, 128, 0.985
+TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, PLANNED_EVERY = 128, 256, 1024, 128
+# Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*: none of
+# their tokens is refused, as nothing else tells how often unsure ones are accepted.
 Mode = Literal["planned", "open", "patient"]
 TRIAL_MODES: dict[Mode, int] = {"open": 4, "patient": 32}
 PAYING_MODES: dict[Mode, int] = {"planned": 4, "open": 6, "patient": PLANNED_EVERY}
@@ -58,9 +57,10 @@ class PatienceTrial:
     def mode(self, current_round: int) -> Mode:
         """Of this round and those after it."""
         if not self.pays and current_round >= self._next_trial:
-            has_lost = self.num_drafts >= SOME_DRAFTS and self.gain < LOSS
-            self._trial = current_round
-            self._next_trial = current_round + (TRIAL_SELDOM if has_lost else TRIAL_EVERY)
+            wait = TRIAL_NEW
+            if self.num_drafts >= SOME_DRAFTS:
+                wait = TRIAL_SELDOM if self.gain < LOSS else TRIAL_EVERY
+            self._trial, self._next_trial = current_round, current_round + wait
         return next((mode for mode, end in self._modes(current_round) if current_round < end), "planned")
 
     def until(self, current_round: int) -> int:
@@ -162,8 +162,8 @@ def _tells(one: Round) -> bool:
     """Whether all rows have drafted by their rules, and were judged."""
     if one.patient is None or len(one.outcomes) < len(one.rows):
         return False
-    is_judged = not any([outcome.ended for outcome in one.outcomes])
-    return is_judged and all([row.confidences and not row.patience.is_open for row in one.patient])
+    is_judged = not any(outcome.ended for outcome in one.outcomes)
+    return is_judged and all(row.confidences and not row.patience.is_open for row in one.patient)
 
 
 def _planned_tokens(one: Round, planned: Sequence[int], chances: Sequence[list[float]]) -> float:

@@ -8,7 +8,8 @@ to catch up with, which makes the next round's first pass larger.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
+from itertools import accumulate
 
 from engine.draft_length.costs import CostModel
 
@@ -19,13 +20,23 @@ SURVIVAL_FLOOR = 0.02
 UNEVEN_GAIN, UNEVEN_KEPT = 1.05, 1.01
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowOutlook:
-    """One row as the search sees it: ``fill`` is the share of the tokens asked for that are drafted."""
+    """One row as the search sees it: ``fill`` is the share of the tokens asked for that are drafted.
+    ``accepted`` are the tokens expected of drafts of 1, 2, ... tokens: the sums of ``survival`` times
+    ``factors``, as far as there are some."""
 
     survival: list[float]
     fill: float
     uses_model: bool
+    factors: InitVar[Sequence[float]] = ()
+    accepted: list[float] = field(init=False)
+
+    def __post_init__(self, factors: Sequence[float]) -> None:
+        self.accepted = list(accumulate(self.survival))
+        last = factors[-1] if factors else 1.0
+        for i, expected in enumerate(self.accepted):
+            self.accepted[i] = expected * (factors[i] if i < len(factors) else last)
 
 
 @dataclass(slots=True)
@@ -71,14 +82,16 @@ def search(
         return Search(plain, plain, None)
     drafting = even = _best_even(rows, costs, num_prompt_tokens)
     if may_be_uneven and len(rows) > 1:
-        uneven = _best_uneven(rows, costs, num_prompt_tokens, plain)
+        uneven = evaluate(rows, _best_uneven(rows, costs, num_prompt_tokens, plain), costs, num_prompt_tokens)
         if uneven.rate >= uneven_gain * even.rate:
             drafting = uneven
     return Search(plain, drafting if drafting.rate > plain.rate else plain, drafting, even)
 
 
-def _best_uneven(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int, plain: Plan) -> Plan:
-    """The best of the plans that add slots in the order of their survival."""
+def _best_uneven(
+    rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int, plain: Plan
+) -> list[int]:
+    """Lengths of the best of the plans that add slots in the order of their survival."""
     slots = [
         (-chance, position, i) for i, row in enumerate(rows) for position, chance in enumerate(row.survival)
     ]
@@ -88,8 +101,7 @@ def _best_uneven(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens
     draft_seconds = [costs.draft(size) for size in range(len(rows) + 1)]
     num_active = [0] * (1 + max((len(row.survival) for row in rows), default=0))
     tokens, drafting_seconds, lag = plain.tokens, 0.0, 0.0
-    best_rate, best_count, best_tokens, best_seconds = 0.0, 0, 0.0, 1.0
-    longest = 0
+    best_rate, best_count, longest = 0.0, 0, 0
     for count, (chance, position, i) in enumerate(slots, start=1):
         row = rows[i]
         if row.uses_model:
@@ -106,11 +118,11 @@ def _best_uneven(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens
         if num_active[0]:
             seconds += costs.draft_start + draft(num_active[0] + lag)
         if tokens > best_rate * seconds:
-            best_rate, best_count, best_tokens, best_seconds = tokens / seconds, count, tokens, seconds
+            best_rate, best_count = tokens / seconds, count
     lengths = [0] * len(rows)
     for _, _, i in slots[:best_count]:
         lengths[i] += 1
-    return Plan(lengths, best_tokens, best_seconds)
+    return lengths
 
 
 def _best_even(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: int) -> Plan:
@@ -119,18 +131,19 @@ def _best_even(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: 
     longest = max(len(row.survival) for row, _ in outlooks)
     seconds_before = costs.host(len(rows))
     seconds_before += costs.lookup_seconds * sum(count for row, count in outlooks if not row.uses_model)
-    tokens = score_tokens = float(len(rows))
+    score_tokens = float(len(rows))
     num_by_model = sum(count for row, count in outlooks if row.uses_model and row.survival)
     other_passes = 0.0
-    best_rate, best_length, best_tokens, best_seconds = 0.0, 1, tokens, 1.0
+    best_rate, best_length, best_tokens, best_seconds = 0.0, 1, score_tokens, 1.0
     for length in range(1, longest + 1):
         num_reaching = num_drafting = 0
-        lag = 0.0
+        lag, tokens = 0.0, float(len(rows))
         for row, count in outlooks:
             survival = row.survival
+            if survival:
+                tokens += count * row.fill * row.accepted[min(length, len(survival)) - 1]
             if len(survival) >= length:
                 num_reaching += count
-                tokens += count * row.fill * survival[length - 1]
                 score_tokens += count * row.fill
                 if row.uses_model:
                     num_drafting += count
@@ -176,7 +189,8 @@ def evaluate(
         survival = row.survival
         expected = sums.get((id(row), length))
         if expected is None:
-            expected = sums[id(row), length] = row.fill * sum(survival[:length])
+            likely = row.accepted[min(length, len(survival)) - 1] if length and survival else 0.0
+            expected = sums[id(row), length] = row.fill * likely
         tokens += expected
         score_tokens += row.fill * length
         if row.uses_model:

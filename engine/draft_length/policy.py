@@ -19,7 +19,7 @@ from operator import attrgetter
 from engine.draft_length.confidence import Patience, PatientDraft
 from engine.draft_length.costs import CostModel
 from engine.draft_length.in_force import PlanInForce
-from engine.draft_length.learning import Round, lag_of, learn_acceptance, observe_costs
+from engine.draft_length.learning import Round, lag_of, learn_acceptance, observe_costs, replay
 from engine.draft_length.outlook import Outlooks
 from engine.draft_length.patient import FURTHER, OPEN_FURTHER, PatienceTrial, compare, rules
 from engine.draft_length.plan import Search, evaluate, search
@@ -34,7 +34,7 @@ from engine.draft_length.survival import SequenceAcceptance
 LOOK_EVERY, MAX_LOOK_EVERY, MAX_LOOK_SECONDS = 4, 64, 0.15
 # It learns from so many verdicts at most, those of rows with patience taking longer, and from the times of so
 # many rounds, spread evenly.
-LEARN_VERDICTS, LEARN_PATIENT, LEARN_TIMES = 128, 64, 12
+LEARN_VERDICTS, LEARN_PATIENT, LEARN_REPLAYED, LEARN_TIMES = 128, 64, 96, 12
 # Rows that come and go keep the plan, if they are at most this share of all.
 FEW_CHANGED = 1 / 8
 # So many rows are looked at one by one, more of them together.
@@ -311,6 +311,7 @@ class DraftLengthPolicy:
         most = LEARN_PATIENT if rounds[-1].patient is not None else LEARN_VERDICTS
         some = usual[:: -(-len(usual) * len(rounds[-1].rows) // most) or 1] + probed
         learn_acceptance(some, self._outlooks.sequences, first_round, last_round)
+        replay(rounds, self._outlooks.sequences, last_round, LEARN_REPLAYED)
         timed = [one for one in usual if one.seconds is not None]
         some = timed[:: -(-len(timed) // LEARN_TIMES) or 1]
         observe_costs(some, self.costs, self._round < NEW_ROUNDS)

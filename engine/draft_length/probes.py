@@ -23,7 +23,7 @@ START_ROUNDS = 4
 INTERVAL = 64
 RETRY = 8
 # While drafting is on, what is left to learn are the costs of other lengths, which change slowly: after so
-# many probes next to the same plan they come seldom. Where rounds are short, every so many seconds: each probe
+# many probes next to the same plan they come seldom. Where rounds are short, every so many seconds: a probe
 # begins with a look.
 NEW_PROBES, SOON, SELDOM = 16, 32, 128
 INTERVAL_SECONDS = 0.15

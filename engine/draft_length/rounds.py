@@ -66,8 +66,8 @@ def lags_after(outcomes: Sequence[Outcome], patient: Sequence[PatientDraft] | No
 class LengthPolicy(Protocol):
     """``choose`` and ``observe`` once per round; rows that left in between are left out of ``outcomes``.
     What is chosen stands for ``num_rounds`` rounds of the same rows, the last one included: in all but the
-    first ``go_on`` may stand for ``choose``, if all rows had outcomes: with the drafts that rows with patience
-    have made by then, or before those are made.
+    first ``go_on`` may stand for ``choose``, if all rows had outcomes: with the drafts of rows with patience,
+    or before those are made.
 
     ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds; and for all
     rounds of a step but one.

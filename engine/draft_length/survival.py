@@ -7,9 +7,11 @@ A position hardly ever reached is taken to be like the one before it. Survival t
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.draft_length.confidence import ConfidenceTable
+from engine.draft_length.replays import Replayed, Replays
 
 # Decay of the counts per draft: a group remembers about 200 drafts, a sequence about 100.
 GROUP_DECAY, SEQUENCE_DECAY = 0.995, 0.99
@@ -137,6 +139,8 @@ class GroupAcceptance:
         self.counts = AcceptanceCounts()
         self.first = AcceptanceCounts()  # of the first tokens, over a long time
         self.confidence = ConfidenceTable()
+        self.replays = Replays()
+        self.factors: list[float] = []  # of the tokens accepted, by length
         self.fill = 1.0
         self.last_drafted = NEVER  # round
         self._rates: list[float] | None = None
@@ -175,6 +179,11 @@ class GroupAcceptance:
                 rates.append(rate)
             self._rates = rates
         return self._rates
+
+    def replay(self, texts: Sequence[Sequence[Replayed]]) -> None:
+        """What the rounds of some texts say of other lengths."""
+        self.replays.learn(texts)
+        self.factors = self.replays.factors()
 
     def survival(self, num_positions: int, floor: float) -> list[float]:
         """Chance to be accepted, by position; ends early where it falls below ``floor``."""
@@ -262,6 +271,12 @@ class SequenceAcceptance:
                 break
             chances.append(chance)
         return chances
+
+    def rate(self, position: int) -> float:
+        """Acceptance rate there."""
+        rates = self.group.rates()
+        otherwise = rates[min(position, len(rates) - 1)] if rates else FIRST_RATE
+        return self.counts.rate(position, otherwise, SEQUENCE_WEIGHT)
 
     def _first_rate(self) -> float:
         return self.counts.rate(0, self.group.first_rate, SEQUENCE_WEIGHT)

@@ -347,5 +347,5 @@ def test_a_bad_moment_at_start_is_seen_through(num_rows: int) -> None:
     )
     auto = simulate(machine, policy, lambda *_: 1.0, lambda _: num_rows, 600)
     plain = simulate(machine, FixedDraftLength(0), lambda *_: 1.0, lambda _: num_rows, 120).rate(20)
-    assert auto.mean_length(0, 100) > 0.5  # it was believed
+    assert auto.mean_length(0, 100) > 0.1  # it was believed
     assert auto.rate(300) >= 0.96 * plain
