@@ -16,11 +16,12 @@ from engine.draft_length.plan import Plan, RowOutlook, draft_sizes, evaluate, pa
 from engine.draft_length.survival import SequenceAcceptance
 
 # Patience begins where it has gained so much, in so many drafts at least, and ends where it gains too little.
-# Where it is off it is tried for some rounds again and again: often while it is new, seldom once it has lost.
+# Where it is off it is tried for some rounds again and again: often while it is new, seldom once it has lost,
+# and every time that it loses again the next trial waits twice as long.
 LEAST_GAIN, STILL_GAIN, SOME_DRAFTS, LOSS = 1.02, 1.0, 128, 0.985
-TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, PLANNED_EVERY = 128, 256, 1024, 128
-# Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*: none of
-# their tokens is refused, as nothing else tells how often unsure ones are accepted.
+TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, MOST_SELDOM, PLANNED_EVERY = 128, 256, 1024, 8192, 128
+# Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*, and
+# none of their tokens is refused: nothing else tells how often unsure ones are accepted.
 Mode = Literal["planned", "open", "patient"]
 TRIAL_MODES: dict[Mode, int] = {"open": 4, "patient": 32}
 PAYING_MODES: dict[Mode, int] = {"planned": 4, "open": 6, "patient": PLANNED_EVERY}
@@ -51,16 +52,14 @@ class PatienceTrial:
         self.num_drafts = 0  # compared
         self.gain = 1.0
         self.pays = False
-        self._trial = self._next_trial = 0  # rounds
+        self._trial = self._next_trial = self._wait = 0  # rounds
         self._tokens = self._seconds = self._planned_tokens = self._planned_seconds = 0.0
 
     def mode(self, current_round: int) -> Mode:
         """Of this round and those after it."""
         if not self.pays and current_round >= self._next_trial:
-            wait = TRIAL_NEW
-            if self.num_drafts >= SOME_DRAFTS:
-                wait = TRIAL_SELDOM if self.gain < LOSS else TRIAL_EVERY
-            self._trial, self._next_trial = current_round, current_round + wait
+            self._wait = self._next_wait()
+            self._trial, self._next_trial = current_round, current_round + self._wait
         return next((mode for mode, end in self._modes(current_round) if current_round < end), "planned")
 
     def until(self, current_round: int) -> int:
@@ -75,6 +74,14 @@ class PatienceTrial:
         else:
             start, lengths = self._trial, {**TRIAL_MODES, "planned": self._next_trial - self._trial}
         return [(mode, start + end) for mode, end in lengths.items()]
+
+    def _next_wait(self) -> int:
+        """Rounds from this trial to the next."""
+        if self.num_drafts < SOME_DRAFTS:
+            return TRIAL_NEW
+        if self.gain >= LOSS:
+            return TRIAL_EVERY
+        return max(TRIAL_SELDOM, min(2 * self._wait, MOST_SELDOM))
 
     @property
     def num_needed(self) -> int:

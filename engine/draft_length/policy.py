@@ -16,12 +16,12 @@ that everything is compared with is a measured one.
 from collections.abc import Hashable, Sequence
 from operator import attrgetter
 
-from engine.draft_length.confidence import Patience, PatientDraft
+from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.costs import CostModel
 from engine.draft_length.in_force import PlanInForce
 from engine.draft_length.learning import Round, lag_of, learn_acceptance, observe_costs, replay
 from engine.draft_length.outlook import Outlooks
-from engine.draft_length.patient import FURTHER, OPEN_FURTHER, PatienceTrial, compare, rules
+from engine.draft_length.patient_rows import PatientRows
 from engine.draft_length.plan import Search, evaluate, search
 from engine.draft_length.probes import Probes
 from engine.draft_length.report import Report
@@ -65,8 +65,8 @@ class DraftLengthPolicy:
         self.costs = costs
         self.probes = Probes()
         self.report = Report()
-        self.trials: dict[int, PatienceTrial] = {}  # by rows
         self._outlooks = Outlooks()
+        self.patient = PatientRows(costs, self._outlooks)
         self._round = 0
         self._rounds: list[Round] = []  # not learned from yet
         self._in_force = PlanInForce(costs)
@@ -76,21 +76,18 @@ class DraftLengthPolicy:
         self._is_probing = False
         self._left_in = NO_ROUND  # the round in which some rows were gone, and nobody had come for them
         self._searched: Signature | None = None
-        self._trial = PatienceTrial()  # of so many rows as there are
         # Of the rows of the last look: what says that they are the same, and what they are given.
         self._keys: list[Hashable] = []
         self._kinds: Kinds = ([], [])
         self._lengths: list[int] = []
         self._planned: list[int] = []
         self._longest = 0
-        self._looks_up = self._may_be_patient = False
-        self._rules: list[Patience] = []
+        self._looks_up = False
         # Of the last round.
         self._rows: Sequence[Candidate] = ()
         self._lags: Sequence[int] = ()
         self._num_stored = 0  # tokens in the target's cache
         self._asked: list[int] = []
-        self._patient: dict[Hashable, PatientDraft] = {}
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
         """Tokens to draft, by row."""
@@ -108,27 +105,24 @@ class DraftLengthPolicy:
         self._lags = [row.lag for row in rows]
         self._num_stored = sum([row.num_stored for row in rows])
         lengths = self._lengths
-        lowest_limit = min(map(_limit, rows))
-        if lowest_limit < self._longest:
+        if min(map(_limit, rows)) < self._longest:
             lengths = [max(0, min(length, row.limit)) for length, row in zip(lengths, rows, strict=True)]
-        self._patient = {}
-        if self._may_be_patient and lowest_limit > 0:
-            mode = self._trial.mode(self._round)
-            if mode != "planned":
-                lengths = self._be_patient(rows, mode == "open")
+        assert self._in_force.search is not None
+        best = self._in_force.search.best
+        lengths = self.patient.choose(rows, self._planned, best, self._round) or lengths
         self._asked = lengths
         return list(lengths)
 
     def patient_draft(self, key: Hashable) -> PatientDraft | None:
         """A row's draft that may end before the length that ``choose`` has just named."""
-        return self._patient.get(key)
+        return self.patient.drafts.get(key)
 
     @property
     def num_rounds(self) -> int:
         """For how many rounds, the last one included, what ``choose`` has said stands if the rows do."""
         next_choice = min(self._next_look, self._probe_ends, self._left_in + 1)
-        if self._may_be_patient:
-            next_choice = min(next_choice, self._trial.until(self._round))
+        if (until := self.patient.until(self._round)) is not None:
+            next_choice = min(next_choice, until)
         return max(1, next_choice - self._round)
 
     def go_on(self, patient: list[PatientDraft] | None) -> None:
@@ -137,9 +131,7 @@ class DraftLengthPolicy:
         last = self._rounds[-1]
         self._lags = lags_after(last.outcomes, last.patient)
         self._num_stored += last.num_emitted
-        if self._patient:
-            drafts = patient or [PatientDraft(rule) for rule in self._rules]
-            self._patient = dict(zip(self._patient, drafts, strict=True))
+        self.patient.go_on(patient)
 
     def follows_prompts(self) -> bool:
         """Whether drafts are to be expected soon, or computing prompts for them costs next to nothing."""
@@ -161,7 +153,7 @@ class DraftLengthPolicy:
                 outcomes,
                 seconds,
                 self._num_stored,
-                list(self._patient.values()) or None,
+                list(self.patient.drafts.values()) or None,
                 self._is_probing,
             )
         )
@@ -176,7 +168,7 @@ class DraftLengthPolicy:
             "policy": "auto",
             **self.report.state(self._in_force.search, self._asked),
             "survival": self._outlooks.state(),
-            "patience": {str(num_rows): trial.state() for num_rows, trial in sorted(self.trials.items())},
+            "patience": self.patient.state(),
             "costs": self.costs.state(),
             "probes": self.probes.state(),
         }
@@ -217,12 +209,7 @@ class DraftLengthPolicy:
         self._lengths, self._longest = lengths, max(lengths)
         self._is_probing = num_probe_rounds > 0
         self._probe_ends = self._round + num_probe_rounds if num_probe_rounds else NO_ROUND
-        self._may_be_patient = (
-            min(lengths) > 0 and not self._is_probing and all(row.method == DRAFT_MODEL for row in rows)
-        )
-        if self._may_be_patient:
-            self._trial = self.trials.setdefault(len(rows), PatienceTrial())
-            self._rules = []
+        self.patient.set_rows(rows, lengths, self._is_probing)
 
     def _must_search(self, rows: Sequence[Candidate], signature: Signature, num_prompts: int) -> bool:
         """Whether the plan in force says little about these rows."""
@@ -266,21 +253,6 @@ class DraftLengthPolicy:
         elif own_before or own or 0 in found.best.lengths or abs(even - even_before) > 1:
             self._look_every = LOOK_EVERY
 
-    def _be_patient(self, rows: Sequence[Candidate], is_open: bool) -> list[int]:
-        """Rows may draft further than planned, but end early where the draft is unsure, or not even there."""
-        if not self._rules or self._rules[0].is_open != is_open:
-            sequences = [self._outlooks.sequence(row, self._round) for row in rows]
-            if is_open:
-                self._rules = [Patience(sequence.group.confidence) for sequence in sequences]
-            else:
-                assert self._in_force.search is not None
-                best = self._in_force.search.best
-                self._rules = rules(best, max(best.lengths), sequences, self.costs)
-        self._patient = dict(zip(self._keys, map(PatientDraft, self._rules), strict=True))
-        limits = list(map(_limit, rows))
-        further = OPEN_FURTHER if is_open else FURTHER
-        return [min(length + further, limit) for length, limit in zip(self._planned, limits, strict=True)]
-
     def _probe(
         self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search, num_rounds: int
     ) -> list[int] | None:
@@ -305,7 +277,7 @@ class DraftLengthPolicy:
         if not rounds or found is None:
             return
         self.probes.save(found, len(rounds))
-        self._compare_patience(rounds)
+        self.patient.learn(rounds, self._in_force, self._round)
         first_round = last_round - len(rounds) + 1
         usual, probed = ([one for one in rounds if one.is_probe == is_probe] for is_probe in (False, True))
         most = LEARN_PATIENT if rounds[-1].patient is not None else LEARN_VERDICTS
@@ -328,16 +300,3 @@ class DraftLengthPolicy:
         observe_costs(rounds, self.costs, is_probe=True)
         self.report.count(found, rounds)
         self.probes.settle(self._round - 1, found, rounds, self.costs.host(len(rounds[-1].outcomes)))
-
-    def _compare_patience(self, rounds: Sequence[Round]) -> None:
-        """Rounds that had it with what the plan in force would have made of them."""
-        patient = [one for one in rounds if one.patient is not None]
-        if not patient:
-            return
-        rows = patient[-1].rows
-        keys = [row.key for row in rows]
-        same = [one for one in patient if one.rows is rows or [row.key for row in one.rows] == keys]
-        sequences = [self._outlooks.sequence(row, self._round) for row in rows]
-        planned = self._in_force.lengths(keys)
-        trial = self.trials[len(rows)]
-        trial.learn(compare(same, planned, sequences, self.costs, trial.num_needed))

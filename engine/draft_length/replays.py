@@ -1,12 +1,12 @@
 """What drafts of other lengths would have come to in the same texts.
 
 Survival by position is what drafts of the length in force have shown, and says too little of others: where a
-round begins depends on the length. A text that repeats itself, and with it where the draft is wrong, falls into
-step with the rounds: if the draft is wrong at every fourth token, drafts of three are always accepted, and every
-other draft of two fails at its first token.
+round begins depends on the length. A text that repeats itself, and with it where the draft is wrong, falls
+into step with the rounds: if the draft is wrong at every fourth token, drafts of three are always accepted,
+and every other draft of two fails at its first token.
 
-Given its prefix, whether a token would be drafted right does not depend on where a round began. So verdicts tell
-it of almost all tokens of a text: of the accepted ones and of the first rejected one; not of the one that
+Given its prefix, whether a token would be drafted right does not depend on where a round began. So verdicts
+tell it of almost all tokens of a text: of the accepted ones and the first rejected one; not of the one that
 follows a draft accepted to its end. Over these, rounds of any length can be counted.
 """
 
@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 # Lengths that are looked at: so many more than were drafted, up to.
 FURTHER, MAX_LENGTH = 2, 8
-# Decay per round. Verdicts are forgotten sooner: how hard a text is changes faster than what is in step with it.
+# Decay per round. Verdicts are forgotten sooner: how hard a text is changes faster than what is in step.
 DECAY = 0.998
-# How many rounds the assumption is worth that no length is in step; the most that is believed, and how much is
-# taken for chance.
+# How many rounds the assumption is worth that no length is in step; the most that is believed, and how much
+# is taken for chance.
 WEIGHT, MOST, CHANCE = 40.0, 1.5, 0.02
 
 
 class Replayed(NamedTuple):
-    """A round: tokens drafted and accepted, and where all were how likely the draft would have been right about
-    the next one, too. ``is_probe``: of another length than the one in force."""
+    """A round: tokens drafted and accepted, and where all were, how likely the draft would have been right
+    about the next one, too. ``is_probe``: of another length than the one in force."""
 
     num_drafted: int
     num_accepted: int
@@ -79,8 +79,8 @@ class Replays:
                     self._right[num_accepted] += one.next_right
 
     def _is_right(self, one: Replayed) -> bool:
-        """Whether the draft would have been right about the token that a round ended with. If nobody knows, by
-        chance: an even mix would be a pattern of its own."""
+        """Whether the draft would have been right about the token that a round ended with. If nobody knows,
+        by chance: an even mix would be a pattern of its own."""
         return one.num_accepted == one.num_drafted and self._rng.random() < one.next_right
 
     def factors(self) -> list[float]:

@@ -143,7 +143,7 @@ def two_kinds(num_rows: int, telling: bool, num_rounds: int = 1500) -> tuple[flo
         drafts, scores = {size: 3e-4 * size for size in sizes}, {size: score(size) for size in sizes}
         policy = DraftLengthPolicy(CostModel(drafts, scores, padding=0.0))
         if is_off:
-            policy.trials[num_rows] = NoPatience()
+            policy.patient.trials[num_rows] = NoPatience()
         rows = [Candidate(row, "draft_model", 0.0, 8) for row in range(num_rows)]
         tokens = seconds = 0.0
         for step in range(num_rounds):
@@ -182,7 +182,7 @@ def test_hardly_anything_is_lost_where_it_tells_nothing(num_rows: int) -> None:
 
 def test_every_number_of_rows_has_its_own_trial() -> None:
     policy, _ = policy_with(confidence=0.99, accepted=True, rows=2)
-    before = policy.trials[2].num_drafts
+    before = policy.patient.trials[2].num_drafts
     assert before > 0
     for _ in range(200):
         chosen = policy.choose(rows := [Candidate(row, "draft_model", 0.0, 8) for row in range(4)])
@@ -190,5 +190,5 @@ def test_every_number_of_rows_has_its_own_trial() -> None:
             [Outcome(row.key, n, n) for row, n in zip(rows, chosen, strict=True)],
             RoundSeconds(1e-3, 2e-2, 1e-4),
         )
-    assert policy.trials[2].num_drafts == before
-    assert set(policy.trials) == {2, 4}
+    assert policy.patient.trials[2].num_drafts == before
+    assert set(policy.patient.trials) == {2, 4}

@@ -1,12 +1,14 @@
 """What the policy does between two looks, what it learns from rounds put aside, and when patience is on."""
 
+from itertools import pairwise
+
 import pytest
 
 from engine.draft_length.confidence import ConfidenceTable, Patience, PatientDraft, bin_of
 from engine.draft_length.costs import MAX_QUERIES, PADDING, CostCurve, CostModel
 from engine.draft_length.in_force import PlanInForce
 from engine.draft_length.learning import Round, learn_acceptance, observe_costs
-from engine.draft_length.patient import LEAST_GAIN, LOSS, Compared, PatienceTrial, compare
+from engine.draft_length.patient import LEAST_GAIN, LOSS, MOST_SELDOM, Compared, PatienceTrial, compare
 from engine.draft_length.plan import Plan, RowOutlook, Search, evaluate, search
 from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.probes import Probes
@@ -65,9 +67,9 @@ def test_a_choice_stands_for_as_many_rounds_as_it_says(num_rows: int, share: flo
     rows, stands, chosen = candidates(range(num_rows)), 0, None
     announced = []
     for step in range(3000):
-        if step >= 1000 and stands == 0 and not policy.trials[num_rows].pays:
+        if step >= 1000 and stands == 0 and not policy.patient.trials[num_rows].pays:
             # Patience pays from now on.
-            policy.trials[num_rows].learn(Compared(10_000, 2 * LEAST_GAIN, 1.0, 1.0, 1.0))
+            policy.patient.trials[num_rows].learn(Compared(10_000, 2 * LEAST_GAIN, 1.0, 1.0, 1.0))
         (lengths,) = [run(policy, rows, 1, share)]
         patient = policy.patient_draft(0)
         now = lengths, patient is None or patient.patience
@@ -112,7 +114,7 @@ def test_a_row_that_comes_gets_the_plan_in_force() -> None:
 
 def test_what_is_left_of_a_text_shortens_its_draft_only() -> None:
     policy = DraftLengthPolicy(costs())
-    policy.trials[1] = NoPatience()
+    policy.patient.trials[1] = NoPatience()
     run(policy, candidates(range(1)), 600)
     length = policy._in_force.even_length
     assert length > 2
@@ -224,9 +226,22 @@ def test_patience_is_on_where_it_has_paid(gain: float) -> None:
     assert trial.pays == (gain > LEAST_GAIN)
     assert (modes.count("patient") > 2700) == trial.pays
     assert modes.count("planned") > 90
-    assert modes.count("open") > 5
+    assert modes.count("open") > 3
     # Where it has hardly lost it is tried more often.
     assert (modes.count("patient") > 200) == (gain > LOSS)
+
+
+def test_patience_that_loses_is_tried_ever_more_seldom() -> None:
+    trial, last, starts = PatienceTrial(), "", []
+    for step in range(60_000):
+        if (mode := trial.mode(step)) == "patient":
+            trial.learn(Compared(1, 0.8, 1.0, 1.0, 1.0))
+        if mode == "open" != last:
+            starts.append(step)
+        last = mode
+    waits = [after - before for before, after in pairwise(starts)]
+    assert waits == sorted(waits)
+    assert waits[-1] == waits[-2] == MOST_SELDOM
 
 
 def test_patience_ends_when_it_loses() -> None:

@@ -178,7 +178,7 @@ def test_the_policy_stays_in_step(in_step: int) -> None:
     text = ([True] * in_step + [False]) * 4000
     draft, score = 2e-4, {size: 1e-3 + 2e-4 * size for size in (1, 2, 4, 8, 16)}
     policy = DraftLengthPolicy(CostModel({1: draft}, score, padding=0.0))
-    policy.trials[1] = NoPatience()
+    policy.patient.trials[1] = NoPatience()
     place, lengths = 0, []
     for _ in range(800):
         (length,) = policy.choose([Candidate(0, "draft_model", 0.0, 8)])
