@@ -22,6 +22,8 @@ BINS = (0.0, 0.4, 0.55, 0.65, 0.75, 0.85, 0.92, 0.97)
 DECAY = 0.995
 # What is assumed of a bin, its confidence taken at its word, is worth so many tokens.
 PRIOR_WEIGHT = 4.0
+# No token is refused of whose like fewer than so many were judged: refused ones never are.
+JUDGED_ENOUGH = 8.0
 # How often each confidence comes is told by so many tokens at most.
 MOST_SEEN = 1000.0
 
@@ -63,6 +65,10 @@ class ConfidenceTable:
 
     def rates(self) -> list[float]:
         return [accepted / reached for accepted, reached in zip(self._accepted, self._reached, strict=True)]
+
+    def hope(self, bin_: int) -> float:
+        """What a draft goes by: of a bin that is hardly known, that all are accepted."""
+        return 1.0 if self._reached[bin_] < PRIOR_WEIGHT + JUDGED_ENOUGH else self.rate(bin_)
 
     def learn(self, confidences: Sequence[float], num_judged: int, num_accepted: int) -> None:
         """Of a draft's tokens the first ``num_judged`` were judged; the others could have been drafted."""
@@ -111,7 +117,7 @@ class PatientDraft:
     def keeps(self, confidence: float) -> bool:
         """Whether a token from this distribution is worth its place in the target's pass."""
         self.confidences.append(confidence)
-        survival = self.survival * self.patience.table.rate(bin_of(confidence))
+        survival = self.survival * self.patience.table.hope(bin_of(confidence))
         if survival < self.patience.least_to_score:
             return False
         self.survival = survival

@@ -23,6 +23,7 @@ class PatientRows:
         self._outlooks = outlooks
         self._trial: PatienceTrial | None = None  # of these rows; None: they cannot have patience
         self._rules: list[Patience] = []  # of these rows, in the mode of the last round
+        self.is_open = False  # the round at hand refuses no token
 
     def set_rows(self, rows: Sequence[Candidate], lengths: Sequence[int], is_probing: bool) -> None:
         """From this round on these rows draft these lengths, or with patience about as much."""
@@ -36,7 +37,7 @@ class PatientRows:
     ) -> list[int] | None:
         """The most that rows may draft in this round, if they have patience in it. ``planned`` are their
         lengths in the plan ``best``."""
-        self.drafts = {}
+        self.drafts, self.is_open = {}, False
         if self._trial is None:
             return None
         limits = [row.limit for row in rows]
@@ -45,15 +46,15 @@ class PatientRows:
         mode = self._trial.mode(current_round)
         if mode == "planned":
             return None
-        is_open = mode == "open"
-        if not self._rules or self._rules[0].is_open != is_open:
+        self.is_open = mode == "open"
+        if not self._rules or self._rules[0].is_open != self.is_open:
             sequences = [self._outlooks.sequence(row, current_round) for row in rows]
-            if is_open:
+            if self.is_open:
                 self._rules = [Patience(sequence.group.confidence) for sequence in sequences]
             else:
                 self._rules = rules(best, max(best.lengths), sequences, self.costs)
         self.drafts = {row.key: PatientDraft(rule) for row, rule in zip(rows, self._rules, strict=True)}
-        further = OPEN_FURTHER if is_open else FURTHER
+        further = OPEN_FURTHER if self.is_open else FURTHER
         return [min(length + further, limit) for length, limit in zip(planned, limits, strict=True)]
 
     def go_on(self, drafts: Sequence[PatientDraft] | None) -> None:

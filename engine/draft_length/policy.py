@@ -110,6 +110,9 @@ class DraftLengthPolicy:
         assert self._in_force.search is not None
         best = self._in_force.search.best
         lengths = self.patient.choose(rows, self._planned, best, self._round) or lengths
+        if self.patient.is_open:
+            # What that shows is wanted for the rounds that follow.
+            self._next_look = min(self._next_look, self.patient.until(self._round) or NO_ROUND)
         self._asked = lengths
         return list(lengths)
 

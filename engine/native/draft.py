@@ -128,8 +128,8 @@ class Drawing:
 
     def _end_early(self, patience: Sequence[Patience | None]) -> None:
         """Rows without patience never do."""
-        rows, always = self.rows, [1.0] * len(BINS)
-        by_table = {rule.table: rule.table.rates() for rule in patience if rule is not None}
+        rows, bins, always = self.rows, range(len(BINS)), [1.0] * len(BINS)
+        by_table = {rule.table: list(map(rule.table.hope, bins)) for rule in patience if rule is not None}
         to_score, to_draft, rates = array("d"), array("d"), array("d")
         for rule in patience:
             to_score.append(rule.least_to_score if rule is not None else 0.0)

@@ -2,8 +2,16 @@
 
 from collections.abc import Sequence
 
-from engine.draft_length.confidence import PatientDraft
+from engine.draft_length.confidence import ConfidenceTable, PatientDraft
 from engine.draft_length.patient import Mode, PatienceTrial
+
+
+def known(rates: Sequence[float] = (0.2, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)) -> ConfidenceTable:
+    """A table of which every bin has seen enough."""
+    table = ConfidenceTable()
+    table._reached = [50.0] * len(rates)
+    table._accepted = [50.0 * rate for rate in rates]
+    return table
 
 
 class NoPatience(PatienceTrial):

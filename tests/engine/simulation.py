@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from scipy import stats
 
-from engine.draft_length.confidence import ConfidenceTable, Patience, PatientDraft
+from engine.draft_length.confidence import Patience, PatientDraft
 from engine.messages import SamplingParams
 from engine.proposers.draft_model import rows_going_on
 from engine.sampling.adjust import History
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests import naive
+from tests.engine.patience import known
 
 VOCAB_SIZE, NUM_TOKENS, NUM_DRAFT = 5, 3, 2
 PROMPT = [1, 1, 3]
@@ -87,7 +88,7 @@ def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Draf
     width = max(lengths)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     probs = torch.zeros(len(lengths), width, VOCAB_SIZE) if sampler.uses_draft_probs else None
-    rule = Patience(ConfidenceTable(), 0.5, 0.0)
+    rule = Patience(known(), 0.5, 0.0)
     patient = [PatientDraft(rule) if unsure else None for _ in lengths]
     active = [i for i, length in enumerate(lengths) if length > 0]
     for position in range(width):

@@ -11,7 +11,7 @@ from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 from engine.proposers.draft_model import rows_going_on
 from engine.sampling.sampler import DraftDraw
-from tests.engine.patience import NoPatience, spend
+from tests.engine.patience import NoPatience, known, spend
 
 SCORE = {1: 10e-3, 5: 12e-3, 9: 14e-3}
 
@@ -21,7 +21,7 @@ def draw(*confidence: float) -> DraftDraw:
 
 
 def test_a_token_too_unlikely_to_be_scored_is_not_kept() -> None:
-    patient = PatientDraft(Patience(ConfidenceTable(), least_to_score=0.5, least_to_draft=0.0))
+    patient = PatientDraft(Patience(known(), least_to_score=0.5, least_to_draft=0.0))
     lengths = [4]
     assert rows_going_on([patient], lengths, [0], 0, draw(0.99)) == [0]
     assert rows_going_on([patient], lengths, [0], 1, draw(0.1)) == []
@@ -30,7 +30,7 @@ def test_a_token_too_unlikely_to_be_scored_is_not_kept() -> None:
 
 
 def test_a_token_that_is_kept_can_be_the_last() -> None:
-    patient = PatientDraft(Patience(ConfidenceTable(), least_to_score=0.1, least_to_draft=0.7))
+    patient = PatientDraft(Patience(known(), least_to_score=0.1, least_to_draft=0.7))
     lengths = [4]
     assert rows_going_on([patient], lengths, [0], 0, draw(0.6)) == []
     assert lengths == [1]
@@ -38,7 +38,7 @@ def test_a_token_that_is_kept_can_be_the_last() -> None:
 
 
 def test_rows_without_patience_draft_what_they_were_told() -> None:
-    patient = PatientDraft(Patience(ConfidenceTable(), least_to_score=0.9, least_to_draft=0.9))
+    patient = PatientDraft(Patience(known(), least_to_score=0.9, least_to_draft=0.9))
     lengths = [2, 2]
     assert rows_going_on([None, patient], lengths, [0, 1], 0, draw(0.1, 0.1)) == [0]
     assert rows_going_on([None, patient], lengths, [0], 1, draw(0.1)) == []
@@ -97,6 +97,19 @@ def test_what_was_seen_is_forgotten_in_time() -> None:
     assert table._seen[-1] > 0.95 * table._num_seen
     assert table._num_seen == pytest.approx(sum(table._seen))
     assert table._num_seen <= MOST_SEEN
+
+
+def test_no_token_is_refused_of_whose_like_little_is_known() -> None:
+    """The draft is far better than its confidence says."""
+    table = ConfidenceTable()
+    for _ in range(20):
+        patient = PatientDraft(Patience(table, 0.7, 0.7))
+        assert patient.keeps(0.5)
+        patient.learn(num_kept=1, num_accepted=1)
+    assert table.rate(bin_of(0.5)) > 0.85
+    for _ in range(20):
+        table.learn([0.6], 1, 0)
+    assert not PatientDraft(Patience(table, 0.7, 0.7)).keeps(0.6)
 
 
 def policy_with(confidence: float, accepted: bool, rows: int = 1) -> tuple[DraftLengthPolicy, list[int]]:
