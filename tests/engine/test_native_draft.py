@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from engine.core import EngineCore
-from engine.draft_length.confidence import ConfidenceTable, Patience, PatientDraft
+from engine.draft_length.confidence import Patience, PatientDraft
 from engine.messages import SamplingParams
 from engine.native import draft, library
 from engine.proposers import draft_model as proposer_module
 from engine.sampling.sampler import Drafts, Sampler
 from engine.scheduler import Scheduled
 from tests.engine.native_pair import draft_model, make_twins, save_pair
+from tests.engine.patience import known
 from tests.engine.test_native import plant
 from tests.models import run_engine
 
@@ -156,9 +157,7 @@ def propose_patiently(
     core: EngineCore, rates: Sequences[float], limits: tuple[float, float]
 ) -> tuple[Drafts, PatientDraft]:
     """One round of a lone row, after a prompt."""
-    table = ConfidenceTable()
-    table._accepted = [rate * reached for rate, reached in zip(rates, table._reached, strict=True)]
-    patient = PatientDraft(Patience(table, *limits))
+    patient = PatientDraft(Patience(known(rates), *limits))
     proposer = core.proposer.proposers["draft_model"]
     propose = proposer.propose
 

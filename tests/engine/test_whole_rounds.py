@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from engine.core import EngineCore
-from engine.draft_length.confidence import ConfidenceTable, Patience, PatientDraft
+from engine.draft_length.confidence import Patience, PatientDraft
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds, lags_after
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.native import library
 from engine.native.decoder import NativeDecoder
 from tests.engine.fixed_length import FixedDraftLength
 from tests.engine.native_pair import draft_model, save_pair
+from tests.engine.patience import known
 from tests.engine.test_native import plant
 from tests.engine.test_native_draft import BLOCK, COUPLED, CUT, GREEDY, NO_DRAFTS, REJECTION, TWO_DRAFTS
 from tests.models import make_engine
@@ -231,7 +232,7 @@ class RecordingPolicy(FixedDraftLength):
 
     def __init__(self, num_draft_tokens: int, limits: tuple[float, float] | None) -> None:
         super().__init__(num_draft_tokens)
-        self.rule = Patience(ConfidenceTable(), *limits) if limits else None
+        self.rule = Patience(known(), *limits) if limits else None
         self.told: list[tuple[list[int], list[tuple[int, int, bool]], object]] = []
         self.lags: list[int] = []
         self.current: dict[Hashable, PatientDraft] = {}
