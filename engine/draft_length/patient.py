@@ -16,9 +16,10 @@ from engine.draft_length.plan import Plan, RowOutlook, draft_sizes, evaluate, pa
 from engine.draft_length.survival import SequenceAcceptance
 
 # Patience begins where it has gained so much, in so many drafts at least, and ends where it gains too little.
-# Where it is off it is tried for some rounds again and again: often while it is new, seldom once it has lost,
-# and every time that it loses again the next trial waits twice as long.
-LEAST_GAIN, STILL_GAIN, SOME_DRAFTS, LOSS = 1.02, 1.0, 128, 0.985
+# Where it is off it is tried for some rounds again and again: often while little is known, seldom once it has
+# lost, and every time that it loses again the next trial waits twice as long.
+LEAST_GAIN, STILL_GAIN, SOME_DRAFTS = 1.02, 1.0, 128
+LOSS, CLEAR_LOSS, KNOWN_DRAFTS = 0.985, 0.9, 512
 TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, MOST_SELDOM, PLANNED_EVERY = 128, 256, 1024, 8192, 128
 # Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*, and
 # none of their tokens is refused: nothing else tells how often unsure ones are accepted.
@@ -30,7 +31,7 @@ FURTHER, OPEN_FURTHER = 3, 1
 # Decay of what trials have shown, per draft: texts are alike for a while, and a few hundred say little.
 TRIAL_DECAY = 0.9995
 # Of the rounds of a look some are compared: so many drafts, or once as many are known fewer, and times.
-COMPARE_DRAFTS, KNOWN_DRAFTS, COMPARE_FEWER, COMPARE_TIMES = 64, 512, 16, 12
+COMPARE_DRAFTS, COMPARE_FEWER, COMPARE_TIMES = 64, 16, 12
 
 
 class Compared(NamedTuple):
@@ -77,7 +78,7 @@ class PatienceTrial:
 
     def _next_wait(self) -> int:
         """Rounds from this trial to the next."""
-        if self.num_drafts < SOME_DRAFTS:
+        if self.num_drafts < (KNOWN_DRAFTS if self.gain > CLEAR_LOSS else SOME_DRAFTS):
             return TRIAL_NEW
         if self.gain >= LOSS:
             return TRIAL_EVERY

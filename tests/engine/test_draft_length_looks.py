@@ -213,7 +213,7 @@ def test_uneven_lengths_in_force_must_go_on_paying() -> None:
     assert in_force._hold_on(found, uneven, alike, 0).best.lengths == uneven
 
 
-@pytest.mark.parametrize("gain", [0.9, 0.99, 1.1])
+@pytest.mark.parametrize("gain", [0.85, 0.99, 1.1])
 def test_patience_is_on_where_it_has_paid(gain: float) -> None:
     trial = PatienceTrial()
     modes: list[str] = []
