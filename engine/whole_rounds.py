@@ -72,12 +72,12 @@ class WholeRounds:
         limits = [part.num_draft_tokens for part in parts]
         draft: NativeDecoder | None = None
         if any(limits):
-            if self.proposer is None or not all(limits):
+            if self.proposer is None:
                 return None
             if not isinstance(self.proposer.model.whole_pass, NativeDecoder):
                 return None
             draft = self.proposer.model.whole_pass
-        if not can_run(target, draft, sequences, sampler):
+        if not can_run(target, draft, sequences, limits, sampler):
             return None
         num_rounds = 1
         if 2 * self.last_seconds <= self.step_seconds:

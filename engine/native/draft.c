@@ -69,7 +69,8 @@ static int goes_on(const DraftRows *rows, Active *active, float confidence, int6
     return !is_last && !(survival < rows->least_to_draft[row]);
 }
 
-/* Stores new, whose rows' spans want one logit each and others none, then drafts. 0 if there is no memory. */
+/* Stores new, whose drafting rows' spans want one logit each and others none, then drafts. Rows of limit 0 have no
+ * part in it. 0 if there is no memory. */
 int64_t draft(const Decoder *decoder, const NewTokens *new, const DraftRows *rows) {
     static _Thread_local Room room;
     const int64_t num_rows = rows->num_rows, vocab = decoder->head->out_features;
@@ -82,10 +83,11 @@ int64_t draft(const Decoder *decoder, const NewTokens *new, const DraftRows *row
     Active *active = take(&room, num_rows, sizeof(Active));
     float *logits = take(&room, num_rows * vocab, sizeof(float));
     float *probs = take(&room, num_rows * vocab, sizeof(float));
-    int64_t num_active = num_rows;
+    int64_t num_active = 0;
     for (int64_t row = 0; row < num_rows; row++) {
         ones[row] = 1;
-        active[row] = (Active){ row, 1.0 };
+        rows->num_drawn[row] = rows->num_kept[row] = 0;
+        if (rows->limit[row] > 0) active[num_active++] = (Active){ row, 1.0 };
     }
     if (!decode(decoder, new, logits)) return 0;
     for (int64_t position = 0;; position++) {

@@ -81,7 +81,7 @@ enum { GREEDY, RACE, INVERSE_CDF };
 typedef struct {
     int64_t num_rows, longest, vocab, num_bins, num_threads; /* vocab of probs */
     const int64_t *span;          /* [num_rows] a row's, whose last token its first draft follows */
-    const int64_t *limit;         /* [num_rows] tokens to draft, at least 1 */
+    const int64_t *limit;         /* [num_rows] tokens to draft; 0: the row has no span */
     const int64_t *way;           /* [num_rows]; NULL: everybody is greedy */
     const int64_t *seeds, *positions; /* [num_rows] of their first draws; NULL if everybody is greedy */
     const Processors *processors;

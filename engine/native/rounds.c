@@ -18,8 +18,8 @@ typedef struct {
     int64_t num_tokens;           /* the last one is in no cache yet */
     int64_t draft_stored;         /* tokens in the draft model's cache */
     int64_t end;                  /* tokens there may be */
-    int64_t limit;                /* tokens to draft in each round: all rows some, or all none */
-    int64_t first_known;          /* which of its tokens is the first that is given */
+    int64_t limit;                /* tokens to draft in each round */
+    int64_t first_known;          /* which of its tokens is the first that is given: what a model has to store */
     int64_t first_block, draft_first_block; /* into blocks; there is room for all rounds */
     int64_t first_stop, num_stops; /* into stops */
 } Row;
@@ -45,6 +45,7 @@ typedef struct {
 /* Work space, by row but for what says otherwise. */
 typedef struct {
     int64_t *ones, *counts, *stored, *positions, *limit, *first_block, *num_drawn, *num_drafted, *next, *is_broken;
+    int64_t *span;                /* of a row that drafts, in the draft model's pass */
     int64_t *first_scored;        /* into the tokens scored */
     int64_t *packed;              /* [rows * width] tokens of a pass, one after the other */
     int64_t *ids;                 /* [rows, longest] drafts */
@@ -63,7 +64,7 @@ static int make_space(Space *space, const Rounds *rounds, int64_t vocab) {
     static _Thread_local Room room;
     int64_t **by_row[] = {
         &space->ones, &space->counts, &space->stored, &space->positions, &space->limit, &space->first_block,
-        &space->num_drawn, &space->num_drafted, &space->next, &space->is_broken, &space->first_scored,
+        &space->num_drawn, &space->num_drafted, &space->next, &space->is_broken, &space->span, &space->first_scored,
     };
     const int num_by_row = sizeof by_row / sizeof *by_row;
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->longest, scored = rows + drafts;
@@ -90,37 +91,40 @@ static int64_t *last_tokens(const Rounds *rounds, int64_t row, int64_t count) {
     return rounds->token_ids + row * rounds->width + of->num_tokens - of->first_known - count;
 }
 
-/* How much every row drafts; 0 if there is no room for a draft somewhere: such a round is none of these. */
+/* How much every row drafts; 0 if one that should has no room for a draft: such a round is none of these. */
 static int find_limits(const Rounds *rounds, Space *space) {
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *of = &rounds->rows[row];
         const int64_t left = of->end - of->num_tokens - 1;
         space->limit[row] = left < of->limit ? left : of->limit;
-        if (space->limit[row] < 1) return 0;
+        if (of->limit > 0 && space->limit[row] < 1) return 0;
     }
     return 1;
 }
 
-/* Drafts, after what the draft model has missed. */
+/* Drafts of the rows that have some, after what the draft model has missed of them. */
 static int draft_all(const Decoder *model, const Rounds *rounds, Space *space, DraftRows *drawing) {
     const int64_t known = model->head->out_features;
-    int64_t size = 0;
+    int64_t size = 0, num_spans = 0;
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *of = &rounds->rows[row];
+        space->positions[row] = of->num_tokens;
+        if (space->limit[row] == 0) continue;
         const int64_t count = of->num_tokens - of->draft_stored;
         const int64_t *missed = last_tokens(rounds, row, count);
         /* Any stands in for tokens that only the target has. */
         for (int64_t i = 0; i < count; i++) space->packed[size++] = missed[i] < known ? missed[i] : known - 1;
-        space->counts[row] = count;
-        space->stored[row] = of->draft_stored;
-        space->positions[row] = of->num_tokens;
-        space->first_block[row] = of->draft_first_block;
+        space->counts[num_spans] = count;
+        space->stored[num_spans] = of->draft_stored;
+        space->first_block[num_spans] = of->draft_first_block;
+        space->span[row] = num_spans++;
     }
     const NewTokens new = {
-        .num_spans = rounds->num_rows, .num_tokens = space->counts, .num_stored = space->stored,
+        .num_spans = num_spans, .num_tokens = space->counts, .num_stored = space->stored,
         .num_logits = space->ones, .first_block = space->first_block, .token_ids = space->packed,
         .blocks = rounds->blocks,
     };
+    drawing->span = space->span;
     drawing->limit = space->limit;
     drawing->positions = space->positions;
     drawing->ids = space->ids;

@@ -49,14 +49,23 @@ class RoundsDone:
 
 
 def can_run(
-    target: NativeDecoder, draft: NativeDecoder | None, sequences: Sequences[Sequence], sampler: Sampler
+    target: NativeDecoder,
+    draft: NativeDecoder | None,
+    sequences: Sequences[Sequence],
+    limits: Sequences[int],
+    sampler: Sampler,
 ) -> bool:
-    """Whether C can draw and judge what these rows are to draft with ``draft``; None: nothing."""
+    """Whether C can draw and judge what these rows are to draft with ``draft``, up to ``limits`` tokens each;
+    None: nothing."""
     if Rule.BLOCK in sampler.groups or target.vocab_size != sampler.vocab_size:
         return False
     if draft is None:
         return can_draw(target, sampler)
-    missing = [len(sequence) - sequence.draft_blocks.num_computed_tokens for sequence in sequences]
+    missing = [
+        len(sequence) - sequence.draft_blocks.num_computed_tokens
+        for sequence, limit in zip(sequences, limits, strict=True)
+        if limit
+    ]
     return can_draw(draft, sampler) and min(missing) > 0 and max(missing) <= MAX_GROUPED_QUERIES
 
 
@@ -81,7 +90,7 @@ def run_rounds(
     known = []
     for sequence, limit in zip(sequences, limits, strict=True):
         length, draft_stored = len(sequence), sequence.draft_blocks.num_computed_tokens
-        first_known = length - 1 if draft is None else draft_stored
+        first_known = draft_stored if limit else length - 1
         known.append(sequence.token_ids[first_known:])
         first_block, first_stop = len(blocks), len(stops)
         blocks.extend(sequence.target_blocks.block_ids)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.core import EngineCore
 from engine.draft_length.confidence import Patience, PatientDraft
@@ -39,6 +40,7 @@ ROWS = {
         ),
     ],
     "of several lengths": [TWO_DRAFTS, GREEDY],
+    "some without drafts": [GREEDY, NO_DRAFTS, REJECTION, COUPLED],
     "some that ask for more": [
         GREEDY,
         SamplingParams(max_tokens=6, temperature=0, logprobs=2),
@@ -320,6 +322,50 @@ def test_the_policy_is_told_of_every_round(
         assert min(drafted for _, judged, _ in first_rounds for drafted, _, _ in judged) < 6  # ended early
 
 
+class LengthsByTurns(FixedDraftLength):
+    """Rows draft for some rounds, and then others do, whose draft caches have to catch up."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.told: list[list[tuple[int, int]]] = []
+        self.round = -1
+
+    @property
+    def num_rounds(self) -> int:
+        return 8 - self.round % 8
+
+    def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]:
+        self.round += 1
+        return [min(row.limit, (self.round // 8 + i) % 3) for i, row in enumerate(rows)]
+
+    def go_on(self, patient: list[PatientDraft] | None) -> None:
+        self.round += 1
+
+    def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
+        self.told.append([(one.num_draft_tokens, one.num_accepted_tokens) for one in outcomes])
+
+
+def tell_by_turns(core: EngineCore) -> tuple[list[Told], LengthsByTurns, int]:
+    """What is told of prompts whose rows draft by turns, and in how many steps."""
+    policy = core.scheduler.planner.policy = LengthsByTurns()
+    params = [replace(own, max_tokens=40) for own in (GREEDY, COUPLED, REJECTION, CUT, GREEDY)]
+    told, num_steps = tell_all(core, params)
+    return told, policy, num_steps
+
+
+def test_rows_that_draft_share_them_with_rows_that_do_not(tmp_path: Path) -> None:
+    """Whatever the others' draft caches miss."""
+    whole, stepwise = make_twins(*save_pair(tmp_path), num_speculative_tokens="auto")
+    ours, policy, num_steps = tell_by_turns(whole)
+    theirs, policy_of_theirs, num_rounds = tell_by_turns(stepwise)
+    assert ours == theirs
+    assert policy.told == policy_of_theirs.told
+    mixed = [told for told in policy.told if 0 < sum(drafted > 0 for drafted, _ in told) < len(told)]
+    assert len(mixed) > 0.7 * num_rounds
+    assert sum(accepted for told in mixed for _, accepted in told) > 0
+    assert num_steps < 0.7 * num_rounds
+
+
 # Planted bugs: what is right, what is wrong, and rows that show it.
 BUGS = {
     "stores a token behind": (
@@ -343,6 +389,7 @@ BUGS = {
     "races at the first position": ("rows[row].num_tokens + position;", "rows[row].num_tokens;", "coupled"),
     "takes rejected drafts for stored": ("= stored < known ? stored : known;", "= stored;", "greedy"),
     "drafts where the first row is": ("= of->num_tokens;\n", "= rounds->rows[0].num_tokens;\n", "coupled"),
+    "drafts after another row": ("= num_spans++;", "= num_spans++ * 0;", "some without drafts"),
     "goes on after a stop": ("if (said[i] == stops[stop]) return 0;", "", "with stops"),
     "looks at another row's stops": ("rounds->stops + of->first_stop", "rounds->stops", "with stops"),
     "forgets what followed": ("said[num_accepted] = space->next[row];", "said[num_accepted] = 0;", "greedy"),
