@@ -23,6 +23,7 @@ from engine.models.errors import ModelLoadError
 from engine.models.lean_decoder import is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
+from engine.native.decoder import NativeDecoder
 from engine.native.draws import native_draws
 from engine.pairing import Pairing, pair_models
 from engine.proposers.base import Proposer
@@ -92,7 +93,10 @@ def build_engine(config: EngineConfig) -> EngineCore:
     policy = None
     if config.num_speculative_tokens == "auto":
         max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
-        policy = DraftLengthPolicy(calibrate(target, target_pool, draft, draft_pool, max_tokens))
+        costs = calibrate(target, target_pool, draft, draft_pool, max_tokens)
+        if isinstance(target.whole_pass, NativeDecoder):
+            costs.step_seconds = config.step_seconds
+        policy = DraftLengthPolicy(costs)
     scheduler = Scheduler(
         target_pool=target_pool,
         # A draft with another tokenizer counts in its own tokens, and keeps its own tables.

@@ -41,6 +41,7 @@ class WholeRounds:
         self.stats = stats
         self.step_seconds = step_seconds
         self.last_seconds = inf  # of the last round
+        self._seconds: dict[tuple[int, int], float] = {}  # of the last one, by rows and tokens to draft
 
     def step(
         self, parts: list[Scheduled], sampler: Sampler, host: float
@@ -80,7 +81,8 @@ class WholeRounds:
         if not can_run(target, draft, sequences, limits, sampler):
             return None
         num_rounds = 1
-        if 2 * self.last_seconds <= self.step_seconds:
+        # The last round may have been of another kind: between long ones short ones are tried.
+        if 2 * self._seconds.get(_kind(parts), self.last_seconds) <= self.step_seconds:
             num_rounds = min(MAX_ROUNDS, self.scheduler.planner.num_rounds)
         if num_rounds > 1 and not self._make_room(sequences, num_rounds * (max(limits) + 1)):
             num_rounds = 1  # for that there is room: it was scheduled
@@ -143,7 +145,11 @@ class WholeRounds:
                 planner.go_on(one.patient)
             planner.observe(outcomes, one.told(host) if number == timed else None)
         last = done.rounds[-1].told(host)
-        self.last_seconds = last.draft + last.score + last.host
+        self.last_seconds = self._seconds[_kind(parts)] = last.draft + last.score + last.host
+
+
+def _kind(parts: list[Scheduled]) -> tuple[int, int]:
+    return len(parts), sum(part.num_draft_tokens for part in parts)
 
 
 def _tells_tokens_only(part: Scheduled) -> bool:

@@ -42,6 +42,8 @@ MAX_QUERIES = 9
 # How much of what a round's drafts took longer than expected is put down to their start, as if it were so
 # many passes: where drafts have always the same length, nobody can tell the two apart.
 START_WEIGHT = 3
+# Rounds that share a step, at most; a probe has two.
+MAX_SHARING, PROBE_SHARING = 16, 2
 # Per step and per row, until measured.
 HOST_SECONDS, HOST_SECONDS_PER_ROW = 1e-4, 3e-5
 
@@ -149,14 +151,17 @@ class CostModel:
     """``draft`` and ``score`` are seconds by the tokens packed into one pass, ``host`` by rows.
 
     ``score`` includes verification, ``draft`` drawing: live measurements bring both in. ``padding`` is what
-    a token costs by which a row's draft is shorter than the longest, in tokens.
+    a token costs by which a row's draft is shorter than the longest, in tokens. Rounds of less than half of
+    ``step_seconds`` share steps, and what the host takes for one; 0: none do.
     """
 
     def __init__(self, draft: dict[int, float], score: dict[int, float], padding: float = PADDING) -> None:
         self.padding = padding
         self.draft = CostCurve(draft or {1: 1e-9})
         self.score = CostCurve(score)
-        self.host = CostCurve({rows: HOST_SECONDS + HOST_SECONDS_PER_ROW * rows for rows in (1, 64)})
+        self.step_seconds = 0.0
+        self._host = CostCurve({rows: HOST_SECONDS + HOST_SECONDS_PER_ROW * rows for rows in (1, 64)})
+        self._usual_seconds = math.inf  # of a round
         self.draft_start = 0.0
         self.lookup_seconds = 0.0  # of a row that drafts without a model
         self._num_starts = 0
@@ -165,6 +170,14 @@ class CostModel:
         """The rows of the next rounds have so many tokens in the cache, together."""
         for curve in (self.draft, self.score):
             curve.look_at(num_stored, num_rows)
+
+    def host(self, num_rows: float, seconds: float | None = None) -> float:
+        """The host's share of a round in which the models take so many ``seconds``, or of one as they are."""
+        return self._host(num_rows) / self.sharing(self._usual_seconds if seconds is None else seconds)
+
+    def sharing(self, seconds: float) -> float:
+        """How many rounds have a step together."""
+        return 1.0 if 2 * seconds > self.step_seconds else min(self.step_seconds / seconds, MAX_SHARING)
 
     def observe_rounds(
         self,
@@ -189,7 +202,14 @@ class CostModel:
             self.lookup_seconds += RATE * (seconds - self.lookup_seconds)
         surprise = _surprise(score_seconds, self.score(num_score_tokens))
         self.score.follow(num_score_tokens, surprise, num_rounds, is_probe)
-        self.host.follow(num_rows, _surprise(host_seconds, self.host(num_rows)), num_rounds, is_probe)
+        seconds = draft_seconds + score_seconds
+        sharing = self.sharing(seconds)
+        if is_probe:
+            sharing = min(sharing, PROBE_SHARING)
+        else:
+            self._usual_seconds = seconds
+        surprise = _surprise(sharing * host_seconds, self._host(num_rows))
+        self._host.follow(num_rows, surprise, num_rounds, is_probe)
 
     def _follow_drafts(self, sizes: Sequence[float], seconds: float, num_rounds: int, is_probe: bool) -> None:
         """Normalised least mean squares: start and passes share the error by their weights squared."""
@@ -212,7 +232,7 @@ class CostModel:
             "draft_ms_by_tokens": _milliseconds(self.draft),
             "score_ms_by_tokens": _milliseconds(self.score),
             "score_ms_per_1000_stored": round(1e6 * self.score.seconds_per_stored, 4),
-            "host_ms_by_rows": _milliseconds(self.host),
+            "host_ms_by_rows": _milliseconds(self._host),
             "lookup_ms": round(1000 * self.lookup_seconds, 4),
         }
 

@@ -7,6 +7,7 @@ can be a loss where four are a gain. A draft accepted to its end leaves its last
 to catch up with, which makes the next round's first pass larger.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import accumulate
@@ -64,8 +65,8 @@ class Search:
 
 
 def plain_plan(num_rows: int, costs: CostModel, num_prompt_tokens: int) -> Plan:
-    seconds = costs.host(num_rows) + costs.score(num_rows + num_prompt_tokens)
-    return Plan([0] * num_rows, num_rows, seconds)
+    seconds = costs.score(num_rows + num_prompt_tokens)
+    return Plan([0] * num_rows, num_rows, seconds + costs.host(num_rows, seconds))
 
 
 def search(
@@ -97,7 +98,8 @@ def _best_uneven(
     ]
     slots.sort()
     draft, score, score_tokens = costs.draft, costs.score, float(len(rows) + num_prompt_tokens)
-    overhead = costs.host(len(rows)) + costs.lookup_seconds * sum(not row.uses_model for row in rows)
+    overhead = costs.lookup_seconds * sum(not row.uses_model for row in rows)
+    host_seconds = costs.host(len(rows), math.inf)
     draft_seconds = [costs.draft(size) for size in range(len(rows) + 1)]
     num_active = [0] * (1 + max((len(row.survival) for row in rows), default=0))
     tokens, drafting_seconds, lag = plain.tokens, 0.0, 0.0
@@ -117,6 +119,7 @@ def _best_uneven(
         seconds = overhead + drafting_seconds + score(padded)
         if num_active[0]:
             seconds += costs.draft_start + draft(num_active[0] + lag)
+        seconds += host_seconds / costs.sharing(seconds)
         if tokens > best_rate * seconds:
             best_rate, best_count = tokens / seconds, count
     lengths = [0] * len(rows)
@@ -129,8 +132,8 @@ def _best_even(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: 
     """The best of the plans in which every row drafts the same number of tokens, as far as it may."""
     outlooks = _distinct(rows)
     longest = max(len(row.survival) for row, _ in outlooks)
-    seconds_before = costs.host(len(rows))
-    seconds_before += costs.lookup_seconds * sum(count for row, count in outlooks if not row.uses_model)
+    seconds_before = costs.lookup_seconds * sum(count for row, count in outlooks if not row.uses_model)
+    host_seconds = costs.host(len(rows), math.inf)
     score_tokens = float(len(rows))
     num_by_model = sum(count for row, count in outlooks if row.uses_model and row.survival)
     other_passes = 0.0
@@ -156,6 +159,7 @@ def _best_even(rows: Sequence[RowOutlook], costs: CostModel, num_prompt_tokens: 
         seconds = seconds_before + costs.score(score_tokens + num_prompt_tokens)
         if num_by_model:
             seconds += costs.draft_start + costs.draft(num_by_model + lag) + other_passes
+        seconds += host_seconds / costs.sharing(seconds)
         if tokens > best_rate * seconds:
             best_rate, best_length, best_tokens, best_seconds = tokens / seconds, length, tokens, seconds
     return Plan([min(best_length, len(row.survival)) for row in rows], best_tokens, best_seconds)
@@ -198,11 +202,11 @@ def evaluate(
             if 0 < length <= len(survival):
                 usual_lag += survival[length - 1]
     score_tokens += padding(costs, max(lengths, default=0), len(rows), sum(lengths))
-    seconds = costs.host(len(rows)) + costs.score(score_tokens + num_prompt_tokens)
+    seconds = costs.score(score_tokens + num_prompt_tokens)
     sizes = draft_sizes(model_lengths, usual_lag if lag is None else lag)
     if sizes:
         seconds += costs.draft_start + sum(map(costs.draft, sizes))
-    return Plan(lengths, tokens, seconds)
+    return Plan(lengths, tokens, seconds + costs.host(len(rows), seconds))
 
 
 def padding(costs: CostModel, longest: int, num_rows: int, num_drafted: int) -> float:

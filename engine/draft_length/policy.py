@@ -42,7 +42,8 @@ FEW_ROWS = 4
 # Uneven lengths in a batch are looked for after so many rounds, and at every look while they are uneven.
 UNEVEN_EVERY = 128
 # A probe of so short rounds has two of them: the first finds the processor's caches full of what the host did
-# in between, the second one tells what such a round costs, as in any step of several rounds.
+# in between, the second one tells what such a round costs, as in any step of several rounds. So has one of
+# plain rounds, if they are so short that they share steps.
 SHORT_ROUND, PROBE_ROUNDS = 0.005, 2
 # At first single rounds tell something about costs.
 NEW_ROUNDS = 256
@@ -194,11 +195,10 @@ class DraftLengthPolicy:
             found = self._search(rows, sequences, num_prompts)
             self._searched, self._left_in = (keys, kinds, limits), NO_ROUND
             self._planned = found.best.lengths
-            num_rounds = PROBE_ROUNDS if found.best.seconds < SHORT_ROUND else 1
-            probe = None
+            probe, num_rounds = None, 0
             if num_prompts == 0 and self._round >= self.probes.next_round(found):
-                probe = self._probe(rows, sequences, found, num_rounds)
-            self._give(rows, probe or self._planned, num_rounds if probe else 0)
+                probe, num_rounds = self._probe(rows, sequences, found)
+            self._give(rows, probe or self._planned, num_rounds)
             next_probe = max(self.probes.next_round(found), self._round + 1)
             self._next_look = min(self._round + self._look_every, next_probe)
             if probe:
@@ -257,9 +257,9 @@ class DraftLengthPolicy:
             self._look_every = LOOK_EVERY
 
     def _probe(
-        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search, num_rounds: int
-    ) -> list[int] | None:
-        """Other lengths for so many rounds, if some are due and can be afforded."""
+        self, rows: Sequence[Candidate], sequences: list[SequenceAcceptance], found: Search
+    ) -> tuple[list[int] | None, int]:
+        """Other lengths, and for how many rounds, if some are due and can be afforded."""
         outlooks = self._outlooks.of(rows, sequences, self._in_force.is_uneven or len(rows) <= FEW_ROWS)
         ages = [sequence.age(self._round) for sequence in sequences]
         limits, lags = [max(0, row.limit) for row in rows], [row.lag for row in rows]
@@ -267,11 +267,14 @@ class DraftLengthPolicy:
             lag = lag_of(rows, lengths, lags)
             plan = evaluate(outlooks, lengths, self.costs, 0, lag)
             again = evaluate(outlooks, lengths, self.costs, 0) if lag else plan
+            shares = not any(lengths) and self.costs.sharing(plan.seconds) > 1
+            is_short = found.best.seconds < SHORT_ROUND or shares
+            num_rounds = PROBE_ROUNDS if is_short else 1
             if self.probes.can_afford(plan, again, found.best, num_rounds):
                 self.probes.begin(plan, again.seconds, self._round)
-                return lengths
+                return lengths, num_rounds
         self.probes.postpone(self._round, found)
-        return None
+        return None, 0
 
     def _learn(self, last_round: int) -> None:
         """From the rounds that were put aside."""

@@ -169,3 +169,27 @@ def test_calibration_returns_every_block() -> None:
     assert [pool.num_free for pool in pools] == [20, 20]
     assert set(model.score.points()) == {1, 2, 3, 4, 5, 9, 12, 16, 24, 32, 48, 64}
     assert set(model.draft.points()) == {1, 2, 3, 4, 5, 9, 12, 16}  # 32 rows need 32 blocks
+
+
+def test_rounds_that_share_a_step_share_what_the_host_takes_for_it() -> None:
+    """Measured beside long rounds, of which each has a step, it is not what short ones would take, and the
+    other way round: else a gain of some per cent is found where there is none."""
+
+    def observe(model: CostModel, draft: float, score: float, host: float) -> None:
+        for _ in range(200):
+            sizes = [1.0] if draft else []
+            model.observe_rounds(8, False, sizes, 0, 1, 1 + len(sizes), draft, score, host)
+
+    long, short = (CostModel({1: 0.004}, {1: 0.004, 2: 0.012}) for _ in range(2))
+    for model, step_seconds in ((long, 0.02), (short, 0.02)):
+        model.step_seconds = step_seconds
+    observe(long, 0.008, 0.012, 0.0005)
+    observe(short, 0.0, 0.004, 0.0001)
+    for model in (long, short):
+        assert model.host(1, 0.004) == pytest.approx(0.0001, rel=0.05)
+        assert model.host(1, 0.02) == pytest.approx(0.0005, rel=0.05)
+    assert long.host(1) == pytest.approx(0.0005, rel=0.05)
+    assert short.host(1) == pytest.approx(0.0001, rel=0.05)
+    assert model.sharing(0.0001) == 16  # no step has more rounds
+    model.step_seconds = 0.0
+    assert model.sharing(0.0001) == 1
