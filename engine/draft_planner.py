@@ -63,6 +63,11 @@ class DraftPlanner:
         """For how many rounds, the last one included, what ``choose`` has said stands if the rows stay."""
         return MANY_ROUNDS if self.policy is None else self.policy.num_rounds
 
+    @property
+    def most_rounds(self) -> int:
+        """The same, of rounds that share a step."""
+        return MANY_ROUNDS if self.policy is None else self.policy.most_rounds
+
     def choose(self, running: list[Sequence], max_prompt_tokens: int) -> dict[Sequence, Choice]:
         """For every running sequence that decodes; prompts share the step with ``max_prompt_tokens``."""
         decoding = [sequence for sequence in running if sequence.num_uncomputed_tokens == 1]

@@ -81,10 +81,16 @@ def traces(
     ]
 
 
-def outcome(part: Scheduled, num_drafted: int, num_accepted: int, may_have_ended: bool = True) -> Outcome:
+def outcome(
+    part: Scheduled,
+    num_drafted: int,
+    num_accepted: int,
+    next_right: bool | None = None,
+    may_have_ended: bool = True,
+) -> Outcome:
     """For who chooses what is drafted; only a step's last round can have ended a sequence."""
     ended = may_have_ended and part.sequence.finish_reason is not None
-    return Outcome(part.sequence, num_drafted, num_accepted, ended, part.source)
+    return Outcome(part.sequence, num_drafted, num_accepted, ended, part.source, next_right)
 
 
 def failure(sequence: Sequence) -> Failed:

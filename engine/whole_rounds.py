@@ -22,6 +22,8 @@ from engine.stats import EngineStats
 
 # No step has more. Memory for all of them is reserved, and given back.
 MAX_ROUNDS = 16
+# Of the first so many is told how long they took.
+MAX_TIMED = 8
 
 
 class WholeRounds:
@@ -83,14 +85,15 @@ class WholeRounds:
         num_rounds = 1
         # The last round may have been of another kind: between long ones short ones are tried.
         if 2 * self._seconds.get(_kind(parts), self.last_seconds) <= self.step_seconds:
-            num_rounds = min(MAX_ROUNDS, self.scheduler.planner.num_rounds)
+            num_rounds = min(MAX_ROUNDS, self.scheduler.planner.most_rounds)
         if num_rounds > 1 and not self._make_room(sequences, num_rounds * (max(limits) + 1)):
             num_rounds = 1  # for that there is room: it was scheduled
         patient = [part.patient_draft for part in parts if part.patient_draft is not None]
         if patient and len(patient) < len(parts):
             return None
         return run_rounds(
-            target, draft, sequences, limits, patient or None, sampler, num_rounds, self.step_seconds
+            *(target, draft, sequences, limits, patient or None, sampler, num_rounds, self.step_seconds),
+            looks_back=self.scheduler.planner.learns,
         )
 
     def _make_room(self, sequences: list[Sequence], num_tokens: int) -> bool:
@@ -133,17 +136,19 @@ class WholeRounds:
     def _observe(self, parts: list[Scheduled], done: RoundsDone, host: float) -> None:
         """Tell the planner of every round; ``host`` seconds each have passed outside the models."""
         planner = self.scheduler.planner
-        # The first round finds the processor's caches full of what the host did, later ones ever better
-        # filled ones. Lengths are compared by the second, which those have that are tried for two rounds.
-        timed = min(1, len(done.rounds) - 1)
+        # The first of several rounds finds the processor's caches full of what the host did, later ones ever
+        # better filled ones. Lengths are compared by those that probes have, too.
+        first = min(1, len(done.rounds) - 1)
         for number, one in enumerate(done.rounds):
             outcomes = [
-                outcome(part, drafted, accepted, may_have_ended=one is done.rounds[-1])
-                for part, drafted, accepted in zip(parts, one.num_drafted, one.num_accepted, strict=True)
+                outcome(part, drafted, accepted, next_right, may_have_ended=one is done.rounds[-1])
+                for part, drafted, accepted, next_right in zip(
+                    parts, one.num_drafted, one.num_accepted, one.next_right, strict=True
+                )
             ]
             if number:
                 planner.go_on(one.patient)
-            planner.observe(outcomes, one.told(host) if number == timed else None)
+            planner.observe(outcomes, one.told(host) if first <= number < MAX_TIMED else None)
         last = done.rounds[-1].told(host)
         self.last_seconds = self._seconds[_kind(parts)] = last.draft + last.score + last.host
 

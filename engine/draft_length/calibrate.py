@@ -26,9 +26,9 @@ NUM_STORED = 1024
 MAX_REPEATS = 5
 # A row that is scored brings its pending token and some drafts.
 SCORE_TOKENS_PER_ROW = 5
-# A pass shorter than this, in seconds, runs so often, and the fastest run counts: the first ones find the
-# processor's caches full of other things, as a round's passes do not.
-SHORT, RUNS = 0.005, 4
+# A pass runs again for so many seconds, so often at most, and the fastest run counts: the first ones find the
+# processor's caches full of what ran before, some other size, and all of them are to find the same.
+WARM, RUNS = 0.006, 12
 # What a scratch row of an encoder-decoder model has for a prompt.
 ENCODER_TOKENS = 16
 
@@ -102,8 +102,8 @@ def _measure(
             finally:
                 for table, _ in tables:
                     pool.release(table)
-    # The first sample is slow: memory is allocated, kernels are chosen.
-    return _plausible({size: median(seconds[1:] or seconds) for size, seconds in samples.items()})
+    # What else the machine does makes passes slower, and some sizes more often than others.
+    return _plausible({size: min(seconds) for size, seconds in samples.items()})
 
 
 def _plausible(costs: dict[int, float]) -> dict[int, float]:
@@ -140,7 +140,7 @@ def _reserve(
 def _forward_seconds(model: DecoderModel, tables: list[tuple[BlockTable, int]]) -> float:
     spans = [Span(table, [0] * length, length) for table, length in tables]
     num_stored = [table.num_computed_tokens for table, _ in tables]
-    seconds = inf
+    seconds, total = inf, 0.0
     for _ in range(RUNS):
         for (table, _), stored in zip(tables, num_stored, strict=True):
             table.num_computed_tokens = stored
@@ -148,8 +148,9 @@ def _forward_seconds(model: DecoderModel, tables: list[tuple[BlockTable, int]]) 
         started = time.perf_counter()
         model.forward(spans)
         _synchronize(model.device)
-        seconds = min(seconds, time.perf_counter() - started)
-        if seconds > SHORT:
+        took = time.perf_counter() - started
+        seconds, total = min(seconds, took), total + took
+        if total > WARM:
             break
     return seconds
 

@@ -26,7 +26,7 @@ RATE = 0.1
 # the last one, that of several at most.
 SHARED = 0.5
 SAME_COMMON, SAME_POINT = 0.04, 0.001
-OTHER_COMMON, OTHER_POINT, MOST_POINT = 0.005, 0.1, 0.5
+OTHER_COMMON, OTHER_POINT, MOST_POINT = 0.005, 0.1, 0.25
 # A median of some rounds weighs as much as so many at most.
 FULL_ROUNDS = 8
 # A measurement moves the average as if it were off by at most this factor's logarithm: a process that was
@@ -42,8 +42,8 @@ MAX_QUERIES = 9
 # How much of what a round's drafts took longer than expected is put down to their start, as if it were so
 # many passes: where drafts have always the same length, nobody can tell the two apart.
 START_WEIGHT = 3
-# Rounds that share a step, at most; a probe has two.
-MAX_SHARING, PROBE_SHARING = 16, 2
+# Rounds that share a step, at most.
+MAX_SHARING = 16
 # Per step and per row, until measured.
 HOST_SECONDS, HOST_SECONDS_PER_ROW = 1e-4, 3e-5
 
@@ -202,13 +202,10 @@ class CostModel:
             self.lookup_seconds += RATE * (seconds - self.lookup_seconds)
         surprise = _surprise(score_seconds, self.score(num_score_tokens))
         self.score.follow(num_score_tokens, surprise, num_rounds, is_probe)
-        seconds = draft_seconds + score_seconds
-        sharing = self.sharing(seconds)
-        if is_probe:
-            sharing = min(sharing, PROBE_SHARING)
-        else:
-            self._usual_seconds = seconds
-        surprise = _surprise(sharing * host_seconds, self._host(num_rows))
+        if is_probe and self.step_seconds:
+            return  # A step with a look in it, and of any number of rounds.
+        self._usual_seconds = draft_seconds + score_seconds
+        surprise = _surprise(self.sharing(self._usual_seconds) * host_seconds, self._host(num_rows))
         self._host.follow(num_rows, surprise, num_rounds, is_probe)
 
     def _follow_drafts(self, sizes: Sequence[float], seconds: float, num_rounds: int, is_probe: bool) -> None:

@@ -43,6 +43,9 @@ class PlanInForce:
     ) -> Search:
         """What was ``found`` with the plan to be in force from now on as its best: that, or the one before
         where that is hardly worse."""
+        if self.search is not None and all(row.limit <= 0 for row in rows):
+            # They are about to end, or draft nothing: that says nothing about those that follow.
+            return Search(found.plain, found.plain, None, None)
         before = [
             min(length, len(outlook.survival)) if row.limit > 0 else 0
             for row, length, outlook in zip(

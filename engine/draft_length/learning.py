@@ -85,14 +85,16 @@ def _learn_row(
     end of a text were never judged."""
     counts = Counter(
         [
-            (outcome.num_draft_tokens, outcome.num_accepted_tokens)
+            (outcome.num_draft_tokens, outcome.num_accepted_tokens, outcome.next_right)
             for outcome in [one.outcomes[row] for one in rounds]
             if not outcome.ended
         ]
     )
-    for (num_drafted, num_accepted), count in counts.items():
+    for (num_drafted, num_accepted, next_right), count in counts.items():
         sequence.add_fill(asked * count, num_drafted * count, count)
         verdicts.add(num_drafted, num_accepted, count)
+        if next_right is not None:
+            verdicts.add_next(num_drafted, float(next_right), count)
 
 
 def _learn_patient(
@@ -114,7 +116,9 @@ def _learn_patient(
         of_row.add(num_drafted, num_accepted)
         rate = draft.refused_rate(num_drafted)
         if rate is not None and num_accepted == num_drafted:
-            of_row.add_refused(num_drafted, rate)
+            of_row.add_next(num_drafted, rate)
+        elif outcome.next_right is not None:
+            of_row.add_next(num_drafted, float(outcome.next_right))
         draft.learn(num_drafted, num_accepted)
 
 
@@ -133,13 +137,15 @@ def replay(
         place = i % len(outcomes)
         sequence = sequences.get(outcomes[place].key, {}).get(DRAFT_MODEL)
         if sequence is not None:
-            text = _text(rounds, place, outcomes[place].key, sequence)
+            text = text_of(rounds, place, outcomes[place].key, sequence)
             texts.setdefault(sequence.group, []).append(text)
     for group, some in texts.items():
         group.replay(some)
 
 
-def _text(rounds: Sequence[Round], place: int, key: Hashable, sequence: SequenceAcceptance) -> list[Replayed]:
+def text_of(
+    rounds: Sequence[Round], place: int, key: Hashable, sequence: SequenceAcceptance
+) -> list[Replayed]:
     """A row's rounds with drafts, as far as they are its last ones."""
     text: list[Replayed] = []
     for one in reversed(rounds):
@@ -153,7 +159,9 @@ def _text(rounds: Sequence[Round], place: int, key: Hashable, sequence: Sequence
             break
         if not outcome.ended:
             next_right = 0.0
-            if num_drafted == outcome.num_accepted_tokens:
+            if outcome.next_right is not None:
+                next_right = float(outcome.next_right)
+            elif num_drafted == outcome.num_accepted_tokens:
                 next_right = sequence.rate(num_drafted) if refused is None else refused
             text.append(Replayed(num_drafted, outcome.num_accepted_tokens, next_right, one.is_probe))
     text.reverse()

@@ -4,6 +4,7 @@ It needs the draft's confidence before every token, and gains where that tells m
 on, and unlikely ones take no place in the target's pass.
 """
 
+import random
 from collections.abc import Sequence
 from functools import cache
 from statistics import median
@@ -11,15 +12,17 @@ from typing import Literal, NamedTuple
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
-from engine.draft_length.learning import Round
+from engine.draft_length.learning import Round, text_of
 from engine.draft_length.plan import Plan, RowOutlook, draft_sizes, evaluate, padding
+from engine.draft_length.replays import rounds_of
 from engine.draft_length.survival import SequenceAcceptance
 
 # Patience begins where it has gained so much, in so many drafts at least, and ends where it gains too little.
 # Where it is off it is tried for some rounds again and again: often while little is known, seldom once it has
 # lost, and every time that it loses again the next trial waits twice as long.
 LEAST_GAIN, STILL_GAIN, SOME_DRAFTS = 1.02, 1.0, 128
-LOSS, CLEAR_LOSS, KNOWN_DRAFTS = 0.985, 0.9, 512
+LOSS, KNOWN_DRAFTS = 0.985, 512
+CLEAR_LOSSES = ((0.9, 128), (0.96, 256))  # and how many drafts tell that
 TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, MOST_SELDOM, PLANNED_EVERY = 128, 256, 1024, 8192, 128
 # Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*, and
 # none of their tokens is refused: nothing else tells how often unsure ones are accepted.
@@ -35,12 +38,10 @@ COMPARE_DRAFTS, COMPARE_FEWER, COMPARE_TIMES = 64, 16, 12
 
 
 class Compared(NamedTuple):
-    """Rounds with patience, and what the planned lengths would have made of them."""
+    """Rounds with patience, and how long the planned lengths would have taken to emit the same."""
 
     num_drafts: int
-    tokens: float
     seconds: float
-    planned_tokens: float
     planned_seconds: float
 
 
@@ -54,7 +55,7 @@ class PatienceTrial:
         self.gain = 1.0
         self.pays = False
         self._trial = self._next_trial = self._wait = 0  # rounds
-        self._tokens = self._seconds = self._planned_tokens = self._planned_seconds = 0.0
+        self._seconds = self._planned_seconds = 0.0
 
     def mode(self, current_round: int) -> Mode:
         """Of this round and those after it."""
@@ -78,11 +79,10 @@ class PatienceTrial:
 
     def _next_wait(self) -> int:
         """Rounds from this trial to the next."""
-        if self.num_drafts < (KNOWN_DRAFTS if self.gain > CLEAR_LOSS else SOME_DRAFTS):
+        if self.num_drafts < next((num for gain, num in CLEAR_LOSSES if self.gain < gain), KNOWN_DRAFTS):
             return TRIAL_NEW
-        if self.gain >= LOSS:
-            return TRIAL_EVERY
-        return max(TRIAL_SELDOM, min(2 * self._wait, MOST_SELDOM))
+        least, most = (TRIAL_EVERY, TRIAL_SELDOM) if self.gain >= LOSS else (TRIAL_SELDOM, MOST_SELDOM)
+        return max(least, min(2 * self._wait, most))
 
     @property
     def num_needed(self) -> int:
@@ -93,14 +93,11 @@ class PatienceTrial:
         """What rounds with patience came to, and what they would have without; None where none tells."""
         if compared is None:
             return
-        num_drafts, tokens, seconds, planned_tokens, planned_seconds = compared
-        decay = TRIAL_DECAY**num_drafts
-        self.num_drafts += num_drafts
-        self._tokens = decay * self._tokens + tokens
-        self._seconds = decay * self._seconds + seconds
-        self._planned_tokens = decay * self._planned_tokens + planned_tokens
-        self._planned_seconds = decay * self._planned_seconds + planned_seconds
-        self.gain = self._tokens / self._seconds / (self._planned_tokens / self._planned_seconds)
+        decay = TRIAL_DECAY**compared.num_drafts
+        self.num_drafts += compared.num_drafts
+        self._seconds = decay * self._seconds + compared.seconds
+        self._planned_seconds = decay * self._planned_seconds + compared.planned_seconds
+        self.gain = self._planned_seconds / self._seconds
         self.pays = self.num_drafts >= SOME_DRAFTS and self.gain > (STILL_GAIN if self.pays else LEAST_GAIN)
 
     def state(self) -> dict[str, float]:
@@ -130,40 +127,54 @@ def compare(
     planned: Sequence[int],
     sequences: Sequence[SequenceAcceptance],
     costs: CostModel,
+    rng: random.Random,
     most: int = COMPARE_DRAFTS,
 ) -> Compared | None:
-    """Of rounds with patience: drafts, tokens and seconds, and what drafts of ``planned`` lengths would have
-    come to. All rounds are of the same rows, in the order of the others. ``most`` drafts are enough.
+    """Of rounds with patience: drafts, seconds, and what drafts of ``planned`` lengths would have taken to
+    emit the same texts. All rounds are of the same rows, in the order of the others. About ``most`` drafts
+    are enough.
 
-    Seconds are what the costs say, but for the drafts' own, which are looked at one by one: those times the
-    median of what some of them took to that. Nothing else differs, and a mood of the machine must not look
-    like a gain. The costs ``look_at`` those rounds from then on.
+    Planned rounds are counted over the verdicts: they would begin elsewhere, and fall into step with a text
+    as those with patience do not (``replays``). Seconds are what the costs say, but for the host's and the
+    drafts' own. Drafts are looked at one by one: times the median of what some of them took to that. Nothing
+    else differs, and a mood of the machine must not look like a gain. The costs ``look_at`` those rounds from
+    then on.
     """
     told = [one for one in rounds if _tells(one)]
-    timed = [one for one in told if one.seconds is not None][:COMPARE_TIMES]
+    timed = [one.seconds for one in told if one.seconds is not None][:COMPARE_TIMES]
     if not timed:
         return None
-    num_rows = len(planned)
-    told = told[:: -(-len(told) * num_rows // most)]
-    costs.look_at(sum(one.num_stored for one in told) // len(told), num_rows)
+    num_rows, num_rounds = len(planned), len(told)
+    # Planned rounds for one with patience, of some rows.
+    places = [(told[0].num_stored + i) % num_rows for i in range(max(1, min(num_rows, most // num_rounds)))]
+    ratios = []
+    for place in places:
+        text = text_of(told, place, told[-1].outcomes[place].key, sequences[place])
+        if text:
+            ratios.append(rounds_of(text, planned[place], rng) / len(text))
+    if not ratios:
+        return None
+    some = told[:: -(-num_rounds * num_rows // most)]
+    costs.look_at(sum(one.num_stored for one in some) // len(some), num_rows)
     draft, score = cache(costs.draft), cache(costs.score)
 
     def draft_seconds(one: Round) -> float:
         num_passes = [len(row.confidences) for row in one.patient or ()]
         return costs.draft_start + sum(map(draft, draft_sizes(num_passes, sum(one.lags))))
 
-    ratio = median(one.seconds.draft / draft_seconds(one) for one in timed if one.seconds is not None)
+    ratio = median(
+        one.seconds.draft / draft_seconds(one) for one in told[: 2 * COMPARE_TIMES] if one.seconds is not None
+    )
     chances = [sequence.survival(max(planned), 0.0) for sequence in sequences]
     plan = evaluate([RowOutlook(row, 1.0, True) for row in chances], list(planned), costs, 0)
-    tokens = seconds = planned_tokens = 0.0
-    for one in told:
+    seconds = len(some) * median([one.host for one in timed])
+    for one in some:
         lengths = [outcome.num_draft_tokens for outcome in one.outcomes]
         num_drafted = sum(lengths)
         size = num_rows + num_drafted + padding(costs, max(lengths), num_rows, num_drafted)
-        seconds += ratio * draft_seconds(one) + costs.host(num_rows) + score(size)
-        tokens += one.num_emitted
-        planned_tokens += _planned_tokens(one, planned, chances)
-    return Compared(len(told) * num_rows, tokens, seconds, planned_tokens, len(told) * plan.seconds)
+        seconds += ratio * draft_seconds(one) + score(size)
+    planned_seconds = len(some) * sum(ratios) / len(ratios) * plan.seconds
+    return Compared(len(some) * num_rows, seconds, planned_seconds)
 
 
 def _tells(one: Round) -> bool:
@@ -172,25 +183,3 @@ def _tells(one: Round) -> bool:
         return False
     is_judged = not any(outcome.ended for outcome in one.outcomes)
     return is_judged and all(row.confidences and not row.patience.is_open for row in one.patient)
-
-
-def _planned_tokens(one: Round, planned: Sequence[int], chances: Sequence[list[float]]) -> float:
-    """What drafts of these lengths would have emitted: known as far as those with patience went."""
-    assert one.patient is not None
-    tokens = 0.0
-    for outcome, draft, length, row in zip(one.outcomes, one.patient, planned, chances, strict=True):
-        num_drafted, num_accepted = outcome.num_draft_tokens, outcome.num_accepted_tokens
-        tokens += 1 + min(num_accepted, length)
-        if num_accepted == num_drafted < length:
-            tokens += _beyond(num_drafted, row[:length], draft.refused_rate(num_drafted))
-    return tokens
-
-
-def _beyond(num_drafted: int, chances: Sequence[float], next_rate: float | None) -> float:
-    """Tokens expected beyond a draft that was accepted to its end, from a longer one. ``next_rate`` of the
-    next token, if it is known."""
-    so_far = chances[num_drafted - 1] if num_drafted else 1.0
-    further = sum(chances[num_drafted:]) / max(so_far, 1e-9)
-    if next_rate is None:
-        return further
-    return further * next_rate * so_far / max(chances[num_drafted], 1e-9)

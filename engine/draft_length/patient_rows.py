@@ -1,5 +1,6 @@
 """Which drafts of a round may end early, and by which rules."""
 
+import random
 from collections.abc import Hashable, Sequence
 
 from engine.draft_length.confidence import Patience, PatientDraft
@@ -21,6 +22,7 @@ class PatientRows:
         self.trials: dict[int, PatienceTrial] = {}
         self.drafts: dict[Hashable, PatientDraft] = {}
         self._outlooks = outlooks
+        self._rng = random.Random(0)  # for what nobody knows of texts
         self._trial: PatienceTrial | None = None  # of these rows; None: they cannot have patience
         self._rules: list[Patience] = []  # of these rows, in the mode of the last round
         self.is_open = False  # the round at hand refuses no token
@@ -77,7 +79,8 @@ class PatientRows:
         same = [one for one in patient if one.rows is rows or [row.key for row in one.rows] == keys]
         sequences = [self._outlooks.sequence(row, current_round) for row in rows]
         trial = self.trials[len(rows)]
-        trial.learn(compare(same, in_force.lengths(keys), sequences, self.costs, trial.num_needed))
+        lengths = in_force.lengths(keys)
+        trial.learn(compare(same, lengths, sequences, self.costs, self._rng, trial.num_needed))
 
     def state(self) -> dict[str, dict[str, float]]:
         """For people."""

@@ -22,7 +22,7 @@ from engine.draft_length.in_force import PlanInForce
 from engine.draft_length.learning import Round, lag_of, learn_acceptance, observe_costs, replay
 from engine.draft_length.outlook import Outlooks
 from engine.draft_length.patient_rows import PatientRows
-from engine.draft_length.plan import Search, evaluate, search
+from engine.draft_length.plan import Plan, Search, evaluate, search
 from engine.draft_length.probes import Probes
 from engine.draft_length.report import Report
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, lags_after
@@ -31,7 +31,7 @@ from engine.draft_length.survival import SequenceAcceptance
 # The policy looks after so many rounds, after twice as many where it found the same again, as many again
 # where it found a neighbouring length for all, and at once when many rows come or go and after a probe. Right
 # after a pass a look takes half a millisecond: where rounds are short, the longest pause is a time.
-LOOK_EVERY, MAX_LOOK_EVERY, MAX_LOOK_SECONDS = 4, 64, 0.15
+LOOK_EVERY, MAX_LOOK_EVERY, MAX_LOOK_SECONDS = 4, 64, 0.2
 # It learns from so many verdicts at most, those of rows with patience taking longer, and from the times of so
 # many rounds, spread evenly.
 LEARN_VERDICTS, LEARN_PATIENT, LEARN_REPLAYED, LEARN_TIMES = 128, 64, 96, 12
@@ -42,9 +42,9 @@ FEW_ROWS = 4
 # Uneven lengths in a batch are looked for after so many rounds, and at every look while they are uneven.
 UNEVEN_EVERY = 128
 # A probe of so short rounds has two of them: the first finds the processor's caches full of what the host did
-# in between, the second one tells what such a round costs, as in any step of several rounds. So has one of
-# plain rounds, if they are so short that they share steps.
-SHORT_ROUND, PROBE_ROUNDS = 0.005, 2
+# in between. So has one of plain rounds, if they are so short that they share steps. What loses little has
+# more, as many as fit a step: its second round alone tells times to a tenth, and lengths differ by less.
+SHORT_ROUND, PROBE_ROUNDS, MOST_PROBE_ROUNDS = 0.005, 2, 8
 # At first single rounds tell something about costs.
 NEW_ROUNDS = 256
 # Never comes.
@@ -124,7 +124,12 @@ class DraftLengthPolicy:
     @property
     def num_rounds(self) -> int:
         """For how many rounds, the last one included, what ``choose`` has said stands if the rows do."""
-        next_choice = min(self._next_look, self._probe_ends, self._left_in + 1)
+        return min(self.most_rounds, max(1, self._next_look - self._round))
+
+    @property
+    def most_rounds(self) -> int:
+        """The same, if a look may wait for the end of a step."""
+        next_choice = min(self._probe_ends, self._left_in + 1)
         if (until := self.patient.until(self._round)) is not None:
             next_choice = min(next_choice, until)
         return max(1, next_choice - self._round)
@@ -204,7 +209,7 @@ class DraftLengthPolicy:
             if probe:
                 # One that succeeds while drafting is off is repeated at once.
                 wait = self.probes.interval(found) if any(self._planned) else num_rounds
-                self._next_look = self._round + min(self._look_every, wait)
+                self._next_look = self._round + max(num_rounds, min(self._look_every, wait))
         self._looks_up = any(row.method != DRAFT_MODEL and row.limit > 0 for row in rows)
 
     def _give(self, rows: Sequence[Candidate], lengths: list[int], num_probe_rounds: int = 0) -> None:
@@ -253,7 +258,7 @@ class DraftLengthPolicy:
         if even == even_before and own == own_before:
             most = max(MAX_LOOK_EVERY, int(MAX_LOOK_SECONDS / found.best.seconds))
             self._look_every = min(2 * self._look_every, most)
-        elif own_before or own or 0 in found.best.lengths or abs(even - even_before) > 1:
+        elif own_before or own or not even or abs(even - even_before) > 1:
             self._look_every = LOOK_EVERY
 
     def _probe(
@@ -267,14 +272,23 @@ class DraftLengthPolicy:
             lag = lag_of(rows, lengths, lags)
             plan = evaluate(outlooks, lengths, self.costs, 0, lag)
             again = evaluate(outlooks, lengths, self.costs, 0) if lag else plan
-            shares = not any(lengths) and self.costs.sharing(plan.seconds) > 1
-            is_short = found.best.seconds < SHORT_ROUND or shares
-            num_rounds = PROBE_ROUNDS if is_short else 1
+            num_rounds = self._probe_rounds(again, found.best)
             if self.probes.can_afford(plan, again, found.best, num_rounds):
                 self.probes.begin(plan, again.seconds, self._round)
                 return lengths, num_rounds
+            if num_rounds > PROBE_ROUNDS:
+                break  # It is worth saving for, and others would spend it.
         self.probes.postpone(self._round, found)
         return None, 0
+
+    def _probe_rounds(self, plan: Plan, best: Plan) -> int:
+        """How many rounds a probe has."""
+        sharing = int(self.costs.sharing(max(plan.seconds, best.seconds)))
+        most = min(sharing, MOST_PROBE_ROUNDS)
+        if most > PROBE_ROUNDS and any(best.lengths) and self.probes.can_save(plan, best, most):
+            return most
+        is_short = best.seconds < SHORT_ROUND or (sharing > 1 and not any(plan.lengths))
+        return PROBE_ROUNDS if is_short else 1
 
     def _learn(self, last_round: int) -> None:
         """From the rounds that were put aside."""

@@ -16,7 +16,9 @@ from engine.draft_length.plan import Plan, Search
 # Share of the time for probes while drafting is off and while it is on, when every round tells how far drafts
 # survive; and for how many rounds it is saved up.
 SHARE, SHARE_ON = 0.005, 0.004
-SAVED_ROUNDS = 192
+SAVED_ROUNDS, SAVED_ROUNDS_ON = 192, 512
+# A probe is saved for if it is to lose at most this share of that.
+SAVEABLE = 0.75
 # What the account starts with: nothing is known about the text yet.
 START_ROUNDS = 4
 # Rounds between probes that did not pay, and a few of them: after good signs, or where little can be lost.
@@ -26,7 +28,7 @@ RETRY = 8
 # many probes next to the same plan they come seldom. Where rounds are short, every so many seconds: a probe
 # begins with a look.
 NEW_PROBES, SOON, SELDOM = 16, 32, 128
-INTERVAL_SECONDS = 0.15
+INTERVAL_SECONDS = 0.2
 # Tokens that a probe drafts for rows that are off. Two: the second token tells whether it is worth getting
 # past the first.
 PROBE_LENGTH = 2
@@ -41,7 +43,7 @@ MAX_SUCCESSES = 6
 MOSTLY = 0.7
 
 # A longer draft is tried by one token, whose costs are needed, and by two, which tell how far drafts survive.
-KINDS = ("further", "shorter", "longer", "shorter", "longer", "plain", "rest")
+KINDS = ("longer", "shorter", "further", "longer", "shorter", "plain", "rest")
 
 # What promises less than this many times the rate of plain steps needs so many of those to compare with.
 LITTLE, ENOUGH_PLAIN = 1.3, 4
@@ -118,6 +120,18 @@ class Probes:
         self._missing = missing if self._missing is None else min(missing, self._missing)
         return False
 
+    def can_save(self, plan: Plan, best: Plan, num_rounds: int) -> bool:
+        """Whether the account can ever pay for so many rounds of ``plan``, and for the step they take."""
+        _, full = self._saving(best)
+        return num_rounds * (plan.seconds - plan.tokens / best.rate) < SAVEABLE * full
+
+    @staticmethod
+    def _saving(best: Plan) -> tuple[float, float]:
+        """Seconds that every round adds, and the most that is saved."""
+        is_on = any(best.lengths)
+        seconds = (SHARE_ON if is_on else SHARE) * best.seconds
+        return seconds, (SAVED_ROUNDS_ON if is_on else SAVED_ROUNDS) * seconds
+
     def interval(self, found: Search) -> int:
         """Rounds from one probe to the next while drafting is on."""
         if self._needs_plain(found):
@@ -154,8 +168,7 @@ class Probes:
 
     def save(self, found: Search, num_rounds: int) -> None:
         """After some rounds."""
-        seconds = (SHARE_ON if any(found.best.lengths) else SHARE) * found.best.seconds
-        full = SAVED_ROUNDS * seconds
+        seconds, full = self._saving(found.best)
         if self.credit is None:
             self.credit = START_ROUNDS * found.best.seconds
         elif self.credit < full:
@@ -175,12 +188,14 @@ class Probes:
         seconds_again = num_rounds * self._seconds_again
         seconds = self._running.seconds - self._seconds_again + seconds_again
         worth = num_emitted / best.rate
-        self.credit -= seconds + extra - worth
         lengths = self._running.lengths
+        is_off = not any(best.lengths)
+        # While drafting is on it is known what they emit, but for luck.
+        usual = worth if is_off else num_rounds * self._running.tokens / best.rate
+        self.credit -= seconds + extra - usual
         self._num_beside[_beside(found)] += 1
         self._num_plain[len(best.lengths)] += not any(lengths)
         # A lone row's draft seldom pays for what it does to the others, but says that times have changed.
-        is_off = not any(best.lengths)
         all_accepted = num_emitted == num_rounds * (len(lengths) + sum(lengths)) > num_rounds * len(lengths)
         self._succeeded = worth > seconds_again or (is_off and all_accepted)
         self._running, self._repeat = None, []

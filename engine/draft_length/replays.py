@@ -19,8 +19,8 @@ FURTHER, MAX_LENGTH = 2, 8
 # Decay per round. Verdicts are forgotten sooner: how hard a text is changes faster than what is in step.
 DECAY = 0.998
 # How many rounds the assumption is worth that no length is in step; the most that is believed, and how much
-# is taken for chance.
-WEIGHT, MOST, CHANCE = 40.0, 1.5, 0.02
+# is taken for chance, of shorter and of longer drafts.
+WEIGHT, MOST, CHANCE, CHANCE_LONGER = 20.0, 1.5, 0.01, 0.02
 
 
 class Replayed(NamedTuple):
@@ -60,7 +60,7 @@ class Replays:
         self._usual = min(MAX_LENGTH, max(1, round(sum(usual) / len(usual))))
         for text in texts:
             self._count(text)
-            runs = [(one.num_accepted, self._is_right(one)) for one in text]
+            runs = [(one.num_accepted, is_right(one, self._rng)) for one in text]
             for i in range(self._num_known):
                 num_rounds, num_accepted = _replay(runs, i + 1)
                 self._num_rounds[i] += num_rounds
@@ -78,11 +78,6 @@ class Replays:
                 if num_accepted == one.num_drafted:
                     self._right[num_accepted] += one.next_right
 
-    def _is_right(self, one: Replayed) -> bool:
-        """Whether the draft would have been right about the token that a round ended with. If nobody knows,
-        by chance: an even mix would be a pattern of its own."""
-        return one.num_accepted == one.num_drafted and self._rng.random() < one.next_right
-
     def factors(self) -> list[float]:
         """By length, how many times the accepted tokens come that acceptance rates by position say. Those
         are right about the length in force. That is in step, and shorter ones would not be; or it is not, and
@@ -99,7 +94,20 @@ class Replays:
         usual = min(self._usual, self._num_known)
         level = max(factors[usual - 1], 1e-9)
         worse = [min(1.0, max(1 / MOST, factor / level + CHANCE)) for factor in factors[:usual]]
-        return worse + [max(1.0, min(MOST, factor / level - CHANCE)) for factor in factors[usual:]]
+        return worse + [max(1.0, min(MOST, factor / level - CHANCE_LONGER)) for factor in factors[usual:]]
+
+
+def is_right(one: Replayed, rng: random.Random) -> bool:
+    """Whether the draft would have been right about the token that a round ended with. If nobody knows, by
+    chance: an even mix would be a pattern of its own."""
+    return one.num_accepted == one.num_drafted and rng.random() < one.next_right
+
+
+def rounds_of(text: Sequence[Replayed], length: int, rng: random.Random) -> float:
+    """Rounds of drafts of ``length`` tokens that a text takes, the last one as far as it goes."""
+    num_tokens = sum([one.num_accepted + 1 for one in text])
+    num_rounds, num_accepted = _replay([(one.num_accepted, is_right(one, rng)) for one in text], length)
+    return num_tokens * num_rounds / (num_rounds + num_accepted) if num_rounds else num_tokens / (length + 1)
 
 
 def _replay(runs: Sequence[tuple[int, bool]], length: int) -> tuple[int, int]:

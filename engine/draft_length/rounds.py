@@ -33,13 +33,16 @@ class Candidate:
 @dataclass(slots=True)
 class Outcome:
     """What became of one row, for which ``source`` has drafted. ``ended``: it finished within the round,
-    which then says nothing about acceptance: the tokens behind its end were never judged."""
+    which then says nothing about acceptance: the tokens behind its end were never judged. ``next_right``:
+    whether a draft that was accepted to its end would have been right about the token that followed; None:
+    nobody knows."""
 
     key: Hashable
     num_draft_tokens: int
     num_accepted_tokens: int
     ended: bool = False
     source: str = DRAFT_MODEL
+    next_right: bool | None = None
 
 
 @dataclass(slots=True)
@@ -67,16 +70,20 @@ class LengthPolicy(Protocol):
     """``choose`` and ``observe`` once per round; rows that left in between are left out of ``outcomes``.
     What is chosen stands for ``num_rounds`` rounds of the same rows, the last one included: in all but the
     first ``go_on`` may stand for ``choose``, if all rows had outcomes: with the drafts of rows with patience,
-    or before those are made.
+    or before those are made. Rounds that share a step may be ``most_rounds``: a choice that could be thought
+    over waits for the end of the step, one that has an end of its own does not.
 
-    ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds; and for all
-    rounds of a step but one.
+    ``seconds`` is None for a step that also computed prompts: its times say nothing about rounds; and for the
+    first of several rounds of a step.
     """
 
     def choose(self, rows: Sequence[Candidate], num_prompt_tokens: int = 0) -> list[int]: ...
 
     @property
     def num_rounds(self) -> int: ...
+
+    @property
+    def most_rounds(self) -> int: ...
 
     def go_on(self, patient: list[PatientDraft] | None) -> None: ...
 

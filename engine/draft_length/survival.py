@@ -58,12 +58,13 @@ class Verdicts:
         if num_accepted < num_drafted:
             self.reached[num_accepted] += count
 
-    def add_refused(self, position: int, rate: float) -> None:
-        """A draft ended before a token that would have been accepted so often. Without counting it, a
-        position would seem better than it is: only the likely tokens get there."""
+    def add_next(self, position: int, rate: float, count: int = 1) -> None:
+        """``count`` drafts were accepted to their ends, and the next token would have been so often. Where a
+        draft refused it, a position would seem better than it is without counting that: only the likely
+        tokens get there."""
         self._reach(position + 1)
-        self.reached[position] += 1
-        self.accepted[position] += rate
+        self.reached[position] += count
+        self.accepted[position] += rate * count
 
     def update(self, other: "Verdicts") -> None:
         self._reach(len(other.reached))

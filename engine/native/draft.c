@@ -69,19 +69,37 @@ static int goes_on(const DraftRows *rows, Active *active, float confidence, int6
     return !is_last && !(survival < rows->least_to_draft[row]);
 }
 
-/* Stores new, whose drafting rows' spans want one logit each and others none, then drafts. Rows of limit 0 have no
- * part in it. 0 if there is no memory. */
+/* What rows would have drafted in place of their last tokens, where there are logits of that; the others move up. */
+static void look_back(const DraftRows *rows, const NewTokens *new, float *logits) {
+    const int64_t vocab = rows->vocab;
+    const float *next = logits;
+    float unused;
+    for (int64_t row = 0; row < rows->num_rows; row++) {
+        rows->hindsight[row] = -1;
+        if (rows->limit[row] == 0) continue;
+        if (new->num_logits[rows->span[row]] == 2) {
+            likeliest(&rows->hindsight[row], &unused, next, 1, vocab);
+            next += vocab;
+        }
+        if (next != logits) memmove(logits, next, vocab * sizeof(float));
+        logits += vocab;
+        next += vocab;
+    }
+}
+
+/* Stores new, whose drafting rows' spans want one logit each, or two where somebody looks back, and others none;
+ * then drafts. Rows of limit 0 have no part in it. 0 if there is no memory. */
 int64_t draft(const Decoder *decoder, const NewTokens *new, const DraftRows *rows) {
     static _Thread_local Room room;
     const int64_t num_rows = rows->num_rows, vocab = decoder->head->out_features;
     const size_t numbers = 5 * piece(num_rows, sizeof(int64_t)) + piece(num_rows, sizeof(Active));
-    if (!make_room(&room, numbers + 2 * piece(num_rows * vocab, sizeof(float)))) return 0;
+    if (!make_room(&room, numbers + 3 * piece(num_rows * vocab, sizeof(float)))) return 0;
     int64_t *token_ids = take(&room, num_rows, sizeof(int64_t)), *ones = take(&room, num_rows, sizeof(int64_t));
     int64_t *num_stored = take(&room, num_rows, sizeof(int64_t));
     int64_t *first_block = take(&room, num_rows, sizeof(int64_t));
     int64_t *going_on = take(&room, num_rows, sizeof(int64_t));
     Active *active = take(&room, num_rows, sizeof(Active));
-    float *logits = take(&room, num_rows * vocab, sizeof(float));
+    float *logits = take(&room, 2 * num_rows * vocab, sizeof(float));
     float *probs = take(&room, num_rows * vocab, sizeof(float));
     int64_t num_active = 0;
     for (int64_t row = 0; row < num_rows; row++) {
@@ -90,6 +108,7 @@ int64_t draft(const Decoder *decoder, const NewTokens *new, const DraftRows *row
         if (rows->limit[row] > 0) active[num_active++] = (Active){ row, 1.0 };
     }
     if (!decode(decoder, new, logits)) return 0;
+    if (rows->hindsight) look_back(rows, new, logits);
     for (int64_t position = 0;; position++) {
         #pragma omp parallel for num_threads(rows->num_threads) if (rows->way && num_active * vocab > MIN_PARALLEL_DRAWS)
         for (int64_t i = 0; i < num_active; i++) {

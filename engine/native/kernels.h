@@ -96,6 +96,8 @@ typedef struct {
     float *confidence;            /* [num_rows, longest]; NULL: nobody asks */
     int64_t *num_drawn;           /* [num_rows] */
     int64_t *num_kept;            /* [num_rows]; where a row has ended early, the last one may be refused */
+    int64_t *hindsight;           /* [num_rows] the likeliest one in place of its span's last token, where that has
+                                     two logits, else -1; NULL: nobody asks */
 } DraftRows;
 
 /* layers.c */

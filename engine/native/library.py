@@ -92,7 +92,7 @@ class DraftRows(ctypes.Structure):
         *((name, Integer) for name in ("num_rows", "longest", "vocab", "num_bins", "num_threads")),
         *((name, Pointer) for name in ("span", "limit", "way", "seeds", "positions", "processors", "few")),
         *((name, Pointer) for name in ("least_to_score", "least_to_draft", "rates", "bins")),
-        *((name, Pointer) for name in ("ids", "probs", "confidence", "num_drawn", "num_kept")),
+        *((name, Pointer) for name in ("ids", "probs", "confidence", "num_drawn", "num_kept", "hindsight")),
     )
 
 

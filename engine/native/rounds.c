@@ -26,6 +26,8 @@ typedef struct {
 
 typedef struct {
     int64_t num_drafted, num_accepted, num_drawn;
+    int64_t was_right;            /* whether the draft would have been right about the last token before, that
+                                     followed an accepted draft; -1: nobody knows */
 } Verdict;
 
 typedef struct {
@@ -35,7 +37,7 @@ typedef struct {
     int64_t *token_ids;           /* [num_rows, width] from first_known on, with room for what follows */
     const int64_t *blocks;
     const int64_t *stops;         /* tokens that end a row */
-    const DraftRows *drawing;     /* how rows draw and when drafts end; probs: whether somebody asks for them */
+    const DraftRows *drawing;     /* how rows draw and when drafts end; probs, hindsight: whether somebody asks */
     /* What comes of it, round by round. */
     Verdict *verdicts;            /* [num_rounds, num_rows] */
     float *confidence;            /* the same, of longest tokens; NULL: nobody asks */
@@ -46,6 +48,8 @@ typedef struct {
 typedef struct {
     int64_t *ones, *counts, *stored, *positions, *limit, *first_block, *num_drawn, *num_drafted, *next, *is_broken;
     int64_t *span;                /* of a row that drafts, in the draft model's pass */
+    int64_t *num_logits;          /* of such a span */
+    int64_t *hindsight;
     int64_t *first_scored;        /* into the tokens scored */
     int64_t *packed;              /* [rows * width] tokens of a pass, one after the other */
     int64_t *ids;                 /* [rows, longest] drafts */
@@ -65,6 +69,7 @@ static int make_space(Space *space, const Rounds *rounds, int64_t vocab) {
     int64_t **by_row[] = {
         &space->ones, &space->counts, &space->stored, &space->positions, &space->limit, &space->first_block,
         &space->num_drawn, &space->num_drafted, &space->next, &space->is_broken, &space->span, &space->first_scored,
+        &space->num_logits, &space->hindsight,
     };
     const int num_by_row = sizeof by_row / sizeof *by_row;
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->longest, scored = rows + drafts;
@@ -114,17 +119,20 @@ static int draft_all(const Decoder *model, const Rounds *rounds, Space *space, D
         const int64_t *missed = last_tokens(rounds, row, count);
         /* Any stands in for tokens that only the target has. */
         for (int64_t i = 0; i < count; i++) space->packed[size++] = missed[i] < known ? missed[i] : known - 1;
+        const int is_greedy = !drawing->way || drawing->way[row] == GREEDY;
         space->counts[num_spans] = count;
+        space->num_logits[num_spans] = drawing->hindsight && count == 2 && is_greedy ? 2 : 1;
         space->stored[num_spans] = of->draft_stored;
         space->first_block[num_spans] = of->draft_first_block;
         space->span[row] = num_spans++;
     }
     const NewTokens new = {
         .num_spans = num_spans, .num_tokens = space->counts, .num_stored = space->stored,
-        .num_logits = space->ones, .first_block = space->first_block, .token_ids = space->packed,
+        .num_logits = space->num_logits, .first_block = space->first_block, .token_ids = space->packed,
         .blocks = rounds->blocks,
     };
     drawing->span = space->span;
+    drawing->hindsight = drawing->hindsight ? space->hindsight : NULL;
     drawing->limit = space->limit;
     drawing->positions = space->positions;
     drawing->ids = space->ids;
@@ -243,7 +251,9 @@ int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Roun
         #pragma omp parallel for num_threads(drawing.num_threads) if (is_work)
         for (int64_t row = 0; row < num_rows; row++) {
             const int64_t num_accepted = judge(rounds, &space, row, vocab);
-            verdicts[row] = (Verdict){ space.num_drafted[row], num_accepted, space.num_drawn[row] };
+            verdicts[row] = (Verdict){ space.num_drafted[row], num_accepted, space.num_drawn[row], -1 };
+            if (draft_model && drawing.hindsight && space.hindsight[row] >= 0)
+                verdicts[row].was_right = space.hindsight[row] == *last_tokens(rounds, row, 1);
         }
         for (int64_t row = 0; row < num_rows; row++) num_broken += space.is_broken[row];
         if (num_broken) break;

@@ -19,15 +19,18 @@ from engine.sampling.sampler import Rule, Sampler
 from engine.sequence import Sequence
 
 ROW_NUMBERS = 9  # of a Row in rounds.c
-VERDICT_NUMBERS = 3
+VERDICT_NUMBERS = 4
 
 
 @dataclass(slots=True)
 class Round:
-    """What became of one round, by row. ``patient``: drafts as they went, if rows have patience."""
+    """What became of one round, by row. ``next_right``: whether a greedy draft accepted to its end would have
+    been right about the token that followed, as the next round tells; None: nobody knows. ``patient``: drafts
+    as they went, if rows have patience."""
 
     num_drafted: list[int]
     num_accepted: list[int]
+    next_right: list[bool | None]
     patient: list[PatientDraft] | None
     draft_seconds: float
     score_seconds: float
@@ -78,10 +81,12 @@ def run_rounds(
     sampler: Sampler,
     num_rounds: int,
     seconds: float,
+    looks_back: bool,
 ) -> RoundsDone | None:
     """Up to so many rounds that ``can_run``, as long as another one would probably end within ``seconds``,
     until a row ends; None if not even one could be judged. Each drafts ``limits`` tokens a row; with patience
-    up to so many, and ``patient`` are the drafts of the first round, to be made.
+    up to so many, and ``patient`` are the drafts of the first round, to be made. ``looks_back``: somebody
+    wants to know ``Round.next_right``.
 
     The tables must have room for all of it. They and the sequences are left as they are.
     """
@@ -109,6 +114,7 @@ def run_rounds(
     span_of_row = array("q", range(num_rows))
     drawing.rows.span = address(span_of_row)
     drawing.rows.probs = address(rows) if sampler.uses_draft_probs else None  # only says so
+    drawing.rows.hindsight = address(rows) if looks_back and num_rounds > 1 else None
     verdicts = array("q", bytes(8 * VERDICT_NUMBERS * num_rounds * num_rows))
     confidence = array("f", bytes(4 * num_rounds * num_rows * longest if drawing.needs_confidence else 0))
     times = array("d", bytes(8 * 3 * num_rounds))
@@ -136,12 +142,23 @@ def run_rounds(
     for number in range(num_done):
         start = number * num_rows
         numbers = verdicts[VERDICT_NUMBERS * start : VERDICT_NUMBERS * (start + num_rows)].tolist()
-        drafted, accepted, drawn = (numbers[i::VERDICT_NUMBERS] for i in range(VERDICT_NUMBERS))
+        drafted, accepted, drawn, was_right = (numbers[i::VERDICT_NUMBERS] for i in range(VERDICT_NUMBERS))
+        if number:
+            last = done.rounds[-1]
+            last.next_right = [
+                bool(right) if right >= 0 and num_drafted == num_accepted else None
+                for right, num_drafted, num_accepted in zip(
+                    was_right, last.num_drafted, last.num_accepted, strict=True
+                )
+            ]
         if patient is not None:
             patient = patient if number == 0 else [PatientDraft(row.patience) for row in patient]
             first = start * longest
             for row_draft, num_drawn in zip(patient, drawn, strict=True):
                 row_draft.confidences = confidence[first : first + num_drawn]
                 first += longest
-        done.rounds.append(Round(drafted, accepted, patient, *times[3 * number : 3 * number + 3]))
+        nobody_knows: list[bool | None] = [None] * num_rows
+        done.rounds.append(
+            Round(drafted, accepted, nobody_knows, patient, *times[3 * number : 3 * number + 3])
+        )
     return done

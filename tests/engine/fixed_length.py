@@ -19,6 +19,10 @@ class FixedDraftLength:
     def num_rounds(self) -> int:
         return 1
 
+    @property
+    def most_rounds(self) -> int:
+        return self.num_rounds
+
     def observe(self, outcomes: Sequence[Outcome], seconds: RoundSeconds | None) -> None:
         pass
 

@@ -1,5 +1,6 @@
 """What the policy does between two looks, what it learns from rounds put aside, and when patience is on."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_choice_stands_for_as_many_rounds_as_it_says(num_rows: int, share: flo
     for step in range(3000):
         if step >= 1000 and stands == 0 and not policy.patient.trials[num_rows].pays:
             # Patience pays from now on.
-            policy.patient.trials[num_rows].learn(Compared(10_000, 2 * LEAST_GAIN, 1.0, 1.0, 1.0))
+            policy.patient.trials[num_rows].learn(Compared(10_000, 1.0, 2 * LEAST_GAIN))
         (lengths,) = [run(policy, rows, 1, share)]
         patient = policy.patient_draft(0)
         now = lengths, patient is None or patient.patience
@@ -196,7 +197,7 @@ def test_the_same_size_moves_all_and_another_how_they_compare() -> None:
     assert curve(1) > 1.5
     ratio = curve(8) / curve(1)
     curve.follow(8, 0.1, num_rounds=8)
-    assert curve(8) / curve(1) > 1.03 * ratio
+    assert curve(8) / curve(1) > 1.02 * ratio
 
 
 def test_uneven_lengths_in_force_must_go_on_paying() -> None:
@@ -220,7 +221,7 @@ def test_patience_is_on_where_it_has_paid(gain: float) -> None:
     for step in range(4000):
         modes.append(trial.mode(step))
         if modes[-1] == "patient":
-            trial.learn(Compared(1, gain, 1.0, 1.0, 1.0))
+            trial.learn(Compared(1, 1.0, gain))
     assert trial.gain == pytest.approx(gain)
     modes = modes[1000:]
     assert trial.pays == (gain > LEAST_GAIN)
@@ -228,14 +229,14 @@ def test_patience_is_on_where_it_has_paid(gain: float) -> None:
     assert modes.count("planned") > 90
     assert modes.count("open") > 3
     # Where it has hardly lost it is tried more often.
-    assert (modes.count("patient") > 200) == (gain > LOSS)
+    assert (modes.count("patient") > 150) == (gain > LOSS)
 
 
 def test_patience_that_loses_is_tried_ever_more_seldom() -> None:
     trial, last, starts = PatienceTrial(), "", []
     for step in range(60_000):
         if (mode := trial.mode(step)) == "patient":
-            trial.learn(Compared(1, 0.8, 1.0, 1.0, 1.0))
+            trial.learn(Compared(1, 1.0, 0.8))
         if mode == "open" != last:
             starts.append(step)
         last = mode
@@ -249,7 +250,7 @@ def test_patience_ends_when_it_loses() -> None:
     for gain in (1.1, 0.8):
         for step in range(6000):
             if trial.mode(step) == "patient":
-                trial.learn(Compared(1, gain, 1.0, 1.0, 1.0))
+                trial.learn(Compared(1, 1.0, gain))
         assert trial.pays == (gain > 1)
 
 
@@ -269,17 +270,44 @@ def test_patience_is_compared_with_the_planned_lengths_of_the_same_rounds() -> N
     )
     opened = one._replace(patient=[PatientDraft(Patience(rule.table), [0.9])] * 2)
     ended = one._replace(outcomes=[Outcome(0, 5, 5), Outcome(1, 1, 1, ended=True)])
-    assert compare([opened, ended], [3, 3], sequences, model) is None
-    compared = compare([one, opened, ended], [3, 3], sequences, model)
+    rng = random.Random(1)
+    assert compare([opened, ended], [3, 3], sequences, model, rng) is None
+    compared = compare([one, opened, ended], [3, 3], sequences, model, rng)
     assert compared is not None
-    assert (compared.num_drafts, compared.tokens) == (2, 7)
-    assert compared.planned_tokens == 2 + 3
+    assert compared.num_drafts == 2
     # What it was measured to take, as far as it drafts: passes of three tokens, of two, and three of one.
-    assert compared.seconds == pytest.approx(0.004 + model.host(2) + model.score(8 + 4 * PADDING))
+    assert compared.seconds == pytest.approx(0.004 + 0.00013 + model.score(8 + 4 * PADDING))
     chances = sequences[0].survival(3, 0.0)
     lag = 2 * chances[2]
     drafting = model.draft_start + model.draft(2 + lag) + 2 * model.draft(2)
-    assert compared.planned_seconds == pytest.approx(drafting + model.host(2) + model.score(8))
+    # Four tokens and the next two are a round and a half, and so is one that is not right.
+    planned = drafting + model.host(2) + model.score(8)
+    assert compared.planned_seconds == pytest.approx((1.5 + 1) / 2 * planned)
+
+
+def test_planned_lengths_in_step_with_a_text_are_what_patience_must_beat() -> None:
+    """The draft is wrong at every fourth token. Three are planned, and always accepted; two, and then the one
+    that is left, are not as good, though each of them is."""
+    sequences = [SequenceAcceptance(GroupAcceptance(), 0)]
+    rule = Patience(ConfidenceTable(), 0.1, 0.1)
+    rounds = [
+        Round(
+            candidates(range(1)),
+            [8],
+            [0],
+            [Outcome(0, num_drafted, num_drafted - is_wrong)],
+            seconds([2]),
+            0,
+            [PatientDraft(rule, [0.9] * num_drafted)],
+        )
+        for num_drafted, is_wrong in [(1, 0), (2, 1)] * 10
+    ]
+    for one in rounds:
+        one.patient[0].confidences.append(0.99 if one.num_drafted == 1 else 0.01)  # type: ignore[index]
+    compared = compare(rounds, [3], sequences, costs(), random.Random(0), most=1000)
+    assert compared is not None
+    in_step = evaluate([RowOutlook(sequences[0].survival(3, 0.0), 1.0, True)], [3], costs(), 0)
+    assert compared.planned_seconds == pytest.approx(10 * in_step.seconds)
 
 
 def test_what_is_known_of_a_token_counts_for_what_was_planned() -> None:
@@ -290,10 +318,11 @@ def test_what_is_known_of_a_token_counts_for_what_was_planned() -> None:
     for refused in (0.99, 0.5):
         draft = PatientDraft(Patience(table, 0.9, 0.9), [0.99, refused])
         one = Round(candidates(range(1)), [8], [0], [Outcome(0, 1, 1)], seconds([2]), 0, [draft])
-        compared = compare([one], [3], sequences, costs())
+        compared = compare([one] * 200, [3], sequences, costs(), random.Random(0), most=200)
         assert compared is not None
-        planned.append(compared.planned_tokens)
-    assert planned[0] > planned[1] > 2
+        planned.append(compared.planned_seconds)
+    # The more tokens would have gone on, the fewer rounds.
+    assert planned[0] < 0.95 * planned[1]
 
 
 def test_rows_that_left_teach_nothing_of_those_that_draft_patiently() -> None:
@@ -338,7 +367,8 @@ def test_further_tokens_of_a_row_cost_a_share_of_what_is_stored() -> None:
 
 
 def test_a_probe_pays_for_the_host_too() -> None:
-    """A round that stands alone costs it more than one of many; a moment of a busy machine is not charged."""
+    """A round that stands alone costs it more than one of many. A moment of a busy machine is not charged,
+    and neither is bad luck."""
     found = Search(Plan([0], 1.0, 0.001), best := Plan([2], 2.0, 0.0015), best)
     charged = []
     for host in (1e-4, 3e-4, 1.0):
@@ -352,5 +382,5 @@ def test_a_probe_pays_for_the_host_too() -> None:
         probes.settle(10, found, [Round(candidates(range(1)), [3], [0], outcome, seconds, 0)] * 2, 1e-4)
         assert probes.credit is not None
         charged.append(before - probes.credit)
-    plain = 2 * 0.0018 - 4 / best.rate
+    plain = 2 * 0.0018 - 2 * 2.2 / best.rate
     assert charged == [pytest.approx(plain), pytest.approx(plain + 4e-4), pytest.approx(plain + best.seconds)]

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 
 import pytest
 
@@ -262,7 +263,7 @@ def test_acceptance_jumps_are_followed_within_200_rounds(machine: Machine, num_r
     def alpha(step: int, _: int) -> float:
         return 0.05 if 500 <= step < 1000 else 0.9
 
-    auto = simulate(machine, None, alpha, lambda _: num_rows, 1500)
+    runs = [simulate(machine, None, alpha, lambda _: num_rows, 1500, seed) for seed in range(1, 10)]
     easy, hard = (
         max(
             simulate(machine, FixedDraftLength(length), lambda *_, a=a: a, lambda _: num_rows, 120).rate(20)
@@ -270,9 +271,9 @@ def test_acceptance_jumps_are_followed_within_200_rounds(machine: Machine, num_r
         )
         for a in (0.9, 0.05)
     )
-    assert auto.rate(700, 1000) >= 0.96 * hard
+    assert median(auto.rate(700, 1000) for auto in runs) >= 0.96 * hard
     # Eight rows take longer to find how much further they may go.
-    assert auto.rate(1200, 1500) >= (0.96 if num_rows == 1 else 0.93) * easy
+    assert median(auto.rate(1200, 1500) for auto in runs) >= (0.96 if num_rows == 1 else 0.93) * easy
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
