@@ -93,7 +93,7 @@ class WholeRounds:
             return None
         return run_rounds(
             *(target, draft, sequences, limits, patient or None, sampler, num_rounds, self.step_seconds),
-            looks_back=self.scheduler.planner.learns,
+            looks_back=self.scheduler.planner.policy is not None,
         )
 
     def _make_room(self, sequences: list[Sequence], num_tokens: int) -> bool:

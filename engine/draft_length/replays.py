@@ -6,8 +6,9 @@ into step with the rounds: if the draft is wrong at every fourth token, drafts o
 and every other draft of two fails at its first token.
 
 Given its prefix, whether a token would be drafted right does not depend on where a round began. So verdicts
-tell it of almost all tokens of a text: of the accepted ones and the first rejected one; not of the one that
-follows a draft accepted to its end. Over these, rounds of any length can be counted.
+tell it of almost all tokens of a text: of the accepted ones and the first rejected one. Of the one that
+follows a draft accepted to its end they do not, but rounds in C are told by the next one's first pass. Over
+these, rounds of any length can be counted.
 """
 
 import random
