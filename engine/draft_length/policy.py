@@ -22,8 +22,8 @@ from engine.draft_length.in_force import PlanInForce
 from engine.draft_length.learning import Round, lag_of, learn_acceptance, observe_costs, replay
 from engine.draft_length.outlook import Outlooks
 from engine.draft_length.patient_rows import PatientRows
-from engine.draft_length.plan import Plan, Search, evaluate, search
-from engine.draft_length.probes import Probes
+from engine.draft_length.plan import Search, evaluate, search
+from engine.draft_length.probes import PROBE_ROUNDS, Probes
 from engine.draft_length.report import Report
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, Outcome, RoundSeconds, lags_after
 from engine.draft_length.survival import SequenceAcceptance
@@ -41,10 +41,6 @@ FEW_CHANGED = 1 / 8
 FEW_ROWS = 4
 # Uneven lengths in a batch are looked for after so many rounds, and at every look while they are uneven.
 UNEVEN_EVERY = 128
-# A probe of so short rounds has two of them: the first finds the processor's caches full of what the host did
-# in between. So has one of plain rounds, if they are so short that they share steps. What loses little has
-# more, as many as fit a step: its second round alone tells times to a tenth, and lengths differ by less.
-SHORT_ROUND, PROBE_ROUNDS, MOST_PROBE_ROUNDS = 0.005, 2, 8
 # At first single rounds tell something about costs.
 NEW_ROUNDS = 256
 # Never comes.
@@ -272,7 +268,8 @@ class DraftLengthPolicy:
             lag = lag_of(rows, lengths, lags)
             plan = evaluate(outlooks, lengths, self.costs, 0, lag)
             again = evaluate(outlooks, lengths, self.costs, 0) if lag else plan
-            num_rounds = self._probe_rounds(again, found.best)
+            sharing = self.costs.sharing(max(again.seconds, found.best.seconds))
+            num_rounds = self.probes.num_rounds(again, found.best, int(sharing))
             if self.probes.can_afford(plan, again, found.best, num_rounds):
                 self.probes.begin(plan, again.seconds, self._round)
                 return lengths, num_rounds
@@ -280,15 +277,6 @@ class DraftLengthPolicy:
                 break  # It is worth saving for, and others would spend it.
         self.probes.postpone(self._round, found)
         return None, 0
-
-    def _probe_rounds(self, plan: Plan, best: Plan) -> int:
-        """How many rounds a probe has."""
-        sharing = int(self.costs.sharing(max(plan.seconds, best.seconds)))
-        most = min(sharing, MOST_PROBE_ROUNDS)
-        if most > PROBE_ROUNDS and any(best.lengths) and self.probes.can_save(plan, best, most):
-            return most
-        is_short = best.seconds < SHORT_ROUND or (sharing > 1 and not any(plan.lengths))
-        return PROBE_ROUNDS if is_short else 1
 
     def _learn(self, last_round: int) -> None:
         """From the rounds that were put aside."""

@@ -45,6 +45,11 @@ MOSTLY = 0.7
 # A longer draft is tried by one token, whose costs are needed, and by two, which tell how far drafts survive.
 KINDS = ("longer", "shorter", "further", "longer", "shorter", "plain", "rest")
 
+# A probe of so short rounds has two of them: the first finds the processor's caches full of what the host did
+# in between. So has one of plain rounds, if they are so short that they share steps. What loses little has
+# more, as many as fit a step: its second round alone tells times to a tenth, and lengths differ by less.
+SHORT_ROUND, PROBE_ROUNDS, MOST_PROBE_ROUNDS = 0.005, 2, 8
+
 # What promises less than this many times the rate of plain steps needs so many of those to compare with.
 LITTLE, ENOUGH_PLAIN = 1.3, 4
 
@@ -120,10 +125,15 @@ class Probes:
         self._missing = missing if self._missing is None else min(missing, self._missing)
         return False
 
-    def can_save(self, plan: Plan, best: Plan, num_rounds: int) -> bool:
-        """Whether the account can ever pay for so many rounds of ``plan``, and for the step they take."""
-        _, full = self._saving(best)
-        return num_rounds * (plan.seconds - plan.tokens / best.rate) < SAVEABLE * full
+    def num_rounds(self, plan: Plan, best: Plan, sharing: int) -> int:
+        """How many rounds a probe of ``plan`` has, if ``sharing`` of them fit a step."""
+        most = min(sharing, MOST_PROBE_ROUNDS)
+        if most > PROBE_ROUNDS and any(best.lengths):
+            _, full = self._saving(best)
+            if most * (plan.seconds - plan.tokens / best.rate) < SAVEABLE * full:
+                return most
+        is_short = best.seconds < SHORT_ROUND or (sharing > 1 and not any(plan.lengths))
+        return PROBE_ROUNDS if is_short else 1
 
     @staticmethod
     def _saving(best: Plan) -> tuple[float, float]:

@@ -101,8 +101,8 @@ def test_joint_distribution_of_rounds_that_share_a_step(
     num_samples, shared = 3000, []
     honest = whole_rounds.run_rounds
 
-    def counted(*arguments: Any) -> RoundsDone | None:
-        done = honest(*arguments)
+    def counted(*arguments: Any, **named: Any) -> RoundsDone | None:
+        done = honest(*arguments, **named)
         shared.append(done)
         return done
 
