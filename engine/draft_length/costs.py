@@ -26,7 +26,7 @@ RATE = 0.1
 # the last one, that of several at most.
 SHARED = 0.5
 SAME_COMMON, SAME_POINT = 0.04, 0.001
-OTHER_COMMON, OTHER_POINT, MOST_POINT = 0.005, 0.1, 0.25
+OTHER_COMMON, OTHER_POINT, MOST_POINT = 0.005, 0.1, 0.1
 # A median of some rounds weighs as much as so many at most.
 FULL_ROUNDS = 8
 # A measurement moves the average as if it were off by at most this factor's logarithm: a process that was

@@ -128,44 +128,53 @@ def replay(
     first: int,
     most: int,
 ) -> None:
-    """What all ``rounds``, one after the other, say of other lengths: about ``most`` drafts, of the rows from
+    """What all ``rounds``, one after the other, say of other lengths: about ``most`` drafts, of the places from
     number ``first`` on."""
-    outcomes = rounds[-1].outcomes
-    num_rows = min(len(outcomes), max(1, most // len(rounds)))
+    num_places = len(rounds[-1].outcomes)
     texts: dict[GroupAcceptance, list[list[Replayed]]] = {}
-    for i in range(first, first + num_rows):
-        place = i % len(outcomes)
-        sequence = sequences.get(outcomes[place].key, {}).get(DRAFT_MODEL)
-        if sequence is not None:
-            text = text_of(rounds, place, outcomes[place].key, sequence)
+    for i in range(first, first + min(num_places, max(1, most // len(rounds)))):
+        for sequence, text in _texts(rounds, i % num_places, sequences):
             texts.setdefault(sequence.group, []).append(text)
     for group, some in texts.items():
         group.replay(some)
 
 
-def text_of(
-    rounds: Sequence[Round], place: int, key: Hashable, sequence: SequenceAcceptance
-) -> list[Replayed]:
-    """A row's rounds with drafts, as far as they are its last ones."""
-    text: list[Replayed] = []
-    for one in reversed(rounds):
-        if place >= len(one.outcomes) or one.outcomes[place].key != key:
-            break
-        outcome = one.outcomes[place]
-        num_drafted, refused = outcome.num_draft_tokens, None
-        if one.patient is not None and len(one.patient) == len(one.outcomes):
-            refused = one.patient[place].refused_rate(num_drafted)
-        if outcome.source != DRAFT_MODEL or not (num_drafted or refused is not None):
-            break
-        if not outcome.ended:
-            next_right = 0.0
-            if outcome.next_right is not None:
-                next_right = float(outcome.next_right)
-            elif num_drafted == outcome.num_accepted_tokens:
-                next_right = sequence.rate(num_drafted) if refused is None else refused
-            text.append(Replayed(num_drafted, outcome.num_accepted_tokens, next_right, one.is_probe))
-    text.reverse()
-    return text
+def _texts(
+    rounds: Sequence[Round], place: int, sequences: Mapping[Hashable, Mapping[str, SequenceAcceptance]]
+) -> list[tuple[SequenceAcceptance, list[Replayed]]]:
+    """What the rows of one place have drafted, one after the other. What somebody drafts after a pause is
+    another text: nobody knows of the tokens in between."""
+    texts: list[tuple[SequenceAcceptance, list[Replayed]]] = []
+    before = None
+    for one in rounds:
+        outcome = one.outcomes[place] if place < len(one.outcomes) else None
+        sequence = sequences.get(outcome.key, {}).get(DRAFT_MODEL) if outcome is not None else None
+        replayed = replayed_of(one, place, sequence) if sequence is not None else None
+        if sequence is None or replayed is None:
+            before = None
+            continue
+        if sequence is not before:
+            before = sequence
+            texts.append((sequence, []))
+        if not one.outcomes[place].ended:
+            texts[-1][1].append(replayed)
+    return texts
+
+
+def replayed_of(one: Round, place: int, sequence: SequenceAcceptance) -> Replayed | None:
+    """What became of a row's draft; None if there was none by the draft model."""
+    outcome = one.outcomes[place]
+    num_drafted, refused = outcome.num_draft_tokens, None
+    if one.patient is not None and len(one.patient) == len(one.outcomes):
+        refused = one.patient[place].refused_rate(num_drafted)
+    if outcome.source != DRAFT_MODEL or not (num_drafted or refused is not None):
+        return None
+    next_right = 0.0
+    if outcome.next_right is not None:
+        next_right = float(outcome.next_right)
+    elif num_drafted == outcome.num_accepted_tokens:
+        next_right = sequence.rate(num_drafted) if refused is None else refused
+    return Replayed(num_drafted, outcome.num_accepted_tokens, next_right, one.is_probe)
 
 
 def observe_costs(

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from engine.draft_length.confidence import Patience
 from engine.draft_length.costs import CostModel
-from engine.draft_length.learning import Round, text_of
+from engine.draft_length.learning import Round, replayed_of
 from engine.draft_length.plan import Plan, RowOutlook, draft_sizes, evaluate, padding
 from engine.draft_length.replays import rounds_of
 from engine.draft_length.survival import SequenceAcceptance
@@ -21,9 +21,9 @@ from engine.draft_length.survival import SequenceAcceptance
 # Where it is off it is tried for some rounds again and again: often while little is known, seldom once it has
 # lost, and every time that it loses again the next trial waits twice as long.
 LEAST_GAIN, STILL_GAIN, SOME_DRAFTS = 1.02, 1.0, 128
-LOSS, KNOWN_DRAFTS = 0.985, 512
+LOSS, KNOWN_DRAFTS = 0.97, 512
 CLEAR_LOSSES = ((0.9, 128), (0.96, 256))  # and how many drafts tell that
-TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, MOST_SELDOM, PLANNED_EVERY = 128, 256, 1024, 8192, 128
+TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, MOST_SELDOM, PLANNED_EVERY = 256, 256, 1024, 8192, 128
 # Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*, and
 # none of their tokens is refused: nothing else tells how often unsure ones are accepted.
 Mode = Literal["planned", "open", "patient"]
@@ -149,7 +149,8 @@ def compare(
     places = [(told[0].num_stored + i) % num_rows for i in range(max(1, min(num_rows, most // num_rounds)))]
     ratios = []
     for place in places:
-        text = text_of(told, place, told[-1].outcomes[place].key, sequences[place])
+        drafts = [replayed_of(one, place, sequences[place]) for one in told]
+        text = [one for one in drafts if one is not None]
         if text:
             ratios.append(rounds_of(text, planned[place], rng) / len(text))
     if not ratios:

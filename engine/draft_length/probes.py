@@ -28,7 +28,7 @@ RETRY = 8
 # many probes next to the same plan they come seldom. Where rounds are short, every so many seconds: a probe
 # begins with a look.
 NEW_PROBES, SOON, SELDOM = 16, 32, 128
-INTERVAL_SECONDS = 0.2
+SOON_SECONDS, INTERVAL_SECONDS = 0.2, 0.4
 # Tokens that a probe drafts for rows that are off. Two: the second token tells whether it is worth getting
 # past the first.
 PROBE_LENGTH = 2
@@ -146,8 +146,9 @@ class Probes:
         """Rounds from one probe to the next while drafting is on."""
         if self._needs_plain(found):
             return RETRY
-        rounds = SOON if self._num_beside[_beside(found)] < NEW_PROBES else INTERVAL
-        return max(rounds, int(INTERVAL_SECONDS / found.best.seconds))
+        if self._num_beside[_beside(found)] < NEW_PROBES:
+            return max(SOON, int(SOON_SECONDS / found.best.seconds))
+        return max(INTERVAL, int(INTERVAL_SECONDS / found.best.seconds))
 
     def _needs_plain(self, found: Search) -> bool:
         """A gain that is not large is only as real as the plain step that it is compared with, which is

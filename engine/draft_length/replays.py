@@ -20,8 +20,8 @@ FURTHER, MAX_LENGTH = 2, 8
 # Decay per round. Verdicts are forgotten sooner: how hard a text is changes faster than what is in step.
 DECAY = 0.998
 # How many rounds the assumption is worth that no length is in step; the most that is believed, and how much
-# is taken for chance, of shorter and of longer drafts.
-WEIGHT, MOST, CHANCE, CHANCE_LONGER = 20.0, 1.5, 0.01, 0.02
+# is taken for chance.
+WEIGHT, MOST, CHANCE = 20.0, 1.5, 0.01
 
 
 class Replayed(NamedTuple):
@@ -95,7 +95,7 @@ class Replays:
         usual = min(self._usual, self._num_known)
         level = max(factors[usual - 1], 1e-9)
         worse = [min(1.0, max(1 / MOST, factor / level + CHANCE)) for factor in factors[:usual]]
-        return worse + [max(1.0, min(MOST, factor / level - CHANCE_LONGER)) for factor in factors[usual:]]
+        return worse + [max(1.0, min(MOST, factor / level - CHANCE)) for factor in factors[usual:]]
 
 
 def is_right(one: Replayed, rng: random.Random) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from engine.draft_length.learning import Round, learn_acceptance, text_of
+from engine.draft_length.learning import Round, learn_acceptance, replayed_of
 from engine.draft_length.rounds import Candidate, Outcome
 from engine.draft_length.survival import GroupAcceptance, SequenceAcceptance
 from engine.native import library
@@ -93,7 +93,7 @@ def test_it_is_learned_from() -> None:
     learn_acceptance(rounds, {0: {"draft_model": sequence}}, 0, 99)
     assert sequence.rate(0) > 0.9
     assert sequence.rate(1) == pytest.approx(0.5, abs=0.05)
-    text = text_of(rounds, 0, 0, sequence)
+    text = [one for one in [replayed_of(one, 0, sequence) for one in rounds] if one is not None]
     assert [one.next_right for one in text] == [1.0, 0.0] * 50
     sequence.group.replay([text] * 5)
     # Drafts of three would always be right.
