@@ -34,7 +34,7 @@ from benchmarks.common import (
     total_ratio,
     warn_if_busy,
 )
-from benchmarks.engine_runs import EndlessRun, decode_params
+from benchmarks.engine_runs import EndlessRun, decode_params, keep_loaded
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
 from benchmarks.plots import panels
 from engine.block_manager import BlockPool
@@ -164,6 +164,7 @@ def measure(
         speeds = {
             name: run.advance(SOME_TOKENS * concurrency).tokens_per_second for name, run in endless.items()
         }
+    keep_loaded()
     num_tokens = max(concurrency, int(arguments.seconds * speeds[PLAIN]))
     runs: dict[str, list[Run]] = {name: [] for name in engines}
     for cycle in range(arguments.warm_up + arguments.cycles):

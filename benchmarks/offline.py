@@ -32,7 +32,7 @@ from benchmarks.common import (
     warn_of_others,
 )
 from benchmarks.contestants.transformers_generate import GENERATE, TransformersGenerate
-from benchmarks.engine_runs import Variants, decode_params, run_engine
+from benchmarks.engine_runs import Variants, decode_params, keep_loaded, run_engine
 from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import stacked
 from engine.build import build_engine
@@ -132,6 +132,7 @@ def measure_pair(arguments: argparse.Namespace, pair: Pair) -> list[dict[str, An
         prefix_caching=False,
     )
     core = build_engine(config)
+    keep_loaded()
     number = max(arguments.num_prompts, *arguments.concurrency)
     prompts = prompt_ids(pair, number, arguments.prompt_length, arguments.prompts)
     peer = None

@@ -7,7 +7,6 @@ server, by turns with the load, to show what HTTP, text and the second process c
 
 import argparse
 import asyncio
-import gc
 import signal
 import socket
 import statistics
@@ -89,7 +88,7 @@ class OfflineEngine:
     """The engine in this process, which rests while the server works."""
 
     def __init__(self, options: argparse.Namespace, prompts: Any) -> None:
-        from benchmarks.engine_runs import decode_params
+        from benchmarks.engine_runs import decode_params, keep_loaded
         from engine.build import build_engine
         from engine.config import EngineConfig
         from engine.pairing import load_tokenizer
@@ -101,9 +100,7 @@ class OfflineEngine:
             raise BenchmarkError(f"{config.target} has no tokenizer")
         self._prompts = [list(tokenizer.encode(prompt)) for prompt in prompts]
         self._params = decode_params(options.max_tokens, options.temperature)
-        # What the engine brought along stays: to look through it again would stop the load for a while.
-        gc.collect()
-        gc.freeze()
+        keep_loaded()
 
     def run(self, load: Load) -> float:
         """Tokens per second of the same requests."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Run
-from benchmarks.engine_runs import decode_params, run_engine
+from benchmarks.engine_runs import decode_params, keep_loaded, run_engine
 from engine.build import build_engine
 from engine.config import EngineConfig
 
@@ -39,6 +39,7 @@ class Foretoken:
             **others,
         )
         self.core = build_engine(config)
+        keep_loaded()
         self.num_threads = torch.get_num_threads()
         self.num_speculative_tokens = num_speculative_tokens
 

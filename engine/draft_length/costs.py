@@ -19,14 +19,20 @@ from itertools import accumulate
 
 # A moving average's share of the newest measurement, once there were some.
 RATE = 0.1
-# How a surprise is split. At first half of it is believed of all sizes, as the points measured at start do
-# not contain everything. Once it is known, the same size taking longer than before says that the
-# machine has become slower, for a while or for good: that is followed fast, and for all sizes, so that they
-# stay comparable. Another size than before tells how they compare. Each is the share of one round's surprise;
-# the last one, that of several at most.
+# How a surprise is split. The same size taking longer than before says that the machine has become slower,
+# for a while or for good: that is followed fast, and for all sizes, so that they stay comparable; at first
+# some of it is believed of the size, as what is measured at start does not contain everything. Each is the
+# share of one round's surprise.
 SHARED = 0.5
 SAME_COMMON, SAME_POINT = 0.04, 0.001
-OTHER_COMMON, OTHER_POINT, MOST_POINT = 0.005, 0.1, 0.1
+# Another size than before tells how they compare, the less the less steady the machine is, as the same size
+# tells, and the better it is known: a Kalman filter for every size, by variances of logarithms. What was
+# measured at start is good to some per cent, sizes in between are a guess.
+OTHER_COMMON = 0.04
+MEASURED, GUESSED, DRIFT = 0.08**2, 0.2**2, 0.03**2
+# Mean deviation of the same size, to which one measurement counts at most three times that. Others come from
+# other moments: they are taken to be off by twice as much.
+DEVIATION, DEVIATION_RATE, MOST_DEVIATIONS, UNSTEADY = 0.04, 0.1, 3, 2
 # A median of some rounds weighs as much as so many at most.
 FULL_ROUNDS = 8
 # A measurement moves the average as if it were off by at most this factor's logarithm: a process that was
@@ -63,6 +69,8 @@ class CostCurve:
         self.seconds_per_stored = self.share_per_query = 0.0
         self._num_stored, self._num_rows = 0, 1
         self._num_measured = [0] * len(self._sizes)
+        self._variances = [MEASURED] * len(self._sizes)
+        self._deviation = DEVIATION
         self._last_size = 0.0  # of no probe
 
     def __call__(self, size: float) -> float:
@@ -101,21 +109,26 @@ class CostCurve:
         surprise = _believable(surprise, num_rounds)
         index = self._point(size)
         num = self._num_measured[index]
-        new = SHARED / (2 + num)
         weight = min(num_rounds, FULL_ROUNDS)
-        if self._sizes[index] == self._last_size:
-            common, own = max(new, weight * SAME_COMMON), max(new, weight * SAME_POINT)
-        elif self._last_size:
-            common, own = weight * OTHER_COMMON, max(1 / (2 + num), min(weight * OTHER_POINT, MOST_POINT))
+        if self._last_size and self._sizes[index] != self._last_size:
+            # Single rounds tell less than the medians whose noise is known.
+            noise = (UNSTEADY * self._deviation) ** 2 * math.sqrt(FULL_ROUNDS / weight)
+            gain = self._variances[index] / (self._variances[index] + noise)
+            self._variances[index] = (1 - gain) * self._variances[index] + DRIFT
+            common, own = OTHER_COMMON * surprise, gain * surprise
         else:
-            common = own = new
+            common = max(SHARED / (2 + num), weight * SAME_COMMON) * surprise
+            own = max(SHARED / (2 + num), weight * SAME_POINT) * surprise
+            if num > 1:
+                told = min(abs(surprise), MOST_DEVIATIONS * self._deviation)
+                self._deviation += DEVIATION_RATE * (told - self._deviation)
         if not is_probe:
             self._last_size = self._sizes[index]
         share = self.stored_seconds(size) / self(size)
-        self.seconds_per_stored *= math.exp(common * share * surprise)
+        self.seconds_per_stored *= math.exp(common * share)
         self._num_measured[index] += 1
-        self._scale *= math.exp(common * surprise)
-        self._seconds[index] *= math.exp(own * surprise)
+        self._scale *= math.exp(common)
+        self._seconds[index] *= math.exp(own)
         self._keep_rising(index)
 
     def _point(self, size: float) -> int:
@@ -129,6 +142,7 @@ class CostCurve:
         self._sizes.insert(index, size)
         self._seconds.insert(index, seconds)
         self._num_measured.insert(index, 0)
+        self._variances.insert(index, GUESSED)
         return index
 
     def _keep_rising(self, index: int) -> None:

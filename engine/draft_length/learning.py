@@ -128,8 +128,8 @@ def replay(
     first: int,
     most: int,
 ) -> None:
-    """What all ``rounds``, one after the other, say of other lengths: about ``most`` drafts, of the places from
-    number ``first`` on."""
+    """What all ``rounds``, one after the other, say of other lengths: about ``most`` drafts, of the places
+    from number ``first`` on."""
     num_places = len(rounds[-1].outcomes)
     texts: dict[GroupAcceptance, list[list[Replayed]]] = {}
     for i in range(first, first + min(num_places, max(1, most // len(rounds)))):

@@ -23,7 +23,7 @@ from engine.draft_length.survival import SequenceAcceptance
 LEAST_GAIN, STILL_GAIN, SOME_DRAFTS = 1.02, 1.0, 128
 LOSS, KNOWN_DRAFTS = 0.97, 512
 CLEAR_LOSSES = ((0.9, 128), (0.96, 256))  # and how many drafts tell that
-TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, MOST_SELDOM, PLANNED_EVERY = 256, 256, 1024, 8192, 128
+TRIAL_NEW, TRIAL_EVERY, TRIAL_SELDOM, MOST_SELDOM, PLANNED_EVERY = 128, 256, 2048, 8192, 128
 # Up to which round of those. Some are as planned, so that what that takes stays known; some are *open*, and
 # none of their tokens is refused: nothing else tells how often unsure ones are accepted.
 Mode = Literal["planned", "open", "patient"]

@@ -28,7 +28,7 @@ RETRY = 8
 # many probes next to the same plan they come seldom. Where rounds are short, every so many seconds: a probe
 # begins with a look.
 NEW_PROBES, SOON, SELDOM = 16, 32, 128
-SOON_SECONDS, INTERVAL_SECONDS = 0.2, 0.4
+SOON_SECONDS, INTERVAL_SECONDS = 0.3, 1.0
 # Tokens that a probe drafts for rows that are off. Two: the second token tells whether it is worth getting
 # past the first.
 PROBE_LENGTH = 2

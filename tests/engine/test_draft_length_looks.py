@@ -1,5 +1,6 @@
 """What the policy does between two looks, what it learns from rounds put aside, and when patience is on."""
 
+import math
 import random
 from itertools import pairwise
 
@@ -195,9 +196,20 @@ def test_the_same_size_moves_all_and_another_how_they_compare() -> None:
         curve.follow(1, 0.1, num_rounds=8)
     assert curve(8) / curve(1) == pytest.approx(2.0, rel=0.08)
     assert curve(1) > 1.5
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
+def test_how_sizes_compare_is_learned_the_slower_the_less_steady_the_machine_is(noise: float) -> None:
+    curve = CostCurve({1: 1.0, 8: 2.0})
+    for i in range(50):
+        curve.follow(1, noise * (-1) ** i, num_rounds=8)
     ratio = curve(8) / curve(1)
-    curve.follow(8, 0.1, num_rounds=8)
-    assert curve(8) / curve(1) > 1.02 * ratio
+    curve.follow(8, 0.1, num_rounds=8, is_probe=True)
+    moved = math.log(curve(8) / curve(1) / ratio) / 0.1
+    assert moved == pytest.approx(1 / (1 + (2 * noise / 0.08) ** 2), abs=0.1)
+    for _ in range(100):
+        curve.follow(8, math.log(3.0) - math.log(curve(8) / curve(1)), num_rounds=8, is_probe=True)
+    assert curve(8) / curve(1) == pytest.approx(3.0, rel=0.01)
 
 
 def test_uneven_lengths_in_force_must_go_on_paying() -> None:
