@@ -34,7 +34,7 @@ from benchmarks.common import (
     total_ratio,
     warn_if_busy,
 )
-from benchmarks.engine_runs import EndlessRun, decode_params, keep_loaded
+from benchmarks.engine_runs import EndlessRun, decode_params
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
 from benchmarks.plots import panels
 from engine.block_manager import BlockPool
@@ -45,6 +45,7 @@ from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
 from engine.draft_planner import DraftPlanner
 from engine.scheduler import Scheduler
+from engine.worker import keep_loaded
 
 SYNTHETIC = {f"synthetic {share:g}": share for share in (0.1, 0.5, 0.8, 0.95)}
 SELF, NEVER = "self-draft", "never right"

@@ -1,6 +1,5 @@
 """Runs Foretoken's engine in this process and times its steps: token ids in, a ``Run`` out."""
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,14 +23,6 @@ def decode_params(
         ignore_eos=True,
         num_speculative_tokens=num_speculative_tokens,
     )
-
-
-def keep_loaded() -> None:
-    """What is loaded stays, as in a server's worker: to look through it again stops the engine that happens
-    to run then for a fifth of a second. What was loaded before, and is gone, does not stay."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 def run_engine(

@@ -32,12 +32,13 @@ from benchmarks.common import (
     warn_of_others,
 )
 from benchmarks.contestants.transformers_generate import GENERATE, TransformersGenerate
-from benchmarks.engine_runs import Variants, decode_params, keep_loaded, run_engine
+from benchmarks.engine_runs import Variants, decode_params, run_engine
 from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import stacked
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.worker import keep_loaded
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -88,10 +88,11 @@ class OfflineEngine:
     """The engine in this process, which rests while the server works."""
 
     def __init__(self, options: argparse.Namespace, prompts: Any) -> None:
-        from benchmarks.engine_runs import decode_params, keep_loaded
+        from benchmarks.engine_runs import decode_params
         from engine.build import build_engine
         from engine.config import EngineConfig
         from engine.pairing import load_tokenizer
+        from engine.worker import keep_loaded
 
         config = EngineConfig(**engine_settings(options))
         self._core = build_engine(config)

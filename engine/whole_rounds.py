@@ -92,7 +92,14 @@ class WholeRounds:
         if patient and len(patient) < len(parts):
             return None
         return run_rounds(
-            *(target, draft, sequences, limits, patient or None, sampler, num_rounds, self.step_seconds),
+            target,
+            draft,
+            sequences,
+            limits,
+            patient or None,
+            sampler,
+            num_rounds,
+            self.step_seconds,
             looks_back=self.scheduler.planner.policy is not None,
         )
 

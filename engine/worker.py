@@ -132,6 +132,14 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
     )
 
 
+def keep_loaded() -> None:
+    """Out of garbage collections: to look through what is loaded again would stop every stream for a fifth of
+    a second. What was loaded before, and is gone, does not stay."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.worker")
     parser.add_argument("--socket", required=True, help="address of the front end's PAIR socket")
@@ -151,9 +159,7 @@ def main() -> int:
             print(f"foretoken worker: {error}", file=sys.stderr)
             socket.send(encode(Failed(request_id="", code="model_load_failed", message=str(error))))
             return 2
-        # What is loaded stays: to look through it again would stop every stream for a fifth of a second.
-        gc.collect()
-        gc.freeze()
+        keep_loaded()
         socket.send(encode(ready))
         Worker(core, socket, Outbox(config.stream_interval)).run()
     return 0

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from benchmarks.common import Run
-from benchmarks.engine_runs import decode_params, keep_loaded, run_engine
+from benchmarks.engine_runs import decode_params, run_engine
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.worker import keep_loaded
 
 PLAIN, SPECULATIVE = "Foretoken plain", "Foretoken speculative"
 

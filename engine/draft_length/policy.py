@@ -30,7 +30,7 @@ from engine.draft_length.survival import SequenceAcceptance
 
 # The policy looks after so many rounds, after twice as many where it found the same again, as many again
 # where it found a neighbouring length for all, and at once when many rows come or go and after a probe. Right
-# after a pass a look takes half a millisecond: where rounds are short, the longest pause is a time.
+# after a pass a look takes a millisecond: where rounds are short, the longest pause is a time.
 LOOK_EVERY, MAX_LOOK_EVERY, MAX_LOOK_SECONDS = 4, 64, 0.4
 # It learns from so many verdicts at most, those of rows with patience taking longer, and from the times of so
 # many rounds, spread evenly.

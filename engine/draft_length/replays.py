@@ -61,7 +61,7 @@ class Replays:
         self._usual = min(MAX_LENGTH, max(1, round(sum(usual) / len(usual))))
         for text in texts:
             self._count(text)
-            runs = [(one.num_accepted, is_right(one, self._rng)) for one in text]
+            runs = _runs(text, self._rng)
             for i in range(self._num_known):
                 num_rounds, num_accepted = _replay(runs, i + 1)
                 self._num_rounds[i] += num_rounds
@@ -98,17 +98,20 @@ class Replays:
         return worse + [max(1.0, min(MOST, factor / level - CHANCE)) for factor in factors[usual:]]
 
 
-def is_right(one: Replayed, rng: random.Random) -> bool:
-    """Whether the draft would have been right about the token that a round ended with. If nobody knows, by
-    chance: an even mix would be a pattern of its own."""
-    return one.num_accepted == one.num_drafted and rng.random() < one.next_right
-
-
 def rounds_of(text: Sequence[Replayed], length: int, rng: random.Random) -> float:
     """Rounds of drafts of ``length`` tokens that a text takes, the last one as far as it goes."""
     num_tokens = sum([one.num_accepted + 1 for one in text])
-    num_rounds, num_accepted = _replay([(one.num_accepted, is_right(one, rng)) for one in text], length)
+    num_rounds, num_accepted = _replay(_runs(text, rng), length)
     return num_tokens * num_rounds / (num_rounds + num_accepted) if num_rounds else num_tokens / (length + 1)
+
+
+def _runs(text: Sequence[Replayed], rng: random.Random) -> list[tuple[int, bool]]:
+    """Of every round its right tokens, and whether the draft would have been right about the token that it
+    ended with. If nobody knows, by chance: an even mix would be a pattern of its own."""
+    return [
+        (one.num_accepted, one.num_accepted == one.num_drafted and rng.random() < one.next_right)
+        for one in text
+    ]
 
 
 def _replay(runs: Sequence[tuple[int, bool]], length: int) -> tuple[int, int]:

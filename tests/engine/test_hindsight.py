@@ -1,6 +1,7 @@
 """Whether a draft accepted to its end would have been right about the token that followed, as rounds in C
 tell when the draft model catches up with it."""
 
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,12 @@ def rights(models: tuple[str, str], num_draft_tokens: int) -> tuple[list[list[in
     told, _ = tell_all(core, PARAMS)
     judged: Rights = {}
     afterwards: Rights = {}
-    places: dict[object, int] = {}
-    for rows in policy.outcomes:
-        for one in rows:
-            row = places.setdefault(("row", one.key), len(places) // 2)
-            place = places.setdefault(one.key, 1)
+    rows: dict[Hashable, int] = {}
+    places: dict[int, int] = {}
+    for outcomes in policy.outcomes:
+        for one in outcomes:
+            row = rows.setdefault(one.key, len(rows))
+            place = places.get(row, 1)
             judged |= {(row, place + i): True for i in range(one.num_accepted_tokens)}
             place += one.num_accepted_tokens
             if one.num_accepted_tokens < one.num_draft_tokens:
@@ -41,7 +43,7 @@ def rights(models: tuple[str, str], num_draft_tokens: int) -> tuple[list[list[in
                 judged[row, place] = False
             elif one.next_right is not None:
                 afterwards[row, place] = one.next_right
-            places[one.key] = place + 1
+            places[row] = place + 1
     return [one.token_ids for one in told], judged, afterwards
 
 
