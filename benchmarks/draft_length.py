@@ -37,14 +37,14 @@ from benchmarks.common import (
 from benchmarks.engine_runs import EndlessRun, decode_params
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
 from benchmarks.plots import panels
-from engine.block_manager import BlockPool
 from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
-from engine.core import EngineCore
+from engine.core.block_pool import BlockPool
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Scheduler
 from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
 from engine.draft_planner import DraftPlanner
-from engine.scheduler import Scheduler
 from engine.worker import keep_loaded
 
 SYNTHETIC = {f"synthetic {share:g}": share for share in (0.1, 0.5, 0.8, 0.95)}

@@ -19,9 +19,9 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 from benchmarks.common import Run, interleave, note, print_table, summary, timed
 from benchmarks.synthetic_pair import RESIDUAL_SCALE, mistaken, successors
 from engine.build import build_engine
-from engine.check_exactness import run as run_core
+from engine.commands.check_exactness import run as run_core
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import SamplingParams
 
 VOCAB_SIZE = 32128

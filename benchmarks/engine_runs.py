@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec.structs import replace
 
 from benchmarks.common import Run, StepTimes
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 
 PHASES = ("draft", "score", "verify")

@@ -26,8 +26,8 @@ from benchmarks.common import (
     write_json,
 )
 from engine.batch import Span
-from engine.block_manager import BlockTable
 from engine.config import BUNDLED_PAIR
+from engine.core.block_pool import BlockTable
 from engine.models.decoder_only import DecoderModel
 from engine.models.lean_decoder import LeanDecoder, run_lean
 from engine.models.loader import load_decoder

@@ -30,7 +30,7 @@ from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE, Tra
 from benchmarks.engine_runs import Variants, decode_params, run_engine
 from benchmarks.plots import lines
 from engine.config import BUNDLED_PAIR
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.pairing import load_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.common import Run
 from benchmarks.engine_runs import Variants
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.models.captured_round import CapturedRound
 from engine.models.draft_chain import DraftChain
 from engine.models.step_graphs import StepGraphs

@@ -36,7 +36,7 @@ from benchmarks.engine_runs import decode_params
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
 from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams
 from engine.models.decoder_only import DecoderModel
 

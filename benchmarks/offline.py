@@ -37,7 +37,7 @@ from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import stacked
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.worker import keep_loaded
 
 

@@ -14,7 +14,7 @@ from benchmarks import synthetic_pair as synthetic
 from benchmarks.synthetic_tokenizer import save_tokenizer
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.models import loader
 
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.common import machine, median_seconds, note, print_facts, print_table, write_json
 from benchmarks.on_device import synchronise
 from engine.batch import ForwardBatch, Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.graph_capture import CudaCapture

@@ -17,7 +17,7 @@ from benchmarks.common import STORY_OPENINGS, machine, print_facts, print_table,
 from benchmarks.engine_runs import decode_params
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Generate, TokenOutput
 from engine.pairing import load_tokenizer
 

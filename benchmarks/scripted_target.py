@@ -20,7 +20,7 @@ from benchmarks.synthetic_pair import Shape, build, cycle, successors
 from engine.batch import Span
 from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
 
 CONTEXT = 8192

@@ -31,7 +31,7 @@ from benchmarks.common import (
 from engine.batch import Span
 from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
 from engine.pairing import load_tokenizer
 from engine.proposers.translated import TranslatedDraftProposer

@@ -11,7 +11,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.host_to_device import on_device, send
 
 # Rows with up to this many query tokens share one padded attention call; longer chunks get their own.

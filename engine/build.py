@@ -6,11 +6,12 @@ from functools import partial
 import torch
 from pydantic import ByteSize
 
-from engine.admission import Admission, EncoderDecoderLimits
-from engine.block_manager import BlockPool
 from engine.cache_memory import cache_budget
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.admission import Admission, EncoderDecoderLimits
+from engine.core.block_pool import BlockPool
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Scheduler
 from engine.draft_length.calibrate import calibrate
 from engine.draft_length.policy import DraftLengthPolicy
 from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
@@ -33,7 +34,6 @@ from engine.proposers.prediction import PredictionProposer
 from engine.proposers.routed import RoutedProposer
 from engine.proposers.translated import TranslatedDraftProposer
 from engine.sampling.draws import Draws, TorchDraws
-from engine.scheduler import Scheduler
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
 # the first one wait for it. The native kernels wake others only where it pays, but a few do, and such models

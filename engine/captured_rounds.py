@@ -6,13 +6,13 @@ phase, and so is what is emitted.
 
 from dataclasses import dataclass
 
+from engine.core.scheduler import Scheduled
 from engine.models.captured_round import CapturedRound
 from engine.models.round_inputs import RoundBucket
 from engine.proposers.routed import RoutedProposer
 from engine.sampling.captured_draw import DrawRow, draw_rows
 from engine.sampling.sampler import Sampler
 from engine.sampling.verify import RowVerdict
-from engine.scheduler import Scheduled
 
 
 @dataclass(slots=True)

@@ -7,11 +7,11 @@ draft pays (``draft_length.policy``). Plain integers, no tensors.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.core.sequence import Sequence
 from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.rounds import DRAFT_MODEL, Candidate, LengthPolicy, Outcome, RoundSeconds
 from engine.draft_length.sources import AUTO_LIMITS, Offer, SourceChooser, strength
 from engine.messages import Source
-from engine.sequence import Sequence
 
 # More than anybody asks for.
 MANY_ROUNDS = 1000

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from engine.admission import RequestError
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.core.admission import RequestError
 from engine.messages import Failed, FinishReason, Generate, SamplingParams, TokenLogprob, TokenOutput
 
 

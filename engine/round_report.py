@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 
 from engine.batch import Span
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from engine.draft_length.rounds import Outcome
 from engine.messages import Failed, PredictionUse, RoundTrace, TokenLogprob
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import Drafts, Sampler
 from engine.sampling.verify import RowVerdict
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
 
 
 def take_prompt_logprobs(

@@ -9,6 +9,9 @@ draft model is noticed a step later.) What they emit is what they would emit one
 
 from math import inf
 
+from engine.core.scheduler import Scheduled, Scheduler
+from engine.core.sequence import Sequence
+from engine.core.stats import EngineStats
 from engine.messages import Failed, TokenOutput
 from engine.models.decoder_only import DecoderModel
 from engine.native.decoder import NativeDecoder
@@ -16,9 +19,6 @@ from engine.native.rounds import RoundsDone, can_run, run_rounds
 from engine.proposers.draft_model import DraftModelProposer
 from engine.round_report import outcome
 from engine.sampling.sampler import Sampler
-from engine.scheduler import Scheduled, Scheduler
-from engine.sequence import Sequence
-from engine.stats import EngineStats
 
 # No step has more. Memory for all of them is reserved, and given back.
 MAX_ROUNDS = 16

@@ -17,10 +17,10 @@ import time
 import zmq
 from transformers.utils import logging as transformers_logging
 
-from engine.admission import RequestError
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.admission import RequestError
+from engine.core.engine import EngineCore
 from engine.messages import (
     Abort,
     EncoderDecoderLengths,

@@ -54,15 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["serve", *flags]:
             return serve(flags)
         case ["generate", *flags]:
-            from engine.terminal import main as generate
+            from engine.commands.generate import main as generate
 
             return generate(flags)
         case ["check", *flags]:
-            from engine.check import main as check
+            from engine.commands.check import main as check
 
             return check(flags)
         case ["verify-trace", *flags]:
-            from engine.replay_command import main as verify_trace
+            from engine.commands.verify_trace import main as verify_trace
 
             return verify_trace(flags)
         case ["bench", *flags]:

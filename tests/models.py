@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 
 

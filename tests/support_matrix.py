@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.core import EngineCore
+from engine.commands.replay import Replayer
+from engine.commands.replay_round import Outcome
+from engine.commands.trace_file import TracedChoice, TracedRound
+from engine.core.engine import EngineCore
 from engine.llm import Completion
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
-from engine.replay import Replayer
-from engine.replay_round import Outcome
 from engine.sampling.random import sequence_seed
-from engine.trace_file import TracedChoice, TracedRound
 from tests import naive
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, save_perturbed, save_random_llama, stepped

@@ -14,15 +14,15 @@ PRODUCT = ("server", "engine", "benchmarks", "tools")
 MAX_LINES = 320
 
 # Subcommands that run the engine in the terminal's process; each import waits until it is asked for.
-COMMANDS = ("engine.terminal", "engine.check", "engine.replay_command")
+COMMANDS = ("engine.commands.generate", "engine.commands.check", "engine.commands.verify_trace")
 
 # Scheduling is bookkeeping with plain integers: it must be testable, and readable, without tensors.
 TORCH_FREE = (
     "engine.messages",
     "engine.config",
-    "engine.sequence",
-    "engine.block_manager",
-    "engine.scheduler",
+    "engine.core.sequence",
+    "engine.core.block_pool",
+    "engine.core.scheduler",
 )
 
 
@@ -126,7 +126,7 @@ def test_readme_lists_the_file(path: Path) -> None:
     [
         ("import torch.nn as nn", {("torch.nn", False)}),
         ("from engine import worker", {("engine", False), ("engine.worker", False)}),
-        ("def f():\n    from engine.terminal import run", {("engine.terminal", True)}),
+        ("def f():\n    from engine.commands.generate import run", {("engine.commands.generate", True)}),
         ("from ..engine import core", {("engine", False), ("engine.core", False)}),
         ("from . import errors", {("server.routes", False)}),
     ],

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.llm import LLM
 from engine.messages import Generate, SamplingParams
 

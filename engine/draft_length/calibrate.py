@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from engine.batch import Span
-from engine.block_manager import BlockPool, BlockTable
+from engine.core.block_pool import BlockPool, BlockTable
 from engine.draft_length.costs import PADDING, CostCurve, CostModel
 from engine.models.decoder_only import DecoderModel
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from engine.batch import Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.messages import SamplingParams
 from engine.models.decoder_only import DecoderModel
 from engine.models.draft_chain import CHECK_ROWS

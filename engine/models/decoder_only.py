@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.batch import ForwardBatch, Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.layer_probe import LayerProbe, probe_layers

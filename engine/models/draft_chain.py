@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.batch import Span, table_slots
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.models.chain_inputs import ChainBucket, ChainInputs, ChainPass, fitting
 from engine.models.decoder_only import DecoderModel
 from engine.models.graph_capture import Capture, capture_planned

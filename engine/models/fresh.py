@@ -1,7 +1,7 @@
 """Models without cache, batch or any attention of ours: one text in, all of its logits out.
 
-What the engine is compared with, by ``engine.replay`` and ``engine.check``. Slow on purpose: every call
-computes the whole text anew.
+What ``engine.commands.replay`` and ``engine.commands.check`` compare the engine with. Slow on purpose: every
+call computes the whole text anew.
 """
 
 import torch

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import PagedAttention, attend_group
 from engine.models.layer_parts import AttentionShape

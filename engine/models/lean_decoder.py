@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.batch import ForwardBatch, Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache
 from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.decoder_only import DecoderModel

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.models.graph_capture import Capture, SentNumbers
 from engine.models.step_buckets import Bucket, plan_buckets
 from engine.models.step_inputs import captured_batch

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.batch import Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.models.attention import ATTENTION_NAME
 from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from engine.batch import Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.models.decoder_only import DecoderModel
 from engine.models.graph_capture import Capture, capture_planned
 from engine.models.layer_parts import TorchParts

@@ -10,13 +10,13 @@ from ctypes import addressof, byref
 from dataclasses import dataclass
 
 from engine.batch import MAX_GROUPED_QUERIES
+from engine.core.sequence import Sequence
 from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.rounds import RoundSeconds
 from engine.native.decoder import NativeDecoder
 from engine.native.draft import Drawing, address, can_draw
 from engine.native.library import Rounds
 from engine.sampling.sampler import Rule, Sampler
-from engine.sequence import Sequence
 
 ROW_NUMBERS = 9  # of a Row in rounds.c
 VERDICT_NUMBERS = 4

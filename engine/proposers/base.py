@@ -2,10 +2,10 @@
 
 from typing import Protocol, runtime_checkable
 
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from engine.messages import Source
 from engine.sampling.sampler import Drafts, Sampler
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
 
 
 class Proposer(Protocol):

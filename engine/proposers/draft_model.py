@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from engine.batch import Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
+from engine.core.scheduler import Scheduled
 from engine.draft_length.confidence import PatientDraft
 from engine.host_to_device import on_device
 from engine.messages import Source
@@ -20,7 +21,6 @@ from engine.native.decoder import NativeDecoder
 from engine.native.draft import draft_round
 from engine.sampling.captured_draw import draw_now, draw_rows
 from engine.sampling.sampler import DraftDraw, Drafts, Sampler
-from engine.scheduler import Scheduled
 
 
 class DraftModelProposer:

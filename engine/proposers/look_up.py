@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from engine.messages import Source
 from engine.sampling.sampler import Drafts, Sampler
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
 
 
 def look_up_drafts(

@@ -9,12 +9,12 @@ that the cache has already may be long, and the streams must not wait for it. Un
 
 from weakref import WeakKeyDictionary
 
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from engine.messages import NgramChoice, Source
 from engine.proposers.look_up import look_up_drafts
 from engine.proposers.suffix_automaton import SuffixAutomaton
 from engine.sampling.sampler import Drafts, Sampler
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
 
 # About ten milliseconds of one core.
 MAX_TOKENS_PER_STEP = 2048

@@ -4,11 +4,11 @@ Where in the prediction the output is, each sequence's cursor knows (``engine.pr
 memory on the device; deterministic, so exact at any temperature.
 """
 
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from engine.messages import Source
 from engine.proposers.look_up import look_up_drafts
 from engine.sampling.sampler import Drafts, Sampler
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
 
 
 class PredictionProposer:

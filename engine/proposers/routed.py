@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from engine.draft_length.sources import Offer
 from engine.host_to_device import on_device
 from engine.messages import Source
@@ -10,8 +12,6 @@ from engine.proposers.base import LookUp, Proposer
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.translated import TranslatedDraftProposer
 from engine.sampling.sampler import Drafts, Sampler
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
 
 
 class RoutedProposer:

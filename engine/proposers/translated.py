@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.batch import Span
-from engine.block_manager import BlockPool, BlockTable
+from engine.core.block_pool import BlockPool, BlockTable
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
 from engine.sampling.sampler import Drafts, Sampler
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
 from engine.translation.draft_text import DraftText
 from engine.translation.target_text import TargetText
 from engine.translation.tokenizer import BROKEN, TextTokenizer

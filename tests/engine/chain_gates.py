@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Scheduled
+from engine.core.sequence import Sequence
 from engine.messages import SamplingParams
 from engine.models.draft_chain import DraftChain
 from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling.adjust import History
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
-from engine.scheduler import Scheduled
-from engine.sequence import Sequence
 from tests.models import make_engine, run_engine
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.draft_length.rounds import Candidate
 from engine.draft_length.sources import FollowedCosts, SourceChooser
 from engine.messages import Generate, SamplingParams

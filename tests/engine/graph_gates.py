@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from engine.batch import Span
-from engine.block_manager import BlockTable
-from engine.core import EngineCore
+from engine.core.block_pool import BlockTable
+from engine.core.engine import EngineCore
 from engine.messages import SamplingParams
 from engine.models.decoder_only import DecoderModel
 from engine.models.step_graphs import StepGraphs

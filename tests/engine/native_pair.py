@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.models.decoder_only import DecoderModel
 from engine.proposers.draft_model import DraftModelProposer
 from tests.models import make_engine, save_perturbed, save_random_llama

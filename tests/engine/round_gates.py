@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from engine import graph_plan
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
+from engine.core.stats import EngineStats
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.models import step_buckets
 from engine.models.captured_round import CapturedRound
@@ -24,7 +25,6 @@ from engine.sampling.captured_verify import captured_verify
 from engine.sampling.random import counters
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from engine.sampling.verify import RowVerdict
-from engine.stats import EngineStats
 from tests.engine.conftest import Models
 from tests.models import make_engine
 from tests.tape import TapeCapture

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import RUN, BlockPool, BlockTable
+from engine.core.block_pool import RUN, BlockPool, BlockTable
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
 from engine.draft_planner import DraftPlanner
 from engine.messages import SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import Sequence
 
 
 def assert_partition(pool: BlockPool, tables: list[BlockTable]) -> None:

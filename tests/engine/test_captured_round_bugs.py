@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine import graph_plan
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.models import captured_round, step_buckets
 from engine.models.round_inputs import MAX_DRAWN, RoundBucket, plan_rounds, smallest_round
 from engine.models.step_buckets import Bucket

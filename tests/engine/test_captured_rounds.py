@@ -14,7 +14,7 @@ import torch
 
 import tests.models
 from engine import graph_plan
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.draft_length.rounds import RoundSeconds
 from engine.messages import SamplingParams
 from engine.sampling.captured_draw import DrawKind

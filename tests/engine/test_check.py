@@ -10,9 +10,9 @@ import pytest
 import torch
 from scipy import stats
 
-from engine import check
-from engine.check_exactness import chi_square
-from engine.check_speed import Costs, Speed
+from engine.commands import check
+from engine.commands.check_exactness import chi_square
+from engine.commands.check_speed import Costs, Speed
 from engine.pairing import compare_tokenizers
 from engine.sampling import sampler as sampler_module
 from engine.sampling.verify import RowVerdict, Verdict

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.core.scheduler import Scheduled
 from engine.messages import Generate, SamplingParams
 from engine.models.graph_capture import make_capture
 from engine.models.in_place_attention import find_kernel
@@ -21,7 +22,6 @@ from engine.models.layer_parts import AttentionShape
 from engine.models.lean_decoder import LeanDecoder
 from engine.models.step_graphs import StepGraphs
 from engine.sampling.sampler import Drafts, Sampler
-from engine.scheduler import Scheduled
 from tests.engine import chain_gates, gates, graph_gates, round_gates, test_distribution, triton_gates
 from tests.engine.conftest import Models
 from tests.engine.test_distribution import Pair, p_values, pair

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import tests.models
 from engine import graph_plan
-from engine.block_manager import BlockTable
-from engine.core import EngineCore
+from engine.core.block_pool import BlockTable
+from engine.core.engine import EngineCore
 from engine.messages import SamplingParams
 from engine.models import draft_chain, step_buckets
 from engine.models.chain_inputs import ChainBucket, ChainInputs, ChainPass, ChainShape, fitting, plan_chains

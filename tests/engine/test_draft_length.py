@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from engine.block_manager import BlockPool
+from engine.core.block_pool import BlockPool
 from engine.draft_length.calibrate import _plausible
 from engine.draft_length.costs import CostCurve, CostModel
 from engine.draft_length.plan import RowOutlook, evaluate, search

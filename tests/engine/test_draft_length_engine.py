@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.block_manager import BlockTable
-from engine.core import EngineCore
+from engine.core.block_pool import BlockTable
+from engine.core.engine import EngineCore
 from engine.draft_length.confidence import PatientDraft
 from engine.draft_length.plan import Plan, Search
 from engine.draft_length.rounds import Candidate

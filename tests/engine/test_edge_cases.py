@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.batch import Span
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from engine import check
-from engine.admission import RequestError
+from engine.commands import check
+from engine.core.admission import RequestError
 from engine.messages import Generate, SamplingParams
 from engine.models.errors import ModelLoadError
 from tests.engine import seq2seq_gates as gates

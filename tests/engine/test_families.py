@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.kv_cache import KVCache
 from engine.messages import SamplingParams, Verification
 from engine.models import attention

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Scheduled
 from engine.messages import Generate, SamplingParams
-from engine.scheduler import Scheduled
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from engine.batch import Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.models import layer_parts, packed_linear
 from engine.models.decoder_only import DecoderModel
 from engine.models.lean_decoder import LeanDecoder

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 from tests.engine.conftest import Models
 from tests.models import make_engine

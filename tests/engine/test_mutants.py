@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine import batch, core
-from engine.block_manager import BlockTable
+from engine import batch
+from engine.core import engine as core
+from engine.core.block_pool import BlockTable
+from engine.core.sequence import Sequence
 from engine.messages import SamplingParams
 from engine.models.errors import ModelLoadError
 from engine.proposers import draft_model, routed
@@ -25,7 +27,6 @@ from engine.sampling.draw import inverse_cdf
 from engine.sampling.random import Stream
 from engine.sampling.sampler import Drafts, Rule, Sampler
 from engine.sampling.verify import Verdict
-from engine.sequence import Sequence
 from tests.engine import gates
 from tests.engine.conftest import Models
 

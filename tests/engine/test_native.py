@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, TorchParts
 from engine.models.lean_decoder import LeanDecoder

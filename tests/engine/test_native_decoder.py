@@ -7,7 +7,7 @@ import torch
 from transformers import MistralConfig
 
 from engine.batch import MAX_GROUPED_QUERIES, Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.models.decoder_only import DecoderModel
 from engine.models.layer_parts import TorchParts
 from engine.models.lean_decoder import LeanDecoder

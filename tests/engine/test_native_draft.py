@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
+from engine.core.scheduler import Scheduled
 from engine.draft_length.confidence import Patience, PatientDraft
 from engine.messages import SamplingParams
 from engine.native import draft, library
 from engine.proposers import draft_model as proposer_module
 from engine.sampling.sampler import Drafts, Sampler
-from engine.scheduler import Scheduled
 from tests.engine.native_pair import draft_model, make_twins, save_pair
 from tests.engine.patience import known
 from tests.engine.test_native import plant

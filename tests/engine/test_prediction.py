@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.admission import RequestError
-from engine.core import EngineCore
+from engine.core.admission import RequestError
+from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
 from engine.prediction import TRUSTED_RUN, Prediction, PredictionCursor
 from tests.engine.conftest import Models

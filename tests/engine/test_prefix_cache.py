@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine

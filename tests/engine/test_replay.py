@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 
+from engine.commands.replay import Replayer, RoundReport
+from engine.commands.replay_round import Outcome
+from engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
+from engine.commands.verify_trace import main
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
-from engine.replay import Replayer, RoundReport
-from engine.replay_command import main
-from engine.replay_round import Outcome
-from engine.trace_file import TracedRound, TraceFileError, parse_answer
 from tests.engine.conftest import Models
 from tests.models import make_engine, stepped
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockPool, BlockTable
+from engine.core.block_pool import BlockPool, BlockTable
+from engine.core.scheduler import Scheduled, Scheduler
+from engine.core.sequence import Sequence
 from engine.draft_planner import DraftPlanner
 from engine.messages import SamplingParams
-from engine.scheduler import Scheduled, Scheduler
-from engine.sequence import Sequence
 from tests.engine.test_cache_bookkeeping import assert_partition
 
 BLOCK_SIZE = 4

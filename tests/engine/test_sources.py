@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from engine.batch import Span
-from engine.core import EngineCore
+from engine.commands.replay import Replayer
+from engine.commands.replay_round import Outcome as Finding
+from engine.commands.trace_file import TracedChoice, TracedRound
+from engine.core.engine import EngineCore
 from engine.draft_length.costs import CostModel
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds
 from engine.draft_length.sources import (
@@ -22,9 +25,6 @@ from engine.draft_length.sources import (
 from engine.draft_length.survival import SequenceAcceptance
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
-from engine.replay import Replayer
-from engine.replay_round import Outcome as Finding
-from engine.trace_file import TracedChoice, TracedRound
 from tests.engine.conftest import Models
 from tests.engine.gates import PROMPTS, rotating_engine
 from tests.models import make_engine, run_engine, stepped

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 import tests.models
 from engine import graph_plan
 from engine.batch import AttentionGroup, Span
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.kv_cache import KVCache
 from engine.messages import SamplingParams
 from engine.models import step_graphs, step_inputs

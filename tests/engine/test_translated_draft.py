@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers import models as token_models
 from transformers import AutoModelForCausalLM
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams
 from engine.models.errors import ModelLoadError
 from engine.proposers.draft_model import DraftModelProposer

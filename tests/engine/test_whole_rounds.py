@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.draft_length.confidence import Patience, PatientDraft
 from engine.draft_length.rounds import Candidate, Outcome, RoundSeconds, lags_after
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput

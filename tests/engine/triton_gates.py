@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.in_place_attention import InPlaceAttention, RowsKernel

@@ -13,7 +13,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from engine.replay_command import main as verify_trace
+from engine.commands.verify_trace import main as verify_trace
 from tests.integration.conftest import DRAFTED, Server, serving
 from tests.translation_pair import PREFIX, SENTENCES, save_pair
 

@@ -17,9 +17,8 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, CliApp, CliImplicitFlag, SettingsConfigDict
 from transformers.utils import logging as transformers_logging
 
-from engine.admission import RequestError
 from engine.build import build_engine
-from engine.check_exactness import (
+from engine.commands.check_exactness import (
     SIGNIFICANCE,
     TESTED,
     ChiSquareResult,
@@ -30,9 +29,10 @@ from engine.check_exactness import (
     check_law,
     expected_law,
 )
-from engine.check_speed import PAYS_FROM, Speed, measure
+from engine.commands.check_speed import PAYS_FROM, Speed, measure
 from engine.config import EngineConfig
-from engine.core import EngineCore
+from engine.core.admission import RequestError
+from engine.core.engine import EngineCore
 from engine.messages import SamplingParams, Verification
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel

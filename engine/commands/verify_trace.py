@@ -11,13 +11,13 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict
 from transformers.utils import logging as transformers_logging
 
+from engine.commands.replay import Replayer, RoundReport
+from engine.commands.replay_round import Outcome
+from engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from engine.config import EngineConfig
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
-from engine.replay import Replayer, RoundReport
-from engine.replay_round import Outcome
-from engine.trace_file import TracedAnswer, TraceFileError, read_answer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
 # Half precision leaves logits two or three digits.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from engine.core import EngineCore
+from engine.core.engine import EngineCore
 from engine.llm import Completion
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput, Verification
 from engine.models.fresh import FreshModel, adjusted, processed

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from engine.commands.replay_round import Finding, Outcome, RoundCheck
+from engine.commands.trace_file import TracedChoice, TracedRound
 from engine.messages import SamplingParams
 from engine.models.fresh import FreshModel
 from engine.proposers.draft_model import DraftModelProposer
-from engine.replay_round import Finding, Outcome, RoundCheck
 from engine.sampling.adjust import History
 from engine.sampling.sampler import Rule
-from engine.trace_file import TracedChoice, TracedRound
 
 DRAFT_MODEL = DraftModelProposer.name
 

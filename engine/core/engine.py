@@ -8,9 +8,12 @@ from collections.abc import Callable
 
 import torch
 
-from engine.admission import Admission, RequestError
 from engine.batch import Span
 from engine.captured_rounds import run_captured
+from engine.core.admission import Admission, RequestError
+from engine.core.scheduler import Scheduled, Scheduler
+from engine.core.sequence import Sequence
+from engine.core.stats import EngineStats
 from engine.draft_length.rounds import RoundSeconds
 from engine.messages import Failed, Generate, RoundTrace, Stats, TokenOutput
 from engine.models.decoder_only import DecoderModel
@@ -27,9 +30,6 @@ from engine.sampling.adjust import History
 from engine.sampling.draws import Draws, TorchDraws
 from engine.sampling.sampler import Row, Rule, Sampler
 from engine.sampling.verify import RowVerdict
-from engine.scheduler import Scheduled, Scheduler
-from engine.sequence import Sequence
-from engine.stats import EngineStats
 from engine.whole_rounds import WholeRounds
 
 # Of a step whose logits nobody has asked for.

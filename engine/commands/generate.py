@@ -17,8 +17,8 @@ from pydantic_settings import BaseSettings, CliApp, CliImplicitFlag, CliPosition
 from tokenizers.decoders import DecodeStream
 from transformers.utils import logging as transformers_logging
 
-from engine.admission import RequestError
 from engine.config import EngineConfig
+from engine.core.admission import RequestError
 from engine.llm import LLM, Completion
 from engine.messages import SamplingParams
 from engine.models.errors import ModelLoadError

@@ -12,10 +12,10 @@ from bisect import insort
 from dataclasses import dataclass
 from itertools import count
 
-from engine.block_manager import BlockPool, BlockTable
+from engine.core.block_pool import BlockPool, BlockTable
+from engine.core.sequence import Sequence
 from engine.draft_length.confidence import PatientDraft
 from engine.draft_planner import Choice, DraftPlanner
-from engine.sequence import Sequence
 
 
 @dataclass(slots=True)  # not frozen, as Span

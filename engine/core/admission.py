@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
+from engine.core.sequence import Sequence
 from engine.draft_length.sources import AUTO_LIMITS
 from engine.messages import Generate, Method, SamplingParams, Source, Verification
 from engine.prediction import Prediction, PredictionCursor
 from engine.sampling.random import sequence_seed
-from engine.sequence import Sequence
 
 # Who may draft with method auto; whoever is not there is left out.
 AUTO_SOURCES: tuple[Source, ...] = ("prediction", "ngram", "draft_model")

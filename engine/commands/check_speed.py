@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.check_exactness import outputs
-from engine.core import EngineCore
+from engine.commands.check_exactness import outputs
+from engine.core.engine import EngineCore
 from engine.messages import SamplingParams
 
 PAYS_FROM = 1.03  # less than this is noise

@@ -6,7 +6,7 @@ A request with ``n`` choices is ``n`` sequences. The last of a running sequence'
 
 from dataclasses import dataclass, field
 
-from engine.block_manager import BlockTable
+from engine.core.block_pool import BlockTable
 from engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
 from engine.prediction import PredictionCursor
 

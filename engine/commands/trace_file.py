@@ -1,4 +1,4 @@
-"""A traced answer as JSON: what ``engine.replay`` needs of it, and nothing else.
+"""A traced answer as JSON: what ``engine.commands.replay`` needs of it, and nothing else.
 
 Either a whole answer of the server (completion or chat) or its ``foretoken`` object alone, for instance
 
