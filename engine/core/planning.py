@@ -1,0 +1,54 @@
+"""What the scheduler asks before a step is drawn: who drafts for each decoding sequence, and how much."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.core.sequence import Sequence
+from engine.core.step import EarlyExit, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class DraftChoice:
+    """What a decoding sequence drafts in this step: ``num_tokens`` at most, in each of its rounds.
+
+    ``draft_ids``: the drafts themselves, from a source that needs no model; then the step has one round.
+    ``num_missing``: tokens that the draft model's cache must compute before it drafts, the pending token
+    apart.
+    """
+
+    source: str = "none"
+    num_tokens: int = 0
+    num_missing: int = 0
+    early_exit: EarlyExit | None = None
+    draft_ids: list[int] = field(default_factory=list)
+
+
+class Planner(Protocol):
+    """Decides before anything of the step is drawn, from earlier rounds and the texts so far: that keeps the
+    output's law."""
+
+    @property
+    def max_rounds(self) -> int:
+        """Rounds for which the last ``choose`` stands, if the rows stay."""
+
+    @property
+    def num_speculative_tokens(self) -> float:
+        """Mean length of the drafts that the last ``choose`` has asked for."""
+
+    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
+        """For sequences whose pending token is all that the target has to compute."""
+
+    def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
+        """For a prompt of one token, which is a row at once."""
+
+    def prefills_draft(self, sequence: Sequence) -> bool:
+        """Whether the draft model computes a prompt along with the target, or catches up when it drafts."""
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """The verdicts on what ``choose`` asked for, and what the rounds cost."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+
+    def state(self) -> dict[str, object]:
+        """For ``GET /speculation``: builtins only."""

@@ -1,0 +1,135 @@
+"""The data of a step: what the scheduler plans, and what a runner makes of it. Plain integers, no tensors.
+
+A *round* is one draft, score and verify of every row. A step has one round, or several where rounds are
+short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
+"""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from typing import NamedTuple
+
+from engine.core.sequence import Sequence
+from engine.messages import RoundTrace, TokenLogprob
+
+
+class RowNeeds(Flag):
+    """What the rows of a step ask of a runner beyond plain decoding. ``needs in runner.supports`` is the only
+    test that chooses a runner."""
+
+    NONE = 0
+    PROMPT = auto()  # more known tokens than the pending one, or the log-probabilities of a prompt
+    DRAFT_MODEL = auto()  # drafts from the draft model
+    CATCH_UP = auto()  # its cache computes more than a few missing tokens first, or instead of a draft
+    SAMPLING = auto()  # temperature above 0
+    BLOCK_RULE = auto()  # block verification
+    BIAS = auto()  # logit_bias, or stop tokens forbidden below min_tokens
+    PENALTIES = auto()  # presence, frequency, repetition
+    RULES = auto()  # what the checkpoint's generation config forbids or forces
+    MASK = auto()  # tokens allowed by position
+    LOGPROBS = auto()
+    TRACE = auto()
+
+
+# Lower ends of the bins of a draft distribution's confidence: most are either open or nearly certain, where
+# little makes a difference.
+CONFIDENCE_BINS = (0.0, 0.4, 0.55, 0.65, 0.75, 0.85, 0.92, 0.97)
+
+
+class EarlyExit(NamedTuple):
+    """Ends a draft before a token whose distribution says that it would hardly be accepted.
+
+    ``rates`` are acceptance rates by the bin of the distribution's confidence (``Sampler.draw_drafts``).
+    A draft multiplies the rates of its tokens' bins and ends before the token that would take the product
+    below ``threshold``. The confidence is a function of the distribution, never of the token drawn from it,
+    so the output keeps its law.
+    """
+
+    rates: tuple[float, ...]
+    threshold: float
+
+
+@dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
+class ScheduledSequence:
+    """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
+
+    ``completes``: the last known token is among them, so the sequence is a row of the step's rounds.
+    ``source`` drafts up to ``num_draft_tokens`` in each round, fewer where ``early_exit`` ends the draft.
+    ``draft_ids`` are drafts that are known already: those of a source without a model.
+    ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
+    instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
+    chunk too, now.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    completes: bool
+    num_draft_tokens: int = 0
+    source: str = "none"
+    num_catch_up_tokens: int = 0
+    prefill_draft: bool = True
+    early_exit: EarlyExit | None = None
+    draft_ids: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """``rows`` are the scheduled sequences that complete, in order. Blocks are reserved for ``max_rounds``
+    rounds. ``started`` is the time when planning began, by ``time.perf_counter``."""
+
+    scheduled: list[ScheduledSequence]
+    rows: list[ScheduledSequence]
+    needs: RowNeeds
+    max_rounds: int
+    started: float
+
+    @property
+    def is_decode_only(self) -> bool:
+        """No prompt takes part: the step's duration is that of its rounds."""
+        return RowNeeds.PROMPT not in self.needs
+
+
+class PhaseSeconds(NamedTuple):
+    """Wall time of a round."""
+
+    draft: float
+    score: float
+    verify: float
+
+
+@dataclass(slots=True)
+class Round:
+    """What became of one round, row by row.
+
+    ``emitted``: the accepted drafts and the token that follows them, before stop tokens and limits cut them
+    off. ``failed`` rows had no distribution to draw from. ``confidences``: those that a draft with an early
+    exit has met, the refused token's included. The optional columns are None where no row asks for them.
+    """
+
+    num_drafted: list[int]
+    num_accepted: list[int]
+    emitted: list[list[int]]
+    seconds: PhaseSeconds
+    failed: list[bool] | None = None
+    confidences: Sequences[Sequences[float] | None] | None = None
+    logprobs: Sequences[list[TokenLogprob] | None] | None = None
+    traces: Sequences[RoundTrace | None] | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """``rounds``: at least one, if the plan has rows; only in the last one may a row end. ``seconds`` of a step
+    without rows are those of its prompts. ``host_seconds``: what the step took besides, known once it is
+    committed."""
+
+    rounds: list[Round]
+    prompt_seconds: PhaseSeconds | None = None
+    host_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Drafting, scoring and verifying."""
+        parts = [one.seconds for one in self.rounds]
+        if self.prompt_seconds is not None:
+            parts.append(self.prompt_seconds)
+        return sum(map(sum, parts))
