@@ -6,29 +6,10 @@ short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
 
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
-from enum import Flag, auto
 from typing import NamedTuple
 
-from engine.core.sequence import Sequence
+from engine.core.sequence import RowNeeds, Sequence
 from engine.messages import RoundTrace, TokenLogprob
-
-
-class RowNeeds(Flag):
-    """What the rows of a step ask of a runner beyond plain decoding. ``needs in runner.supports`` is the only
-    test that chooses a runner."""
-
-    NONE = 0
-    PROMPT = auto()  # more known tokens than the pending one, or the log-probabilities of a prompt
-    DRAFT_MODEL = auto()  # drafts from the draft model
-    CATCH_UP = auto()  # its cache computes more than a few missing tokens first, or instead of a draft
-    SAMPLING = auto()  # temperature above 0
-    BLOCK_RULE = auto()  # block verification
-    BIAS = auto()  # logit_bias, or stop tokens forbidden below min_tokens
-    PENALTIES = auto()  # presence, frequency, repetition
-    RULES = auto()  # what the checkpoint's generation config forbids or forces
-    MASK = auto()  # tokens allowed by position
-    LOGPROBS = auto()
-    TRACE = auto()
 
 
 # Lower ends of the bins of a draft distribution's confidence: most are either open or nearly certain, where
@@ -118,9 +99,8 @@ class Round:
 
 @dataclass(slots=True)
 class StepResult:
-    """``rounds``: at least one, if the plan has rows; only in the last one may a row end. ``seconds`` of a step
-    without rows are those of its prompts. ``host_seconds``: what the step took besides, known once it is
-    committed."""
+    """``rounds``: at least one, if the plan has rows; only in the last one may a row end. ``prompt_seconds`` are
+    those of a step without rows. ``host_seconds``: what the step took besides, known once it is committed."""
 
     rounds: list[Round]
     prompt_seconds: PhaseSeconds | None = None
