@@ -11,7 +11,6 @@ from typing import NamedTuple
 from engine.core.sequence import RowNeeds, Sequence
 from engine.messages import RoundTrace, TokenLogprob
 
-
 # Lower ends of the bins of a draft distribution's confidence: most are either open or nearly certain, where
 # little makes a difference.
 CONFIDENCE_BINS = (0.0, 0.4, 0.55, 0.65, 0.75, 0.85, 0.92, 0.97)
@@ -99,8 +98,8 @@ class Round:
 
 @dataclass(slots=True)
 class StepResult:
-    """``rounds``: at least one, if the plan has rows; only in the last one may a row end. ``prompt_seconds`` are
-    those of a step without rows. ``host_seconds``: what the step took besides, known once it is committed."""
+    """``rounds``: at least one, if the plan has rows; only in the last one may a row end. ``prompt_seconds``:
+    of a step without rows. ``host_seconds``: what the step took besides, known once it is committed."""
 
     rounds: list[Round]
     prompt_seconds: PhaseSeconds | None = None
