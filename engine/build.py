@@ -63,8 +63,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         )
     else:
         max_model_len = _max_model_len(config, target)
-    is_translated = pairing is not None and pairing.translators is not None
-    graphs = plan_graphs(config, target, draft, max_model_len, is_translated)
+    graphs = plan_graphs(config, target, draft, max_model_len)
     models = [target] if draft is None else [target, draft]
     num_blocks = _num_blocks(config, models, max_model_len, graphs)
     for model in models:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 
 from engine.batch import Span
-from engine.captured_rounds import run_captured
 from engine.core.admission import Admission, RequestError
 from engine.core.scheduler import Scheduled, Scheduler
 from engine.core.sequence import Sequence
@@ -31,9 +30,6 @@ from engine.sampling.draws import Draws, TorchDraws
 from engine.sampling.sampler import Row, Rule, Sampler
 from engine.sampling.verify import RowVerdict
 from engine.whole_rounds import WholeRounds
-
-# Of a step whose logits nobody has asked for.
-NO_LOGITS = torch.empty(0)
 
 
 class EngineCore:
@@ -97,23 +93,16 @@ class EngineCore:
             if outputs is not None:
                 return outputs
 
-        judged = run_captured(self.target.captured_round, self.proposer, scheduled, sampler)
-        if judged is not None:
-            drafted, verdicts, logits = judged.drafted, judged.verdicts, NO_LOGITS
-            round_traces: list[RoundTrace | None] = [None] * len(parts)
-            draft, score = judged.draft_seconds, judged.score_seconds
-            host += stats.end_rounds(draft, score, verify=0.0)
-        else:
-            drafts = self.proposer.propose(scheduled, sampler)
-            drafted = drafts.ids
-            draft = stats.end_phase("draft")
+        drafts = self.proposer.propose(scheduled, sampler)
+        drafted = drafts.ids
+        draft = stats.end_phase("draft")
 
-            logits = self._score(scheduled, drafted)
-            score = stats.end_phase("score")
+        logits = self._score(scheduled, drafted)
+        score = stats.end_phase("score")
 
-            verdicts = sampler.verify(logits, drafts)
-            score += stats.end_phase("verify")
-            round_traces = traces(parts, self.proposer.trace_source, sampler, drafts, logits, verdicts)
+        verdicts = sampler.verify(logits, drafts)
+        score += stats.end_phase("verify")
+        round_traces = traces(parts, self.proposer.trace_source, sampler, drafts, logits, verdicts)
 
         for part in scheduled:
             if not part.completes:

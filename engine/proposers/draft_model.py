@@ -8,18 +8,16 @@ in the first pass of a round.
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from engine.batch import Span
-from engine.core.block_pool import BlockTable
 from engine.core.scheduler import Scheduled
 from engine.draft_length.confidence import PatientDraft
 from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
-from engine.models.draft_chain import in_width
 from engine.native.decoder import NativeDecoder
 from engine.native.draft import draft_round
-from engine.sampling.captured_draw import draw_now, draw_rows
 from engine.sampling.sampler import DraftDraw, Drafts, Sampler
 
 
@@ -56,19 +54,13 @@ class DraftModelProposer:
         for position in range(num_positions):
             if len(active) < len(drawing.rows):
                 drawing, members = sampler.select(active), on_device(active, sampler.device)
-            tables = [completing[row].sequence.draft_blocks for row in active]
-            if position == 1 and not with_confidence:
-                num_passes = [lengths[row] - 1 for row in active]
-                rest = self._draft_at_once(tables, num_passes, token_ids[members, 0], drawing)
-                if rest is not None:
-                    token_ids[members, 1:] = rest
-                    break
             if position > 0:
+                tables = [completing[row].sequence.draft_blocks for row in active]
                 last = token_ids[members, position - 1].tolist()
                 logits = self._forward(
                     [Span(table, [token_id], 1) for table, token_id in zip(tables, last, strict=True)]
                 )
-            draw = self._draw(logits, token_ids[members, :position], with_confidence, drawing)
+            draw = drawing.draw_drafts(logits, token_ids[members, :position], with_confidence)
             token_ids[members, position] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members, position] = draw.probs
@@ -91,29 +83,6 @@ class DraftModelProposer:
         drafts = draft_round(self.model.whole_pass, self._known(spans), limits, patient, drawing)
         return None if drafts is None else _among(drafts, active, len(lengths))
 
-    def _draw(
-        self, logits: torch.Tensor, drafted: torch.Tensor, with_confidence: bool, drawing: Sampler
-    ) -> DraftDraw:
-        """The next drafts from ``logits`` [rows, vocab], after ``drafted`` [rows, so far]. The first ones
-        stay on the device, unread, where a chain can go on with them."""
-        is_first = drafted.shape[1] == 0
-        if self.model.draft_chain is not None and is_first and not with_confidence:
-            rows = draw_rows(drawing)
-            if rows is not None:
-                return DraftDraw(draw_now(logits, rows, drawing), None, None)
-        return drawing.draw_drafts(logits, drafted, with_confidence)
-
-    def _draft_at_once(
-        self, tables: list[BlockTable], num_passes: list[int], first_ids: torch.Tensor, drawing: Sampler
-    ) -> torch.Tensor | None:
-        """The drafts after ``first_ids`` [rows], int64 [rows, most passes], without a look at any of them;
-        None if it takes the loop."""
-        chain = self.model.draft_chain
-        rows = draw_rows(drawing) if chain is not None else None
-        if chain is None or rows is None:
-            return None
-        return chain(tables, num_passes, first_ids, rows)
-
     def _catch_up(self, part: Scheduled) -> Span | None:
         """What the draft is to store in its first pass: of a prompt all that the target will have stored
         after this step, of a decoding sequence what it missed while others drafted or nobody did."""
@@ -135,7 +104,11 @@ class DraftModelProposer:
         probability zero in the draft."""
         if not spans:
             return torch.empty(0)
-        return in_width(self.model.forward(self._known(spans)), self.vocab_size)
+        logits = self.model.forward(self._known(spans))
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            return F.pad(logits, (0, missing), value=-torch.inf)
+        return logits if missing == 0 else logits[:, : self.vocab_size]
 
     def _known(self, spans: list[Span]) -> list[Span]:
         """With any stand-in for tokens that only the target has."""
