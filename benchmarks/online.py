@@ -91,7 +91,7 @@ class OfflineEngine:
         from benchmarks.engine_runs import decode_params
         from engine.build import build_engine
         from engine.config import EngineConfig
-        from engine.pairing import load_tokenizer
+        from engine.proposers.translated.pairing import load_tokenizer
         from engine.worker import keep_loaded
 
         config = EngineConfig(**engine_settings(options))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import note, read_prompts
 from engine.config import BUNDLED_PAIR
-from engine.pairing import load_tokenizer
+from engine.proposers.translated.pairing import load_tokenizer
 
 BUNDLED = "bundled"
 

@@ -346,7 +346,7 @@ def test_time_and_memory_end_the_capturing(models: Models, taped: None, monkeypa
     monkeypatch.setattr(graph_plan, "_memory", lambda *_: 3 << 20)
     monkeypatch.setattr(graph_plan, "FIXED_BYTES", 0)
     core = make_engine(models.target, models.close_draft)
-    draft = core.proposer.proposers["draft_model"].model  # type: ignore[attr-defined]
+    draft = core.draft
     for model in (draft, core.target):
         assert isinstance(model.graphs, StepGraphs)
         recorded.append(len(model.graphs.replays))
