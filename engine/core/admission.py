@@ -12,7 +12,7 @@ from engine.core.block_pool import BlockTable
 from engine.core.planning import AUTO_LIMITS
 from engine.core.sequence import Sequence
 from engine.messages import Generate, Method, SamplingParams, Source, Verification
-from engine.prediction import Prediction, PredictionCursor
+from engine.proposers.prediction import Prediction, PredictionCursor
 from engine.sampling.random import sequence_seed
 
 # Who may draft with method auto; whoever is not there is left out.
