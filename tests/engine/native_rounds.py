@@ -265,9 +265,9 @@ def _draft(
             new = [int(token_ids[row, position - 1])] if position else text
             spans.append(Span(table, [min(token, side.draft.vocab_size - 1) for token in new], 1))
         logits = _in_width(side.draft.forward(spans), vocab_size)
-        draw = sampler.select(active).draw_drafts(
-            logits, token_ids[active, :position], any(confidences_of(parts))
-        )
+        with_confidence = any(part.early_exit is not None for part in parts)
+        drafted = token_ids[active, :position]
+        draw = sampler.select(active).draw_drafts(logits, drafted, with_confidence)
         token_ids[active, position] = draw.ids
         if probs is not None and draw.probs is not None:
             probs[active, position] = draw.probs
