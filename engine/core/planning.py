@@ -6,6 +6,9 @@ from typing import Protocol
 from engine.core.sequence import Sequence
 from engine.core.step import EarlyExit, StepPlan, StepResult
 
+# The longest drafts where the length is left to the planner: look-ups cost next to nothing.
+AUTO_LIMITS: dict[str, int] = {"draft_model": 8, "ngram": 16, "prediction": 32, "none": 0}
+
 
 @dataclass(slots=True)
 class DraftChoice:

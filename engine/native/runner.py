@@ -146,20 +146,19 @@ class _Results:
 
     def rounds(self, emitted: list[list[int]], num_done: int) -> list[Round]:
         """Of ``emitted``, row by row, in all rounds together."""
-        num_rows, size, numbers = self.num_rows, self.size, self.numbers
+        num_rows, size = self.num_rows, self.size
+        numbers, seconds = self.numbers.tolist(), self.seconds.tolist()
         starts = [0] * num_rows
         rounds = []
-        for number in range(num_done):
-            first = number * num_rows
-            num_drafted = numbers[first : first + num_rows].tolist()
-            num_accepted = numbers[size + first : size + first + num_rows].tolist()
+        for first in range(0, num_done * num_rows, num_rows):
+            num_accepted = numbers[size + first : size + first + num_rows]
             own = emitted
             if num_done > 1:
                 ends = [start + count + 1 for start, count in zip(starts, num_accepted, strict=True)]
                 own = [text[a:b] for text, a, b in zip(emitted, starts, ends, strict=True)]
                 starts = ends
-            seconds = PhaseSeconds._make(self.seconds[NUM_PHASES * number : NUM_PHASES * (number + 1)])
-            rounds.append(Round(num_drafted, num_accepted, own, seconds))
+            phase_seconds = PhaseSeconds(*seconds[NUM_PHASES * len(rounds) :][:NUM_PHASES])
+            rounds.append(Round(numbers[first : first + num_rows], num_accepted, own, phase_seconds))
             if self.confidences is not None:
                 rounds[-1].confidences = self._confidences(first)
         return rounds

@@ -10,7 +10,7 @@ from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.proposers.base import LookUp, Proposer
 from engine.proposers.draft_model import DraftModelProposer
-from engine.proposers.translated import TranslatedDraftProposer
+from engine.proposers.translated.proposer import TranslatedDraftProposer
 from engine.sampling.sampler import Drafts, Sampler
 
 

@@ -1,4 +1,4 @@
-"""What executes a step."""
+"""What executes a step: drafts, scores and verifies what the scheduler has planned."""
 
 from typing import Protocol
 
@@ -7,10 +7,13 @@ from engine.core.step import StepPlan, StepResult
 
 
 class Runner(Protocol):
-    """``supports`` is all that the rows of a plan may need."""
+    """``run`` returns the step's rounds and leaves the sequences as they are, but for what their block tables
+    count as computed: at least every token but the pending one, and perhaps rejected drafts, which the commit
+    truncates."""
 
-    supports: RowNeeds
+    @property
+    def supports(self) -> RowNeeds:
+        """What rows may need for this runner to execute their step."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        """At least one round of all rows. The block tables count what the caches hold afterwards; sequences
-        stay as they are."""
+        """One round, or several up to ``plan.max_rounds`` where they are short."""

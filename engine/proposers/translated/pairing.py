@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from engine.models.errors import ModelLoadError
-from engine.translation.tokenizer import TextTokenizer, fast_form
+from engine.proposers.translated.tokenizer import TextTokenizer, fast_form
 
 # More differing strings than this share, and it is another tokenizer rather than a few added tokens.
 DIFFERENT_SHARE = 0.01

@@ -10,18 +10,17 @@ import math
 import weakref
 from dataclasses import dataclass, field
 
-import torch
-
 from engine.batch import Span
 from engine.core.block_pool import BlockPool, BlockTable
-from engine.core.scheduler import Scheduled
 from engine.core.sequence import Sequence
+from engine.core.step import ScheduledSequence
 from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
+from engine.proposers.known import known_drafts
 from engine.sampling.sampler import Drafts, Sampler
-from engine.translation.draft_text import DraftText
-from engine.translation.target_text import TargetText
-from engine.translation.tokenizer import BROKEN, TextTokenizer
+from engine.proposers.translated.draft_text import DraftText
+from engine.proposers.translated.target_text import TargetText
+from engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
 
 # Draft tokens per target token: no more, however short the draft's tokens are.
 MAX_TOKENS_PER_TOKEN = 6
@@ -100,20 +99,18 @@ class TranslatedDraftProposer:
         # The least recently used first.
         self._states: weakref.WeakKeyDictionary[Sequence, _State] = weakref.WeakKeyDictionary()
 
-    def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
+    def propose(self, scheduled: list[ScheduledSequence], sampler: Sampler) -> Drafts:
         completing = [part for part in scheduled if part.completes]
         rows = self._catch_up(scheduled, completing)
         self._draft(rows)
         drafted: list[list[int]] = [[] for _ in completing]
         for row in rows:
             drafted[row.index] = self._translate(row)
-        width = max(map(len, drafted), default=0)
-        token_ids = torch.tensor(
-            [ids + [0] * (width - len(ids)) for ids in drafted], dtype=torch.int64, device=sampler.device
-        ).view(len(drafted), width)
-        return Drafts(token_ids, None, [len(ids) for ids in drafted])
+        return known_drafts(drafted, sampler.device)
 
-    def _catch_up(self, scheduled: list[Scheduled], completing: list[Scheduled]) -> list[_Row]:
+    def _catch_up(
+        self, scheduled: list[ScheduledSequence], completing: list[ScheduledSequence]
+    ) -> list[_Row]:
         """Compute what the draft's cache misses, short gaps first; rows whose gap is closed have drafted
         their first token."""
         busy = [(part, self._follow(part.sequence)) for part in scheduled if self._is_mine(part)]
@@ -189,7 +186,7 @@ class TranslatedDraftProposer:
         unknown = (place for place, token_id in enumerate(known) if token_id >= self.vocab_size)
         return known[: next(unknown, len(known))]
 
-    def _is_mine(self, part: Scheduled) -> bool:
+    def _is_mine(self, part: ScheduledSequence) -> bool:
         plain_decoding = part.num_draft_tokens == 0 and part.num_tokens == 1
         return part.sequence.uses_draft_model and not plain_decoding
 
