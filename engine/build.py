@@ -29,8 +29,7 @@ from engine.native.draws import native_draws
 from engine.pairing import Pairing, pair_models
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
-from engine.proposers.ngram import NgramProposer
-from engine.proposers.prediction import PredictionProposer
+from engine.proposers.look_up import NgramProposer, PredictionProposer
 from engine.proposers.routed import RoutedProposer
 from engine.proposers.translated import TranslatedDraftProposer
 from engine.sampling.draws import Draws, TorchDraws
