@@ -31,7 +31,7 @@ from benchmarks.engine_runs import Variants, decode_params, run_engine
 from benchmarks.plots import lines
 from engine.config import BUNDLED_PAIR
 from engine.core.engine import EngineCore
-from engine.pairing import load_tokenizer
+from engine.proposers.translated.pairing import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 

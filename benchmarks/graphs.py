@@ -7,13 +7,10 @@ from typing import Any
 from benchmarks.common import Run
 from benchmarks.engine_runs import Variants
 from engine.core.engine import EngineCore
-from engine.models.captured_round import CapturedRound
-from engine.models.draft_chain import DraftChain
 from engine.models.step_graphs import StepGraphs
 from engine.proposers.draft_model import DraftModelProposer
 
 WITHOUT = ", without graphs"
-BY_PHASE = ", phase by phase"  # with graphs, but without those that score and judge
 
 
 def settings(arguments: Namespace) -> dict[str, Any]:
@@ -31,14 +28,7 @@ def graphs_of(core: EngineCore) -> dict[str, StepGraphs]:
 
 
 def facts(core: EngineCore) -> list[dict[str, Any]]:
-    """``misses`` are passes over a few tokens of a shape that was not captured; prompts count as neither. Of
-    draft chains they are chains, of rounds those that could have been captured."""
-    captured: dict[str, StepGraphs | DraftChain | CapturedRound] = dict(graphs_of(core))
-    draft = core.proposer.proposers.get("draft_model")
-    if isinstance(draft, DraftModelProposer) and isinstance(draft.model.draft_chain, DraftChain):
-        captured["draft chains"] = draft.model.draft_chain
-    if core.target.captured_round is not None:
-        captured["rounds"] = core.target.captured_round
+    """``misses`` are passes over a few tokens of a shape that was not captured; prompts count as neither."""
     return [
         {
             "model": name,
@@ -46,22 +36,12 @@ def facts(core: EngineCore) -> list[dict[str, Any]]:
             "replays": graphs.num_replays,
             "misses": graphs.num_misses,
         }
-        for name, graphs in captured.items()
+        for name, graphs in graphs_of(core).items()
     ]
 
 
 def without(core: EngineCore, variants: Variants) -> Variants:
-    """The same variants, with the engine's graphs left out, and with captured rounds alone left out."""
-
-    def by_phase(run: Callable[[], Run]) -> Callable[[], Run]:
-        def run_by_phase() -> Run:
-            rounds, core.target.captured_round = core.target.captured_round, None
-            try:
-                return run()
-            finally:
-                core.target.captured_round = rounds
-
-        return run_by_phase
+    """The same variants, with the engine's graphs left out."""
 
     def off(run: Callable[[], Run]) -> Callable[[], Run]:
         def run_without() -> Run:
@@ -75,14 +55,10 @@ def without(core: EngineCore, variants: Variants) -> Variants:
 
         return run_without
 
-    return {
-        **{f"{name}{BY_PHASE}": by_phase(run) for name, run in variants.items()},
-        **{f"{name}{WITHOUT}": off(run) for name, run in variants.items()},
-    }
+    return {f"{name}{WITHOUT}": off(run) for name, run in variants.items()}
 
 
 def baseline(names: Iterable[str]) -> dict[str, str]:
     """Each variant's counterpart without graphs; what has none is compared with itself."""
     names = set(names)
-    counterparts = {name: name.removesuffix(BY_PHASE) + WITHOUT for name in names}
-    return {name: other if other in names else name for name, other in counterparts.items()}
+    return {name: name + WITHOUT if name + WITHOUT in names else name for name in names}

@@ -7,6 +7,7 @@ server, by turns with the load, to show what HTTP, text and the second process c
 
 import argparse
 import asyncio
+import os
 import signal
 import socket
 import statistics
@@ -14,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common import note, print_table
 from server.load.client import BenchmarkError
@@ -55,17 +56,27 @@ def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
+class Server(NamedTuple):
+    port: int
+    process_id: int
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+
 @contextmanager
-def running_server(options: argparse.Namespace) -> Iterator[str]:
-    """Base URL of ``foretoken serve`` on a free port, once it is open; models may still be loading."""
+def running_server(settings: Mapping[str, Any], checkout: Path = ROOT) -> Iterator[Server]:
+    """``foretoken serve`` of a checkout on a free port, once it is open; models may still be loading."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in engine_settings(options).items()]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "server", "serve", f"--port={port}", *flags]
+    environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log) as process,
+        subprocess.Popen(command, cwd=checkout, env=environment, stdout=log, stderr=log) as process,
     ):
         try:
             while not is_open(port):
@@ -73,7 +84,7 @@ def running_server(options: argparse.Namespace) -> Iterator[str]:
                     log.seek(0)
                     raise BenchmarkError(f"the server did not start: {log.read().decode()[-1000:]}")
                 time.sleep(0.05)
-            yield f"http://127.0.0.1:{port}/v1"
+            yield Server(port, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
@@ -91,7 +102,7 @@ class OfflineEngine:
         from benchmarks.engine_runs import decode_params
         from engine.build import build_engine
         from engine.config import EngineConfig
-        from engine.pairing import load_tokenizer
+        from engine.proposers.translated.pairing import load_tokenizer
         from engine.worker import keep_loaded
 
         config = EngineConfig(**engine_settings(options))
@@ -152,7 +163,8 @@ def main() -> None:
         raise SystemExit("--offline needs --serve, and --ignore-eos so that both make the same tokens")
     try:
         if options.serve:
-            with running_server(options) as options.base_url:
+            with running_server(engine_settings(options)) as server:
+                options.base_url = server.base_url
                 result = asyncio.run(run(options))
         else:
             result = asyncio.run(run(options))

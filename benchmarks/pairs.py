@@ -7,7 +7,7 @@ from typing import NamedTuple
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import note, read_prompts
 from engine.config import BUNDLED_PAIR
-from engine.pairing import load_tokenizer
+from engine.proposers.translated.pairing import load_tokenizer
 
 BUNDLED = "bundled"
 
@@ -36,7 +36,7 @@ def add_pair_options(parser: argparse.ArgumentParser, default: str, *, several: 
         "--acceptance",
         type=float,
         default=0.88,
-        help="of each drafted token, for synthetic pairs (default 0.88: about 0.65 of 5 drafts stand)",
+        help="of each drafted token, for synthetic pairs (default %(default)s; 0.88: about 0.65 of 5 stand)",
     )
     parser.add_argument("--prompt-length", type=int, default=16, help="tokens, with synthetic pairs")
     parser.add_argument("--work", type=Path, help="keep synthetic pairs and GGUF files here for other runs")

@@ -19,7 +19,7 @@ from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.messages import Generate, TokenOutput
-from engine.pairing import load_tokenizer
+from engine.proposers.translated.pairing import load_tokenizer
 
 KINDS = ("first", "second", "second, cache declined")
 

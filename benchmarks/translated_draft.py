@@ -33,11 +33,11 @@ from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
-from engine.pairing import load_tokenizer
-from engine.proposers.translated import TranslatedDraftProposer
-from engine.translation.draft_text import DraftText
-from engine.translation.target_text import TargetText
-from engine.translation.tokenizer import TextTokenizer
+from engine.proposers.translated.pairing import load_tokenizer
+from engine.proposers.translated.proposer import TranslatedDraftProposer
+from engine.proposers.translated.draft_text import DraftText
+from engine.proposers.translated.target_text import TargetText
+from engine.proposers.translated.tokenizer import TextTokenizer
 
 TARGET, DRAFT = str(BUNDLED_PAIR / "target"), str(BUNDLED_PAIR / "draft")
 TEXT_LENGTHS = (1_000, 4_000, 16_000, 32_000)

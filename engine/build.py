@@ -11,11 +11,8 @@ from engine.config import EngineConfig
 from engine.core.admission import Admission, EncoderDecoderLimits
 from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
+from engine.core.planning import AUTO_LIMITS, Lookup
 from engine.core.scheduler import Scheduler
-from engine.draft_length.calibrate import calibrate
-from engine.draft_length.policy import DraftLengthPolicy
-from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
-from engine.draft_planner import DraftPlanner
 from engine.graph_plan import GraphPlan, plan_graphs
 from engine.messages import Method
 from engine.models.decoder_only import DecoderModel
@@ -25,14 +22,26 @@ from engine.models.lean_decoder import is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
 from engine.native.decoder import NativeDecoder
-from engine.native.draws import native_draws
-from engine.pairing import Pairing, pair_models
+from engine.native.draws import NativeDraws, native_draws
+from engine.native.runner import NativeRunner
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
+<<<<<<< HEAD
 from engine.proposers.look_up import NgramProposer, PredictionProposer
 from engine.proposers.routed import RoutedProposer
 from engine.proposers.translated import TranslatedDraftProposer
+=======
+from engine.proposers.ngram import NgramProposer
+from engine.proposers.prediction import PredictionProposer
+from engine.proposers.translated.pairing import Pairing, pair_models
+from engine.proposers.translated.proposer import TranslatedDraftProposer
+from engine.runtime.base import Runner
+from engine.runtime.calibrate import calibrate
+from engine.runtime.phases import PhaseRunner
+>>>>>>> core2
 from engine.sampling.draws import Draws, TorchDraws
+from engine.speculation.costs import Costs
+from engine.speculation.planner import SpeculationPlanner
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
 # the first one wait for it. The native kernels wake others only where it pays, but a few do, and such models
@@ -62,8 +71,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         )
     else:
         max_model_len = _max_model_len(config, target)
-    is_translated = pairing is not None and pairing.translators is not None
-    graphs = plan_graphs(config, target, draft, max_model_len, is_translated)
+    graphs = plan_graphs(config, target, draft, max_model_len)
     models = [target] if draft is None else [target, draft]
     num_blocks = _num_blocks(config, models, max_model_len, graphs)
     for model in models:
@@ -71,64 +79,89 @@ def build_engine(config: EngineConfig) -> EngineCore:
         model.allocate_cache(num_blocks + (graphs is not None), config.block_size)
     if graphs is not None:
         graphs.carry_out(num_blocks)
-    proposers: list[Proposer] = [
+    draft_pool = None if draft is None else BlockPool(num_blocks, config.block_size)
+    target_pool = BlockPool(num_blocks, config.block_size)
+    max_draft_len = max_model_len
+    if draft is not None and encoder_decoder is None:
+        max_draft_len = min(max_model_len, draft.max_position or max_model_len)
+    proposer = _proposer(config, target, draft, draft_pool, pairing, max_draft_len)
+    lookups: list[Lookup] = [
         PredictionProposer(),
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
     ]
-    max_draft_len = max_model_len
-    target_pool = BlockPool(num_blocks, config.block_size)
-    draft_pool = None
-    if draft is not None and pairing is not None:
-        draft_pool = BlockPool(num_blocks, config.block_size)
-        if pairing.translators is None:
-            if encoder_decoder is None:
-                max_draft_len = min(max_model_len, draft.max_position or max_model_len)
-            proposers.append(DraftModelProposer(draft, max_draft_len, target.vocab_size))
-        elif encoder_decoder is not None:
-            raise ModelLoadError("the draft of an encoder-decoder target must share its tokenizer")
-        else:
-            proposers.append(_translated(config, target, draft, draft_pool, pairing))
-    proposer = RoutedProposer(proposers)
-    policy = None
-    if config.num_speculative_tokens == "auto":
+    is_auto = config.num_speculative_tokens == "auto"
+    native = target.whole_pass if isinstance(target.whole_pass, NativeDecoder) else None
+    step_seconds = config.step_seconds if native is not None else 0.0
+    if is_auto:
         max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
-        costs = calibrate(target, target_pool, draft, draft_pool, max_tokens)
-        if isinstance(target.whole_pass, NativeDecoder):
-            costs.step_seconds = config.step_seconds
-        policy = DraftLengthPolicy(costs)
-    scheduler = Scheduler(
-        target_pool=target_pool,
-        # A draft with another tokenizer counts in its own tokens, and keeps its own tables.
-        draft_pool=None if pairing is None or pairing.translators else draft_pool,
-        max_num_sequences=config.max_num_sequences,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        planner=DraftPlanner(
-            max_draft_len=max_draft_len,
-            policy=policy,
-            chooser=SourceChooser(FollowedCosts() if policy is None else CalibratedCosts(policy.costs)),
-            offers=proposer.offers,
-            follows=pairing is None or pairing.translators is None,
-        ),
-        # What an encoder makes of a beginning depends on what follows.
-        prefix_caching=config.prefix_caching and encoder_decoder is None,
+        costs = calibrate(target, target_pool, draft, draft_pool, max_tokens, step_seconds)
+    else:
+        costs = Costs.uncalibrated(step_seconds)
+    planner = SpeculationPlanner(
+        costs,
+        lookups,
+        max_draft_len,
+        tracks_draft_cache=pairing is None or pairing.translators is None,
     )
+    make_draws = _draws(config, device)
+    phases = PhaseRunner(target, proposer, make_draws)
+    runner: Runner = phases
+    if native is not None:
+        runner = _native_runner(config, native, phases, max_draft_len)
     return EngineCore(
         target=target,
-        proposer=proposer,
-        scheduler=scheduler,
+        draft=draft,
+        runner=runner,
+        scheduler=Scheduler(
+            target_pool=target_pool,
+            # A draft with another tokenizer counts in its own tokens, and keeps its own tables.
+            draft_pool=None if pairing is None or pairing.translators else draft_pool,
+            max_num_sequences=config.max_num_sequences,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            planner=planner,
+            # What an encoder makes of a beginning depends on what follows.
+            prefix_caching=config.prefix_caching and encoder_decoder is None,
+        ),
         admission=Admission(
             vocab_size=target.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=target.eos_token_ids,
-            methods=proposer.methods,
+            methods=frozenset([lookup.name for lookup in lookups] + ([proposer.name] if proposer else [])),
             method=_method(config, draft),
-            num_speculative_tokens=None if policy is not None else int(config.num_speculative_tokens),
+            num_speculative_tokens=None if is_auto else int(config.num_speculative_tokens),
             verification=None if config.verification == "auto" else config.verification,
             encoder_decoder=encoder_decoder,
+            has_rules=bool(target.rules),
         ),
-        make_draws=_draws(config, device),
-        step_seconds=config.step_seconds,
     )
+
+
+def _native_runner(
+    config: EngineConfig, target: NativeDecoder, phases: PhaseRunner, max_draft_len: int
+) -> NativeRunner:
+    draft, proposer = None, phases.proposer
+    if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.whole_pass, NativeDecoder):
+        draft = proposer.model.whole_pass
+    draws = isinstance(phases.make_draws(), NativeDraws)
+    return NativeRunner(target, draft, phases, draws, config.step_seconds, max_draft_len)
+
+
+def _proposer(
+    config: EngineConfig,
+    target: DecoderModel,
+    draft: DecoderModel | None,
+    draft_pool: BlockPool | None,
+    pairing: Pairing | None,
+    max_draft_len: int,
+) -> Proposer | None:
+    """Who drafts with the draft model."""
+    if draft is None or draft_pool is None or pairing is None:
+        return None
+    if pairing.translators is None:
+        return DraftModelProposer(draft, max_draft_len, target.vocab_size)
+    if isinstance(target, EncoderDecoderModel):
+        raise ModelLoadError("the draft of an encoder-decoder target must share its tokenizer")
+    return _translated(config, target, draft, draft_pool, pairing)
 
 
 def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:

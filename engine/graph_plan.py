@@ -6,20 +6,14 @@ because a graph knows their addresses.
 
 import time
 from dataclasses import dataclass
-from functools import partial
 
 from engine.cache_memory import free_memory
 from engine.config import EngineConfig
-from engine.models.captured_round import capture_rounds
-from engine.models.chain_inputs import ChainBucket, plan_chains
 from engine.models.decoder_only import DecoderModel
-from engine.models.draft_chain import capture_chains
 from engine.models.graph_capture import Capture, make_capture
 from engine.models.lean_decoder import LeanDecoder
-from engine.models.round_inputs import RoundBucket, plan_rounds
 from engine.models.step_buckets import Bucket, plan_buckets
 from engine.models.step_graphs import capture_steps
-from engine.sampling.captured_draw import DrawKind
 
 # What the driver keeps for one graph of some thousand kernels: a guess, which has not been measured.
 GRAPH_BYTES = 4 << 20
@@ -34,43 +28,26 @@ USUAL_SCORED, USUAL_DRAFTED = 5, 2
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """``models`` with their buckets; the one that is captured first comes first. If there are ``chains``,
-    they are that one's, with ids of ``vocab_size``; if there are ``rounds``, they are the last one's."""
+    """``models`` with their buckets; the one that is captured first comes first."""
 
     capture: Capture
     models: list[tuple[DecoderModel, list[Bucket]]]
-    chains: list[ChainBucket]
-    rounds: list[RoundBucket]
-    vocab_size: int
     seconds: float
     memory: int
 
     def carry_out(self, num_blocks: int) -> None:
         """Capture. Every model's cache must have one block behind the ``num_blocks`` that its pool knows."""
         started, free = time.monotonic(), self.capture.free_memory()
-        parts = [
-            partial(capture_steps, model, buckets, num_blocks, self.capture) for model, buckets in self.models
-        ]
-        if self.chains:
-            draft, _ = self.models[0]
-            chained = partial(capture_chains, draft, self.chains, self.vocab_size, num_blocks, self.capture)
-            parts.insert(1, chained)
-        if self.rounds:
-            target, _ = self.models[-1]
-            parts.append(partial(capture_rounds, target, self.rounds, num_blocks, self.capture))
-        for number, capture in enumerate(parts, start=1):
+        for number, (model, buckets) in enumerate(self.models, start=1):
             # The first gets its share of time and memory, the last what is left of them.
-            share = number / len(parts)
+            share = number / len(self.models)
             allowed = min(self.memory, FIXED_BYTES + int(self.memory * share))
-            capture(deadline=started + self.seconds * share, min_free=free - allowed)
+            deadline = started + self.seconds * share
+            capture_steps(model, buckets, num_blocks, self.capture, deadline, min_free=free - allowed)
 
 
 def plan_graphs(
-    config: EngineConfig,
-    target: DecoderModel,
-    draft: DecoderModel | None,
-    max_model_len: int,
-    draft_is_translated: bool,
+    config: EngineConfig, target: DecoderModel, draft: DecoderModel | None, max_model_len: int
 ) -> GraphPlan | None:
     """None where nothing can be captured: on a CPU, and for models whose layers are not ``LeanDecoder``'s."""
     k = config.num_speculative_tokens
@@ -86,27 +63,9 @@ def plan_graphs(
         buckets = plan_buckets(config.max_num_sequences, max_model_len, config.block_size, queries, gathers)
         if buckets and model.device == target.device:
             models.append((model, buckets))
-    chains: list[ChainBucket] = []
-    if models and models[0][0] is draft and not draft_is_translated:
-        # Of the k drafts that are scored the first is drawn before the chain.
-        gathers = not _reads_in_place(draft)
-        chains = plan_chains(config.max_num_sequences, max_model_len, config.block_size, scored - 2, gathers)
     needed = FIXED_BYTES + sum(_memory(model, buckets, config.block_size) for model, buckets in models)
-    rounds: list[RoundBucket] = []
-    if models and models[-1][0] is target:
-        rounds = plan_rounds(
-            config.max_num_sequences,
-            max_model_len,
-            config.block_size,
-            None if k == "auto" else k,
-            scored,
-            target.vocab_size,
-            not _reads_in_place(target),
-        )
-    needed += _memory_of_chains(chains, target.vocab_size) + _memory_of_rounds(rounds, target.vocab_size)
     memory = min(needed, int(MAX_SHARE * free_memory(target.device)))
-    seconds = config.cuda_graph_seconds
-    return GraphPlan(capture, models, chains, rounds, target.vocab_size, seconds, memory)
+    return GraphPlan(capture, models, config.cuda_graph_seconds, memory)
 
 
 def _can_be_captured(model: DecoderModel) -> bool:
@@ -132,16 +91,3 @@ def _memory(model: DecoderModel, buckets: list[Bucket], block_size: int) -> int:
     keys_and_masks = 0 if _reads_in_place(model) else gathered + masks
     activations: int = 4 * num_tokens * config.intermediate_size * item
     return logits + keys_and_masks + activations + len(buckets) * GRAPH_BYTES
-
-
-def _memory_of_chains(chains: list[ChainBucket], vocab_size: int) -> int:
-    """Bytes, from above, beside what the draft's single passes need: the draws' tensors over the vocabulary,
-    sixteen of 8 bytes (noise, its integers, sorted probabilities), and what the driver keeps."""
-    num_rows = max((bucket.shape.rows for bucket in chains), default=0)
-    return 16 * 8 * num_rows * vocab_size + sum(bucket.passes for bucket in chains) * GRAPH_BYTES
-
-
-def _memory_of_rounds(rounds: list[RoundBucket], vocab_size: int) -> int:
-    """Bytes, from above, beside what the target's passes need: as for chains, with every position a row."""
-    drawn = [bucket.shape.num_tokens for bucket in rounds if bucket.kind is not DrawKind.GREEDY]
-    return 16 * 8 * max(drawn, default=0) * vocab_size + len(rounds) * GRAPH_BYTES

@@ -6,7 +6,6 @@ because the host would have to look at a result, is refused. What torch does not
 native kernels, is not on the tape.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -96,12 +95,6 @@ class TapeCapture:
                 tape.replay()
 
         return replay
-
-    def mark(self) -> float:
-        return time.monotonic()
-
-    def seconds(self, first: float, second: float) -> float:
-        return second - first
 
     def free_memory(self) -> int:
         return 0

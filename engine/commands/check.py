@@ -37,9 +37,8 @@ from engine.messages import SamplingParams, Verification
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
-from engine.pairing import TokenizerResult, load_tokenizer, pair_models
 from engine.proposers.draft_model import DraftModelProposer
-from engine.proposers.translated import TranslatedDraftProposer
+from engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
 
 EXACT, NOT_EXACT, CANNOT_LOAD = 0, 1, 2
 PROMPTS = [
@@ -175,12 +174,11 @@ def _encode(tokenizer: Any | None, text: str, number: int, vocab_size: int) -> l
 
 
 def _tokenizers(core: EngineCore, settings: CheckSettings) -> TokenizerResult | None:
-    proposer = core.proposer.proposers.get(DraftModelProposer.name)
-    if not isinstance(proposer, DraftModelProposer | TranslatedDraftProposer):
+    if core.draft is None:
         return None
     assert settings.target is not None
     assert settings.draft is not None
-    sizes = core.target.vocab_size, proposer.model.vocab_size
+    sizes = core.target.vocab_size, core.draft.vocab_size
     return pair_models(settings.target, settings.draft, *sizes).result
 
 

@@ -45,16 +45,18 @@ class Speed:
 
 @dataclass(frozen=True)
 class _Timed:
-    """``rounds``: drafted and accepted tokens of each; ``phase_seconds`` as ``Stats`` counts them."""
+    """``drafted`` and ``accepted``: tokens by position; ``phase_seconds`` as ``Stats`` counts them."""
 
     seconds: float
     num_tokens: int
-    rounds: list[tuple[int, int]]
+    num_rounds: int
+    drafted: list[int]
+    accepted: list[int]
     phase_seconds: dict[str, float]
 
     @property
     def num_drafted(self) -> int:
-        return sum(drafted for drafted, _ in self.rounds)
+        return sum(self.drafted)
 
 
 def measure(
@@ -96,53 +98,59 @@ def _timed(
         ignore_eos=True,
         num_speculative_tokens=length,
     )
-    rounds = []
-    before = core.snapshot().phase_seconds
+    before = core.snapshot()
+    num_rounds = 0
     started = time.perf_counter()
     for prompt in prompts:
-        for output in outputs(core, [prompt], params):
-            rounds.append((output.num_draft_tokens, output.num_accepted_tokens))
+        # A step has several rounds where they are short.
+        num_rounds += sum(output.num_rounds for output in outputs(core, [prompt], params))
     seconds = time.perf_counter() - started
-    phases = {name: after - before[name] for name, after in core.snapshot().phase_seconds.items()}
-    return _Timed(seconds, num_tokens * len(prompts), rounds, phases)
+    after = core.snapshot()
+    return _Timed(
+        seconds,
+        num_tokens * len(prompts),
+        num_rounds,
+        _since(before.draft_tokens_per_position, after.draft_tokens_per_position),
+        _since(before.accepted_tokens_per_position, after.accepted_tokens_per_position),
+        {name: value - before.phase_seconds[name] for name, value in after.phase_seconds.items()},
+    )
+
+
+def _since(before: list[int], after: list[int]) -> list[int]:
+    return [new - old for old, new in zip(before, after, strict=True)]
 
 
 def _speed(temperature: float, length: int, plain: list[_Timed], speculative: list[_Timed]) -> Speed:
     ratios = [p.seconds / s.seconds for p, s in zip(plain, speculative, strict=True)]
     costs = _costs(plain, speculative)
-    rounds = [round_ for run in speculative for round_ in run.rounds]
-    num_drafted = sum(drafted for drafted, _ in rounds)
-    acceptance_length = sum(run.num_tokens for run in speculative) / len(rounds)
+    num_rounds = sum(run.num_rounds for run in speculative)
+    drafted, accepted = (
+        [sum(counts) for counts in zip(*columns, strict=True)]
+        for columns in ([run.drafted for run in speculative], [run.accepted for run in speculative])
+    )
+    acceptance_length = sum(run.num_tokens for run in speculative) / num_rounds
     return Speed(
         temperature=temperature,
         num_speculative_tokens=length,
-        acceptance_rate=sum(accepted for _, accepted in rounds) / max(1, num_drafted),
+        acceptance_rate=sum(accepted) / max(1, sum(drafted)),
         acceptance_length=acceptance_length,
-        acceptance_by_position=_by_position(rounds),
+        acceptance_by_position=[kept / made for made, kept in zip(drafted, accepted, strict=True) if made],
         tokens_per_second=statistics.median(run.num_tokens / run.seconds for run in speculative),
         plain_tokens_per_second=statistics.median(run.num_tokens / run.seconds for run in plain),
         speedup=statistics.median(ratios),
-        ideal=acceptance_length / (num_drafted / len(rounds) * costs.draft + costs.score),
+        ideal=acceptance_length / (sum(drafted) / num_rounds * costs.draft + costs.score),
         costs=costs,
     )
 
 
 def _costs(plain: list[_Timed], speculative: list[_Timed]) -> Costs:
     median = statistics.median
-    step = median(run.seconds / len(run.rounds) for run in plain)
+    step = median(run.seconds / run.num_rounds for run in plain)
     draft = median(run.phase_seconds["draft"] / max(1, run.num_drafted) for run in speculative)
-    score = median(run.phase_seconds["score"] / len(run.rounds) for run in speculative)
-    whole = median(run.seconds / len(run.rounds) for run in speculative)
-    drafted_per_round = sum(run.num_drafted for run in speculative) / sum(len(r.rounds) for r in speculative)
+    score = median(run.phase_seconds["score"] / run.num_rounds for run in speculative)
+    whole = median(run.seconds / run.num_rounds for run in speculative)
+    drafted_per_round = sum(run.num_drafted for run in speculative) / sum(
+        run.num_rounds for run in speculative
+    )
     rest = whole - score - drafted_per_round * draft
     return Costs(draft=draft / step, score=score / step, rest=rest / step)
-
-
-def _by_position(rounds: list[tuple[int, int]]) -> list[float]:
-    """Share of the drafts of at least this length that were accepted up to here."""
-    longest = max(drafted for drafted, _ in rounds)
-    shares = []
-    for position in range(1, longest + 1):
-        reaching = [accepted for drafted, accepted in rounds if drafted >= position]
-        shares.append(sum(accepted >= position for accepted in reaching) / len(reaching))
-    return shares

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from engine.core.block_pool import BlockTable
+from engine.core.planning import AUTO_LIMITS
 from engine.core.sequence import Sequence
-from engine.draft_length.sources import AUTO_LIMITS
 from engine.messages import Generate, Method, SamplingParams, Source, Verification
-from engine.prediction import Prediction, PredictionCursor
+from engine.proposers.prediction import Prediction, PredictionCursor
 from engine.sampling.random import sequence_seed
 
 # Who may draft with method auto; whoever is not there is left out.
@@ -46,6 +46,7 @@ class Admission:
 
     ``method`` is auto, one of ``methods`` or none. ``num_speculative_tokens`` None leaves the draft length
     to the policy; ``verification`` None decides by seed. ``encoder_decoder`` None: a decoder only.
+    ``has_rules``: the checkpoint's generation config forbids or forces tokens.
     """
 
     vocab_size: int
@@ -56,6 +57,7 @@ class Admission:
     num_speculative_tokens: int | None
     verification: Verification | None
     encoder_decoder: EncoderDecoderLimits | None = None
+    has_rules: bool = False
 
     def sequences(self, request: Generate) -> list[Sequence]:
         """The request's ``n`` sequences; ``RequestError`` if it can never be served."""
@@ -83,6 +85,7 @@ class Admission:
                 verification=self._verification(params),
                 sources=sources,
                 combines=params.method in (None, "auto"),
+                has_rules=self.has_rules,
                 num_speculative_tokens=num_speculative_tokens,
                 fixed_draft_length=fixed_draft_length,
                 stop_token_ids=stop_token_ids,

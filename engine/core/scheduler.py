@@ -9,51 +9,21 @@ numbers depend on positions only, so nothing it says changes.
 
 import time
 from bisect import insort
-from dataclasses import dataclass
 from itertools import count
 
 from engine.core.block_pool import BlockPool, BlockTable
-from engine.core.sequence import Sequence
-from engine.draft_length.confidence import PatientDraft
-from engine.draft_planner import Choice, DraftPlanner
+from engine.core.planning import DraftChoice, Planner
+from engine.core.sequence import RowNeeds, Sequence
+from engine.core.step import MAX_CATCH_UP_TOKENS, ScheduledSequence, StepPlan
 
-
-@dataclass(slots=True)  # not frozen, as Span
-class Scheduled:
-    """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
-
-    ``completes``: the last known token is among them, so the step draws what follows it. ``source`` drafts.
-    ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
-    instead of it; they do not count those of a prompt's chunk. ``patient_draft``: one that may end before
-    ``num_draft_tokens``. ``draft_follows``: whether the draft model computes a prompt's chunk too, now.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-    num_draft_tokens: int
-    completes: bool
-    source: str = "none"
-    num_catch_up_tokens: int = 0
-    patient_draft: PatientDraft | None = None
-    draft_follows: bool = True
-
-    @property
-    def only_decodes(self) -> bool:
-        """Whether it is a plain round, whose logits nobody wants to see."""
-        sequence = self.sequence
-        return (
-            self.completes
-            and self.num_tokens == 1
-            and sequence.params.logprobs is None
-            and not sequence.wants_prompt_logprobs
-        )
+DRAFT_MODEL = "draft_model"
 
 
 class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.
 
-    ``draft_pool`` is None without a draft model, and with one that keeps its own tables. ``planner`` says who
-    drafts, and how much.
+    ``draft_pool`` is None without a draft model, and with one that keeps its own tables. ``planner`` decides
+    who drafts, and how much.
     """
 
     def __init__(
@@ -62,7 +32,7 @@ class Scheduler:
         draft_pool: BlockPool | None,
         max_num_sequences: int,
         max_num_batched_tokens: int,
-        planner: DraftPlanner,
+        planner: Planner,
         prefix_caching: bool = True,
     ) -> None:
         self.target_pool = target_pool
@@ -71,8 +41,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.planner = planner
         self.prefix_caching = prefix_caching
-        self.chosen: dict[Sequence, Choice] = {}  # of this step's decoding sequences
-        self._catch_up_budget = 0
+        self._catch_up_budget = 0  # tokens that draft caches may still catch up with in this step
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -98,6 +67,12 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._release(sequence)
         self.planner.forget(sequence)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Forget a request's sequences, or one of them; unknown ones are ignored."""
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.request_id == request_id and index in (None, sequence.index):
+                self.finish(sequence)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget what either cache holds beyond the first ``num_tokens`` tokens."""
@@ -126,16 +101,18 @@ class Scheduler:
             usage["draft"] = self.draft_pool.usage
         return usage
 
-    def schedule(self) -> list[Scheduled]:
-        self.chosen = self.planner.choose(self.running, self.max_num_batched_tokens)
-        self._catch_up_budget = self.max_num_batched_tokens
-        budget = self.max_num_batched_tokens
-        scheduled: list[Scheduled] = []
+    def schedule(self) -> StepPlan:
+        """The next step, its blocks reserved; empty if there is nothing to do."""
+        started = time.perf_counter()
+        decoding = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
+        choices = self.planner.choose(decoding)
+        self._catch_up_budget = budget = self.max_num_batched_tokens
+        scheduled: list[ScheduledSequence] = []
         # One that is preempted for an earlier one leaves the list at its end, and is not met.
         for sequence in self.running:
             if budget <= 0:
                 break
-            part = self._plan(sequence, budget)
+            part = self._plan(sequence, budget, choices.get(sequence))
             if self._reserve_or_preempt(sequence, part):
                 scheduled.append(part)
                 budget -= part.num_tokens + part.num_draft_tokens
@@ -145,11 +122,26 @@ class Scheduler:
                 break
             scheduled.append(admitted)
             budget -= admitted.num_tokens + admitted.num_draft_tokens
-        return scheduled
+        rows = [part for part in scheduled if part.completes]
+        needs = _needs(scheduled)
+        max_rounds = 1
+        if len(rows) == len(self.running) and RowNeeds.PROMPT not in needs:
+            max_rounds = self._reserve_rounds(rows)
+        return StepPlan(scheduled, rows, needs, max_rounds, started)
 
-    def _admit(self, sequence: Sequence, budget: int) -> Scheduled | None:
+    def _reserve_rounds(self, rows: list[ScheduledSequence]) -> int:
+        """Make room for all rounds that the planner's choice stands for, if no sequence has to give way for
+        it; else for one, which has been reserved."""
+        max_rounds = self.planner.max_rounds
+        if max_rounds > 1:
+            num_tokens = max_rounds * (1 + max(part.num_draft_tokens for part in rows))
+            if not all(self._reserve_ahead(part.sequence, num_tokens) for part in rows):
+                return 1
+        return max_rounds
+
+    def _admit(self, sequence: Sequence, budget: int) -> ScheduledSequence | None:
         """Start the first in the queue with what the cache has of it; None if it must wait."""
-        if self._twin_is_computing(sequence):
+        if self._sibling_is_computing(sequence):
             return None
         found = self._find_prefix(sequence)
         # The whole prompt is reserved at once: half-admitted prompts could block each other.
@@ -165,9 +157,9 @@ class Scheduler:
             sequence.queue_seconds = time.monotonic() - sequence.arrived
         self.waiting.pop(0)
         insort(self.running, sequence, key=_order)
-        return self._plan(sequence, budget)
+        return self._plan(sequence, budget, None)
 
-    def _twin_is_computing(self, sequence: Sequence) -> bool:
+    def _sibling_is_computing(self, sequence: Sequence) -> bool:
         """Whether another choice of the request is at work on the prompt, which can then be shared."""
         return self._uses_prefix_cache(sequence) and any(
             other.request_id == sequence.request_id and other.num_uncomputed_tokens > 1
@@ -193,26 +185,29 @@ class Scheduler:
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         return self.prefix_caching and sequence.cache_prompt
 
-    def _plan(self, sequence: Sequence, budget: int) -> Scheduled:
+    def _plan(self, sequence: Sequence, budget: int, choice: DraftChoice | None) -> ScheduledSequence:
         num_uncomputed = sequence.num_uncomputed_tokens
         if sequence.must_encode:
-            return Scheduled(sequence, num_uncomputed, 0, completes=True)
+            return ScheduledSequence(sequence, num_uncomputed, completes=True)
         if num_uncomputed > 1:
-            follows = self.planner.follows_prompt(sequence)
             num_tokens = min(num_uncomputed, budget)
-            return Scheduled(sequence, num_tokens, 0, num_uncomputed <= budget, draft_follows=follows)
-        choice = self.chosen.get(sequence) or self.planner.unasked(sequence)
-        num_tokens = min(choice.num_tokens, budget - 1)
-        if num_tokens == 0:
-            return Scheduled(sequence, 1, 0, True, choice.source)
-        num_caught_up = min(choice.lag, self._catch_up_budget)
-        self._catch_up_budget -= num_caught_up
-        if num_caught_up < choice.lag:
-            num_tokens = 0  # all of it would stall the others; the rest comes in the next steps
-        patient_draft = self.planner.patient_draft(sequence)
-        return Scheduled(sequence, 1, num_tokens, True, choice.source, num_caught_up, patient_draft)
+            completes = num_uncomputed <= budget
+            prefill_draft = self.planner.prefills_draft(sequence)
+            return ScheduledSequence(sequence, num_tokens, completes, prefill_draft=prefill_draft)
+        if choice is None:
+            choice = self.planner.choose_for_prompt(sequence)
+        part = ScheduledSequence(sequence, 1, True, min(choice.num_tokens, budget - 1), choice.source)
+        if part.num_draft_tokens:
+            part.num_catch_up_tokens = min(choice.num_missing, self._catch_up_budget)
+            self._catch_up_budget -= part.num_catch_up_tokens
+            part.early_exit = choice.early_exit
+            part.draft_ids = choice.draft_ids[: part.num_draft_tokens]
+            if part.num_catch_up_tokens < choice.num_missing:
+                # All of it would stall the others; the rest comes in the next steps.
+                part.num_draft_tokens = 0
+        return part
 
-    def _reserve_or_preempt(self, sequence: Sequence, part: Scheduled) -> bool:
+    def _reserve_or_preempt(self, sequence: Sequence, part: ScheduledSequence) -> bool:
         """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""
         num_tokens = len(sequence.token_ids) + part.num_draft_tokens
         growing = [
@@ -229,7 +224,7 @@ class Scheduler:
             pool.reserve(table, num_tokens)
         return True
 
-    def reserve_ahead(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _reserve_ahead(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for so many tokens more, as far as the sequence may grow, if no other has to give way."""
         num_tokens = sequence.length_after(num_tokens)
         shares = self._shares(sequence)
@@ -260,3 +255,18 @@ class Scheduler:
 def _order(sequence: Sequence) -> tuple[int, int]:
     """Lower goes first."""
     return sequence.priority, sequence.arrival
+
+
+def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
+    """Of the whole step. Bits, since a flag's own operators are slow in Python."""
+    bits = 0
+    for part in scheduled:
+        bits |= part.sequence.needs._value_
+        if part.num_tokens > 1 or part.sequence.wants_prompt_logprobs:
+            bits |= RowNeeds.PROMPT._value_
+        if part.source == DRAFT_MODEL:
+            if part.num_draft_tokens:
+                bits |= RowNeeds.DRAFT_MODEL._value_
+            if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.num_draft_tokens else 0):
+                bits |= RowNeeds.CATCH_UP._value_
+    return RowNeeds(bits)

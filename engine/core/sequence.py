@@ -11,12 +11,12 @@ from operator import or_
 
 from engine.core.block_pool import BlockTable
 from engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
-from engine.prediction import PredictionCursor
+from engine.proposers.prediction import PredictionCursor
 
 
 class RowNeeds(Flag):
-    """What a row asks of a runner beyond its next token. Whether a runner supports all that the rows of a step
-    need is the only test that chooses it."""
+    """What a row asks of a runner beyond its next token. The only test that chooses a runner is whether it
+    supports all that the rows of a step need."""
 
     NONE = 0
     PROMPT = auto()  # more known tokens than the pending one, or the log-probabilities of a prompt

@@ -1,61 +1,69 @@
-"""Counters of the engine since it started; rates are derived by whoever reads them."""
+"""Counters of the engine since it started; rates are derived by their readers."""
 
-import time
+from collections import Counter
+from collections.abc import Iterable
+from itertools import accumulate
 
+from engine.core.step import StepResult
 from engine.messages import DraftCounts
 
 MAX_POSITIONS = 32
 
 
 class EngineStats:
-    """``drafts`` counts by source; ``phase_seconds`` are wall time by phase."""
+    """``phase_seconds`` are wall time by phase. Verdicts are counted by lengths: sums by position are made
+    when they are asked for."""
 
     def __init__(self) -> None:
-        self.drafts: dict[str, DraftCounts] = {}
-        self.draft_tokens_per_position = [0] * MAX_POSITIONS
-        self.accepted_tokens_per_position = [0] * MAX_POSITIONS
         self.phase_seconds = dict.fromkeys(("draft", "score", "verify", "host"), 0.0)
-        self._since = 0.0
+        self._verdicts: Counter[tuple[str, int, int]] = Counter()  # by source, drafted and accepted tokens
+
+    def count_draft(self, source: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """One row's verdict in one round, if it drafted something."""
+        self._verdicts[source, num_draft_tokens, num_accepted_tokens] += 1
+
+    def count_seconds(self, result: StepResult) -> None:
+        seconds = self.phase_seconds
+        parts = [one.seconds for one in result.rounds]
+        if result.prompt_seconds is not None:
+            parts.append(result.prompt_seconds)
+        for part in parts:
+            seconds["draft"] += part.draft
+            seconds["score"] += part.score
+            seconds["verify"] += part.verify
+        seconds["host"] += result.host_seconds
 
     @property
     def num_draft_tokens(self) -> int:
-        return sum(self.draft_tokens_per_position)
+        return sum(drafted * count for (_, drafted, _), count in self._verdicts.items())
 
     @property
     def num_accepted_tokens(self) -> int:
-        return sum(self.accepted_tokens_per_position)
+        return sum(accepted * count for (_, _, accepted), count in self._verdicts.items())
 
-    def count_draft(self, source: str, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """One row's verdict, if it drafted something."""
-        counts = self.drafts.get(source)
-        if counts is None:
-            counts = self.drafts[source] = DraftCounts()
-        counts.num_drafts += 1
-        counts.num_draft_tokens += num_draft_tokens
-        counts.num_accepted_tokens += num_accepted_tokens
-        for position in range(num_draft_tokens):
-            self.draft_tokens_per_position[position] += 1
-        for position in range(num_accepted_tokens):
-            self.accepted_tokens_per_position[position] += 1
+    @property
+    def draft_tokens_per_position(self) -> list[int]:
+        return _by_position((drafted, count) for (_, drafted, _), count in self._verdicts.items())
 
-    def start_step(self) -> None:
-        self._since = time.perf_counter()
+    @property
+    def accepted_tokens_per_position(self) -> list[int]:
+        return _by_position((accepted, count) for (_, _, accepted), count in self._verdicts.items())
 
-    def end_phase(self, name: str) -> float:
-        """A step's phases follow one another: what has passed since the last one's end was ``name``'s."""
-        now = time.perf_counter()
-        seconds = now - self._since
-        self._since = now
-        self.phase_seconds[name] += seconds
-        return seconds
+    @property
+    def drafts(self) -> dict[str, DraftCounts]:
+        """By source."""
+        counts: dict[str, DraftCounts] = {}
+        for (source, drafted, accepted), count in self._verdicts.items():
+            of_source = counts.setdefault(source, DraftCounts())
+            of_source.num_drafts += count
+            of_source.num_draft_tokens += drafted * count
+            of_source.num_accepted_tokens += accepted * count
+        return counts
 
-    def end_rounds(self, draft: float, score: float, verify: float) -> float:
-        """Some rounds took so long in each phase; what else has passed since the last phase's end was the
-        host's."""
-        rounds = draft + score + verify
-        rest = self.end_phase("host") - rounds
-        self.phase_seconds["host"] -= rounds
-        self.phase_seconds["draft"] += draft
-        self.phase_seconds["score"] += score
-        self.phase_seconds["verify"] += verify
-        return rest
+
+def _by_position(lengths_and_counts: Iterable[tuple[int, int]]) -> list[int]:
+    """How many drafts have a token at each position."""
+    of_length = [0] * (MAX_POSITIONS + 1)
+    for length, count in lengths_and_counts:
+        of_length[length] += count
+    return list(accumulate(reversed(of_length[1:])))[::-1]

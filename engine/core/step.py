@@ -11,6 +11,10 @@ from typing import NamedTuple
 from engine.core.sequence import RowNeeds, Sequence
 from engine.messages import RoundTrace, TokenLogprob
 
+# Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
+# in the same round.
+MAX_CATCH_UP_TOKENS = 32
+
 # Lower ends of the bins of a draft distribution's confidence: most are either open or nearly certain, where
 # little makes a difference.
 CONFIDENCE_BINS = (0.0, 0.4, 0.55, 0.65, 0.75, 0.85, 0.92, 0.97)
@@ -62,6 +66,9 @@ class StepPlan:
     needs: RowNeeds
     max_rounds: int
     started: float
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
 
     @property
     def is_decode_only(self) -> bool:

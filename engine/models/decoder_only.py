@@ -1,30 +1,20 @@
 """A decoder-only transformers model with its paged cache: spans of token ids in, logits out."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from engine.batch import ForwardBatch, Span
-from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.layer_probe import LayerProbe, probe_layers
-from engine.sampling.captured_draw import DrawRow
 from engine.sampling.rules import NO_RULES
-
-if TYPE_CHECKING:
-    from engine.models.captured_round import CapturedRound
 
 # Logits [len(logits_index), vocab] of a batch; its keys and values go into the cache.
 Forward = Callable[[ForwardBatch, KVCache], torch.Tensor]
 # The same for spans as they are, float32; None if it has no pass for them.
 WholePass = Callable[[list[Span]], torch.Tensor | None]
-# Tables, numbers of passes, first ids [rows] and how each row draws, to the ids [rows, most passes] that a
-# draft model goes on with; None as well.
-CapturedChain = Callable[
-    [Sequence[BlockTable], Sequence[int], torch.Tensor, Sequence[DrawRow]], torch.Tensor | None
-]
 
 
 class DecoderModel:
@@ -52,8 +42,6 @@ class DecoderModel:
         self.make_whole_pass: Callable[[KVCache, int], WholePass | None] | None = None
         self.whole_pass: WholePass | None = None  # one call of C, for the cache as it is
         self.graphs: WholePass | None = None  # its counterpart on a GPU
-        self.draft_chain: CapturedChain | None = None  # likewise, by who drafts with it
-        self.captured_round: CapturedRound | None = None  # and by who scores with it
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = self._probe_layers()
         self.cache: KVCache | None = None
@@ -70,7 +58,7 @@ class DecoderModel:
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.cache = KVCache(self.layers, num_blocks * block_size, self.dtype)
-        self.graphs = self.draft_chain = self.captured_round = None  # those of another cache
+        self.graphs = None  # that of another cache
         self.whole_pass = (
             None if self.make_whole_pass is None else self.make_whole_pass(self.cache, block_size)
         )

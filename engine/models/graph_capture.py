@@ -5,18 +5,14 @@ addresses for ever (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-gr
 """
 
 import gc
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 # Libraries set themselves up in the first runs, which must not be captured.
 WARM_UP_RUNS = 2
-
-logger = logging.getLogger(__name__)
 
 
 class Capture(Protocol):
@@ -31,15 +27,6 @@ class Capture(Protocol):
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """Run ``function`` and return what does its work again, on the same tensors."""
-        ...
-
-    def mark(self) -> Any:
-        """A point between what has been launched and what will be, for ``seconds``. Does not wait."""
-        ...
-
-    def seconds(self, first: Any, second: Any) -> float:
-        """From one mark to the other, which the device must have passed: the host has read what came before
-        it. The host's own clock cannot tell, as it launches and goes on."""
         ...
 
     def free_memory(self) -> int:
@@ -101,14 +88,6 @@ class CudaCapture:
                 torch.cuda.set_stream(usual_stream)
         return graph.replay
 
-    def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def seconds(self, first: Any, second: Any) -> float:
-        return float(first.elapsed_time(second)) / 1000
-
     def free_memory(self) -> int:
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
@@ -133,63 +112,3 @@ def without_garbage_collection() -> Iterator[None]:
 def make_capture(device: torch.device) -> Capture | None:
     """None for devices that have no graphs."""
     return CudaCapture(device) if device.type == "cuda" else None
-
-
-Shape = TypeVar("Shape")
-Shape_contra = TypeVar("Shape_contra", contravariant=True)
-Texts = TypeVar("Texts")
-
-
-class Captured(Protocol[Shape_contra]):
-    def add(self, shape: Shape_contra, /) -> None:
-        """Capture one more."""
-        ...
-
-    @property
-    def replays(self) -> Mapping[Any, Callable[[], None]]:
-        """By what is captured."""
-        ...
-
-
-Made = TypeVar("Made", bound=Captured[Any])
-
-
-def capture_planned(
-    what: str,
-    usual: str,
-    planned: Sequence[Shape],
-    make: Callable[[], Made],
-    texts_for: Callable[[Shape, int], list[Texts]],
-    is_right: Callable[[Made, Shape, list[Texts]], bool],
-    capture: Capture,
-    deadline: float,
-    min_free: int,
-) -> Made | None:
-    """What ``make`` makes, with the ``planned`` ones captured in order, until ``deadline`` (monotonic) or
-    until fewer than ``min_free`` bytes are free. None, and a line in the log, if anything goes wrong: nothing
-    of it is to be used.
-
-    ``is_right`` says whether one does what the ``usual`` one does, by ``texts_for`` the n-th; none if such a
-    batch does not fit into the cache. ``what`` and ``usual`` are for people.
-    """
-    started = time.monotonic()
-    try:
-        made = make()
-        for number, shape in enumerate(planned):
-            if time.monotonic() > deadline or capture.free_memory() < min_free:
-                break
-            texts = texts_for(shape, number)
-            if not texts:
-                continue
-            made.add(shape)
-            if not is_right(made, shape, texts):
-                logger.warning(
-                    "Captured %s differ from the usual %s (%s) and are not used", what, usual, shape
-                )
-                return None
-    except Exception as error:  # drivers and kernels fail in many ways; the usual way needs none of this
-        logger.warning("%s cannot be captured and are not used: %s", what[0].upper() + what[1:], error)
-        return None
-    took = time.monotonic() - started
-    logger.info("Captured %d of %d %s in %.1f s", len(made.replays), len(planned), what, took)
-    return made if made.replays else None

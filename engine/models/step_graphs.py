@@ -9,17 +9,17 @@ Every captured pass is compared with the usual one on a short text. If one devia
 none is used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from engine.batch import Span
 from engine.core.block_pool import BlockTable
 from engine.models.decoder_only import DecoderModel
-from engine.models.graph_capture import Capture, capture_planned
+from engine.models.graph_capture import Capture
 from engine.models.layer_parts import TorchParts
 from engine.models.lean_decoder import LeanDecoder, same_logits
 from engine.models.step_buckets import Bucket, shape_of, smallest
@@ -27,6 +27,8 @@ from engine.models.step_inputs import StepInputs
 
 # Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
+
+logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
@@ -76,15 +78,6 @@ class StepGraphs:
         self.replays[bucket]()
         return self.logits[:num_logits].clone()
 
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """The model's usual passes meanwhile."""
-        self.enabled = False
-        try:
-            yield
-        finally:
-            self.enabled = True
-
     @torch.inference_mode()
     def add(self, bucket: Bucket) -> None:
         """Capture one more. Raises whatever the device's library does."""
@@ -113,20 +106,27 @@ def capture_steps(
     ``deadline`` (monotonic) or until fewer than ``min_free`` bytes are free. The cache has one block behind
     ``num_blocks``.
 
-    Leaves the model as it was if anything goes wrong.
+    Leaves the model as it was, with a line in the log, if anything goes wrong.
     """
-    graphs = capture_planned(
-        "CUDA graphs",
-        "pass",
-        planned,
-        lambda: StepGraphs(model, planned, num_blocks, capture),
-        lambda bucket, number: check_texts(model, bucket, num_blocks, number),
-        partial(_is_right, model),
-        capture,
-        deadline,
-        min_free,
-    )
-    if graphs is not None:
+    started = time.monotonic()
+    try:
+        graphs = StepGraphs(model, planned, num_blocks, capture)
+        for number, bucket in enumerate(planned):
+            if time.monotonic() > deadline or capture.free_memory() < min_free:
+                break
+            texts = check_texts(model, bucket, num_blocks, number)
+            if not texts:
+                continue
+            graphs.add(bucket)
+            if not _is_right(model, graphs, bucket, texts):
+                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", bucket)
+                return
+    except Exception as error:  # drivers and kernels fail in many ways; the usual passes need none of this
+        logger.warning("CUDA graphs cannot be captured and are not used: %s", error)
+        return
+    took = time.monotonic() - started
+    logger.info("Captured %d of %d CUDA graphs in %.1f s", len(graphs.replays), len(planned), took)
+    if graphs.replays:
         model.graphs = graphs
 
 

@@ -84,54 +84,34 @@ class StepInputs:
         sizes = _sizes(bucket)
         parts = self.numbers[: sum(sizes)].split_with_sizes(sizes)
         ids, positions, slots, logits_rows, last, tables = parts
-        tables = tables.view(bucket.rows, bucket.blocks)
-        return captured_batch(ids, positions, slots, logits_rows, last, tables, self.block_size, self.gathers)
-
-
-def captured_batch(
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    logits_rows: torch.Tensor,
-    last: torch.Tensor,
-    tables: torch.Tensor,
-    block_size: int,
-    gathers: bool,
-) -> ForwardBatch:
-    """A batch of equally many tokens in each row. What attention needs beside ``tables`` is computed on the
-    device.
-
-    ``ids``, ``positions`` and ``slots`` [tokens], row after row; ``logits_rows`` index them; ``last`` [rows]
-    is each row's last position, ``tables`` [rows, blocks] where its keys lie.
-    """
-    rows, queries, device = len(tables), len(ids) // len(tables), tables.device
-    batch = ForwardBatch([], block_size, ids[None], positions[None], slots, logits_rows)
-    if not gathers:
-        # A row's padding stands at its last position, so every row has all its queries.
-        counts = torch.full((rows,), queries, device=device)
-        first_tokens = torch.arange(rows, device=device) * queries
-        batch.short_rows = PagedRows(tables, first_tokens, counts, queries)
+        rows, queries, keys = bucket.rows, bucket.queries, bucket.blocks * self.block_size
+        tables, device = tables.view(rows, bucket.blocks), tables.device
+        batch = ForwardBatch([], self.block_size, ids[None], positions[None], slots, logits_rows)
+        if not self.gathers:
+            # A row's padding stands at its last position, so every row has all its queries.
+            counts = torch.full((rows,), queries, device=device)
+            first_tokens = torch.arange(rows, device=device) * queries
+            batch.short_rows = PagedRows(tables, first_tokens, counts, queries)
+            return batch
+        offsets = torch.arange(self.block_size, device=device)
+        key_slots = (tables[..., None] * self.block_size + offsets).view(rows, keys)
+        # Beyond a row's own keys stands its first one, again and again. They are masked, but a mask does not
+        # silence what others may have left in a block: infinities times zero.
+        is_own = torch.arange(keys, device=device) <= last[:, None]
+        key_slots = torch.where(is_own, key_slots, key_slots[:, :1])
+        batch.groups = [
+            AttentionGroup(
+                rows=rows,
+                queries=queries,
+                keys=keys,
+                query_index=None,
+                output_index=None,
+                key_slots=key_slots.view(-1),
+                query_positions=positions.view(rows, queries),
+                keys_are_padded=True,
+            )
+        ]
         return batch
-    keys = tables.shape[1] * block_size
-    offsets = torch.arange(block_size, device=device)
-    key_slots = (tables[..., None] * block_size + offsets).view(rows, keys)
-    # Beyond a row's own keys stands its first one, again and again. They are masked, but a mask does not
-    # silence what others may have left in a block: infinities times zero.
-    is_own = torch.arange(keys, device=device) <= last[:, None]
-    key_slots = torch.where(is_own, key_slots, key_slots[:, :1])
-    batch.groups = [
-        AttentionGroup(
-            rows=rows,
-            queries=queries,
-            keys=keys,
-            query_index=None,
-            output_index=None,
-            key_slots=key_slots.view(-1),
-            query_positions=positions.view(rows, queries),
-            keys_are_padded=True,
-        )
-    ]
-    return batch
 
 
 def _sizes(bucket: Bucket) -> list[int]:

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "kernels.h"
-#include "room.h"
+#include "arena.h"
 
 static int64_t sum_of(const int64_t *x, int64_t size) {
     int64_t sum = 0;
@@ -52,23 +52,23 @@ static void gather(float *to, const float *hidden, const NewTokens *new, int64_t
 /* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones. 0 if there is no memory,
  * and then nothing has happened. */
 int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
-    static _Thread_local Room room;
+    static _Thread_local Arena arena;
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
     const int64_t num_logits = sum_of(new->num_logits, new->num_spans);
     const DecoderLayer *shape = decoder->layers;
     const int64_t width = shape->qkv->out_features, attended_width = shape->output->in_features;
     const int64_t mlp = shape->down->in_features;
-    const size_t numbers = 2 * piece(rows, sizeof(int64_t)) + piece(new->num_spans + 1, sizeof(int64_t));
-    const size_t vectors = 2 * piece(rows * size, sizeof(float)) + piece(rows * width, sizeof(float))
-        + piece(rows * attended_width, sizeof(float)) + 3 * piece(rows * mlp, sizeof(float));
-    if (!make_room(&room, numbers + vectors)) return 0;
-    int64_t *slots = take(&room, rows, sizeof(int64_t)), *angle = take(&room, rows, sizeof(int64_t));
-    int64_t *first_token = take(&room, new->num_spans + 1, sizeof(int64_t));
+    const size_t numbers = 2 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
+    const size_t vectors = 2 * arena_size(rows * size, sizeof(float)) + arena_size(rows * width, sizeof(float))
+        + arena_size(rows * attended_width, sizeof(float)) + 3 * arena_size(rows * mlp, sizeof(float));
+    if (!arena_reserve(&arena, numbers + vectors)) return 0;
+    int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t)), *angle = arena_alloc(&arena, rows, sizeof(int64_t));
+    int64_t *first_token = arena_alloc(&arena, new->num_spans + 1, sizeof(int64_t));
     const Spans spans = find_places(decoder, new, rows, slots, angle, first_token);
-    float *hidden = take(&room, rows * size, sizeof(float)), *normed = take(&room, rows * size, sizeof(float));
-    float *qkv = take(&room, rows * width, sizeof(float));
-    float *attended = take(&room, rows * attended_width, sizeof(float));
-    float *gate_up = take(&room, 2 * rows * mlp, sizeof(float)), *gated = take(&room, rows * mlp, sizeof(float));
+    float *hidden = arena_alloc(&arena, rows * size, sizeof(float)), *normed = arena_alloc(&arena, rows * size, sizeof(float));
+    float *qkv = arena_alloc(&arena, rows * width, sizeof(float));
+    float *attended = arena_alloc(&arena, rows * attended_width, sizeof(float));
+    float *gate_up = arena_alloc(&arena, 2 * rows * mlp, sizeof(float)), *gated = arena_alloc(&arena, rows * mlp, sizeof(float));
 
     for (int64_t row = 0; row < rows; row++)
         memcpy(hidden + row * size, decoder->embeddings + new->token_ids[row] * size, size * sizeof(float));

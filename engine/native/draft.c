@@ -1,136 +1,167 @@
-/* A round of drafts in one call: passes of the draft model, a draw after each, an early end where it is unsure.
+/* The drafts of a round: those from outside, and the draft model's, by a pass and a draw for each token.
  *
- * Draws are those of sampling.c, with the same random numbers as anywhere else. "draft.py" calls this; all
- * arrays are row-major.
+ * A row's first pass computes what the draft model's cache misses of it, too. Draws are those of sampling.c, with
+ * the same random numbers as anywhere else.
  */
 
+#include <math.h>
 #include <omp.h>
 #include <string.h>
 
-#include "kernels.h"
-#include "room.h"
+#include "rounds.h"
 
-/* What a row's next pass reads. */
-typedef struct {
-    int64_t row;
-    double survival;
-} Active;
+/* probs [vocab] of adjusted logits, by the row's temperature, top-k, top-p and min-p. */
+void process_row(const Row *row, const Scratch *scratch, float *probs, const float *logits) {
+    const Processors own = { &row->temperature, &row->top_k, &row->top_p, &row->min_p };
+    float *cut = scratch->cut ? scratch->cut + omp_get_thread_num() * scratch->vocab : NULL;
+    process(probs, logits, &own, cut, 1, 1, scratch->vocab, 1);
+}
 
-static int64_t draw(const DraftRows *rows, int64_t row, int64_t position, float *logits, float *probs) {
-    const int64_t vocab = rows->vocab, at = row * rows->longest + position;
-    const int64_t way = rows->way ? rows->way[row] : GREEDY;
-    float unused, *confidence = rows->confidence ? &rows->confidence[at] : &unused;
+/* The draft model's logits [known] in the target's width: ids that only one of both knows have probability 0. */
+static float *pad_logits(const Scratch *scratch, float *logits, int64_t known) {
+    if (known >= scratch->vocab) return logits;
+    float *padded = scratch->padded + omp_get_thread_num() * scratch->vocab;
+    memcpy(padded, logits, known * sizeof(float));
+    for (int64_t id = known; id < scratch->vocab; id++) padded[id] = -INFINITY;
+    return padded;
+}
+
+/* A row's draft at a position, from logits [known], which are changed. Sets the distribution's confidence. */
+static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position,
+                          float *logits, int64_t known, float *confidence) {
+    const Row *of = rounds->rows[row];
+    const int64_t vocab = scratch->vocab, place = of->num_tokens + position;
     int64_t id;
-    if (rows->probs) probs = rows->probs + at * vocab;
-    if (way == GREEDY) {
-        likeliest(&id, confidence, logits, 1, vocab);
-        if (rows->probs) {
-            memset(probs, 0, vocab * sizeof(float));
-            probs[id] = 1.0f;
-        }
+    if (of->rule == GREEDY) {
+        if (known > vocab) known = vocab;
+        adjust_logits(of, position, logits, known);
+        argmax(&id, confidence, logits, 1, known);
         return id;
     }
-    /* Any guess is a guess. */
+    float *probs = scratch->probs + omp_get_thread_num() * vocab;
+    if (of->rule == REJECTION)
+        probs = scratch->draft_probs + (row * rounds->max_drafts + position) * vocab;
+    logits = pad_logits(scratch, logits, known);
+    adjust_logits(of, position, logits, vocab);
+    /* Drafts are guesses: a draft model without a distribution has a flat one. */
     if (!is_distribution(logits, vocab)) memset(logits, 0, vocab * sizeof(float));
-    const Processors *all = rows->processors;
-    const Processors own = { all->temperature + row, all->top_k + row, all->top_p + row, all->min_p + row };
-    float *few = rows->few ? rows->few + omp_get_thread_num() * vocab : NULL;
-    process(probs, logits, &own, few, 1, 1, vocab, 1);
-    if (way == RACE) {
-        race(&id, probs, rows->seeds + row, rows->positions + row, position, 1, 1, vocab, 1);
+    process_row(of, scratch, probs, logits);
+    if (of->rule == COUPLED) {
+        exponential_race(&id, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
     } else {
-        const int64_t place = rows->positions[row] + position;
         double number;
-        uniform(&number, rows->seeds + row, &place, DRAFT_STREAM, 1);
+        uniform(&number, &of->seed, &place, DRAFT_STREAM, 1);
         inverse_cdf(&id, probs, &number, 1, vocab, 1);
     }
-    if (rows->confidence) {
+    if (of->rates) {
         *confidence = 0.0f;
         for (int64_t i = 0; i < vocab; i++) *confidence = probs[i] > *confidence ? probs[i] : *confidence;
     }
     return id;
 }
 
-/* Whether a row that has just drawn from a distribution of this confidence drafts another token. Counts the
- * token, unless the row ends before it. */
-static int goes_on(const DraftRows *rows, Active *active, float confidence, int64_t position) {
-    const int64_t row = active->row, is_last = position + 1 >= rows->limit[row];
-    rows->num_drawn[row] = position + 1;
-    rows->num_kept[row] = position + 1;
-    if (!rows->bins) return !is_last;
-    int64_t bin = 0;
-    while (bin + 1 < rows->num_bins && !((double)confidence < rows->bins[bin + 1])) bin++;
-    const double survival = active->survival * rows->rates[row * rows->num_bins + bin];
-    if (survival < rows->least_to_score[row]) {
-        rows->num_kept[row] = position;
-        return 0;
+/* Whether a row drafts on after a token from a distribution of this confidence, which is kept unless the row's
+ * early exit ends the draft before it. */
+static int should_continue(const Rounds *rounds, Scratch *scratch, int64_t row, int64_t position, float confidence) {
+    const Row *of = rounds->rows[row];
+    scratch->num_drawn[row] = position + 1;
+    if (of->rates) {
+        int64_t bin = 0;
+        while (bin + 1 < rounds->num_bins && !((double)confidence < rounds->bins[bin + 1])) bin++;
+        scratch->survival[row] *= of->rates[bin];
+        if (scratch->survival[row] < of->threshold) return 0;
     }
-    active->survival = survival;
-    return !is_last && !(survival < rows->least_to_draft[row]);
+    scratch->num_drafted[row] = position + 1;
+    return position + 1 < scratch->limit[row];
 }
 
-/* What rows would have drafted in place of their last tokens, where there are logits of that; the others move up. */
-static void look_back(const DraftRows *rows, const NewTokens *new, float *logits) {
-    const int64_t vocab = rows->vocab;
-    const float *next = logits;
-    float unused;
-    for (int64_t row = 0; row < rows->num_rows; row++) {
-        rows->hindsight[row] = -1;
-        if (rows->limit[row] == 0) continue;
-        if (new->num_logits[rows->span[row]] == 2) {
-            likeliest(&rows->hindsight[row], &unused, next, 1, vocab);
-            next += vocab;
-        }
-        if (next != logits) memmove(logits, next, vocab * sizeof(float));
-        logits += vocab;
-        next += vocab;
+/* A pass over the tokens that the draft model's cache misses of its rows. Returns how many rows there are. */
+static int64_t plan_first_pass(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
+    const int64_t known = model->head->out_features;
+    int64_t size = 0, num_active = 0;
+    for (int64_t row = 0; row < rounds->num_rows; row++) {
+        const Row *of = rounds->rows[row];
+        if (of->draft_ids || scratch->limit[row] == 0) continue;
+        for (int64_t i = of->num_draft_computed; i < of->num_tokens; i++)
+            /* Any token stands in for those that only the target has. */
+            scratch->token_ids[size++] = of->token_ids[i] < known ? of->token_ids[i] : known - 1;
+        scratch->query_lens[num_active] = of->num_tokens - of->num_draft_computed;
+        scratch->num_computed[num_active] = of->num_draft_computed;
+        scratch->span_first_block[num_active] = scratch->first_draft_block[row];
+        scratch->survival[row] = 1.0;
+        scratch->active[num_active++] = row;
+    }
+    return num_active;
+}
+
+/* A pass over the last drafts. */
+static void plan_next_pass(const Rounds *rounds, Scratch *scratch, int64_t num_active, int64_t position) {
+    for (int64_t i = 0; i < num_active; i++) {
+        const int64_t row = scratch->active[i];
+        scratch->token_ids[i] = scratch->draft_ids[row * rounds->max_drafts + position];
+        scratch->query_lens[i] = 1;
+        scratch->num_computed[i] = rounds->rows[row]->num_tokens + position;
+        scratch->span_first_block[i] = scratch->first_draft_block[row];
     }
 }
 
-/* Stores new, whose drafting rows' spans want one logit each, or two where somebody looks back, and others none;
- * then drafts. Rows of limit 0 have no part in it. 0 if there is no memory. */
-int64_t draft(const Decoder *decoder, const NewTokens *new, const DraftRows *rows) {
-    static _Thread_local Room room;
-    const int64_t num_rows = rows->num_rows, vocab = decoder->head->out_features;
-    const size_t numbers = 5 * piece(num_rows, sizeof(int64_t)) + piece(num_rows, sizeof(Active));
-    if (!make_room(&room, numbers + 3 * piece(num_rows * vocab, sizeof(float)))) return 0;
-    int64_t *token_ids = take(&room, num_rows, sizeof(int64_t)), *ones = take(&room, num_rows, sizeof(int64_t));
-    int64_t *num_stored = take(&room, num_rows, sizeof(int64_t));
-    int64_t *first_block = take(&room, num_rows, sizeof(int64_t));
-    int64_t *going_on = take(&room, num_rows, sizeof(int64_t));
-    Active *active = take(&room, num_rows, sizeof(Active));
-    float *logits = take(&room, 2 * num_rows * vocab, sizeof(float));
-    float *probs = take(&room, num_rows * vocab, sizeof(float));
-    int64_t num_active = 0;
-    for (int64_t row = 0; row < num_rows; row++) {
-        ones[row] = 1;
-        rows->num_drawn[row] = rows->num_kept[row] = 0;
-        if (rows->limit[row] > 0) active[num_active++] = (Active){ row, 1.0 };
-    }
-    if (!decode(decoder, new, logits)) return 0;
-    if (rows->hindsight) look_back(rows, new, logits);
-    for (int64_t position = 0;; position++) {
-        #pragma omp parallel for num_threads(rows->num_threads) if (rows->way && num_active * vocab > MIN_PARALLEL_DRAWS)
+static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round) {
+    const int64_t known = model->head->out_features, max_drafts = rounds->max_drafts;
+    int64_t num_active = plan_first_pass(model, rounds, scratch);
+    for (int64_t position = 0; num_active > 0; position++) {
+        const NewTokens new = {
+            .num_spans = num_active, .num_tokens = scratch->query_lens, .num_stored = scratch->num_computed,
+            .num_logits = scratch->ones, .first_block = scratch->span_first_block,
+            .token_ids = scratch->token_ids, .blocks = scratch->blocks,
+        };
+        if (!decode(model, &new, scratch->draft_logits)) return 0;
+        const int is_work = scratch->samples && num_active * scratch->vocab > MIN_PARALLEL_DRAWS;
+        #pragma omp parallel for num_threads(rounds->num_threads) if (is_work)
         for (int64_t i = 0; i < num_active; i++) {
-            const int64_t row = active[i].row, at = row * rows->longest + position;
-            rows->ids[at] = draw(rows, row, position, logits + i * vocab, probs + i * vocab);
-            going_on[i] = goes_on(rows, &active[i], rows->confidence ? rows->confidence[at] : 1.0f, position);
+            const int64_t row = scratch->active[i];
+            float confidence = 0.0f, *logits = scratch->draft_logits + i * known;
+            const int64_t id = draw_draft(rounds, scratch, row, position, logits, known, &confidence);
+            scratch->draft_ids[row * max_drafts + position] = id;
+            count_token(rounds->rows[row], id);
+            if (rounds->confidences)
+                rounds->confidences[(round * rounds->num_rows + row) * max_drafts + position] = confidence;
+            scratch->stays[i] = should_continue(rounds, scratch, row, position, confidence);
         }
         int64_t num_left = 0;
         for (int64_t i = 0; i < num_active; i++)
-            if (going_on[i]) active[num_left++] = active[i];
+            if (scratch->stays[i]) scratch->active[num_left++] = scratch->active[i];
         num_active = num_left;
-        if (!num_active) return 1;
-        for (int64_t i = 0; i < num_active; i++) {
-            const int64_t row = active[i].row, span = rows->span[row];
-            token_ids[i] = rows->ids[row * rows->longest + position];
-            num_stored[i] = new->num_stored[span] + new->num_tokens[span] + position;
-            first_block[i] = new->first_block[span];
-        }
-        const NewTokens next = {
-            .num_spans = num_active, .num_tokens = ones, .num_stored = num_stored, .num_logits = ones,
-            .first_block = first_block, .token_ids = token_ids, .blocks = new->blocks,
-        };
-        if (!decode(decoder, &next, logits)) return 0;
+        plan_next_pass(rounds, scratch, num_active, position);
     }
+    return 1;
+}
+
+/* How much a row drafts in a round: it emits one token more, and the text must hold it. Drafts from outside are
+ * those of the first round. */
+static int64_t limit_of(const Rounds *rounds, const Row *row, int64_t round) {
+    if (row->draft_ids && round > 0) return 0;
+    const int64_t room = row->max_num_tokens - row->num_tokens - 1;
+    const int64_t draft_room = row->draft_ids ? room : rounds->max_draft_len - row->num_tokens;
+    int64_t limit = row->num_draft_tokens < room ? row->num_draft_tokens : room;
+    if (draft_room < limit) limit = draft_room;
+    return limit > 0 ? limit : 0;
+}
+
+/* Sets num_drafted, num_drawn, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if there
+ * is no memory. */
+int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round) {
+    for (int64_t row = 0; row < rounds->num_rows; row++) {
+        const Row *of = rounds->rows[row];
+        scratch->limit[row] = limit_of(rounds, of, round);
+        scratch->num_drawn[row] = scratch->num_drafted[row] = 0;
+        if (!of->draft_ids) continue;
+        scratch->num_drafted[row] = scratch->limit[row];
+        memcpy(scratch->draft_ids + row * rounds->max_drafts, of->draft_ids, scratch->limit[row] * sizeof(int64_t));
+    }
+    if (!model) return 1;
+    const int is_done = draft_by_model(model, rounds, scratch, round);
+    for (int64_t row = 0; row < rounds->num_rows; row++)
+        for (int64_t i = scratch->num_drawn[row] - 1; i >= 0; i--)
+            uncount_token(rounds->rows[row], scratch->draft_ids[row * rounds->max_drafts + i]);
+    return is_done;
 }

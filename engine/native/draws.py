@@ -59,7 +59,7 @@ class NativeDraws:
         sequences, positions, vocab_size = logits.shape
         num_threads = torch.get_num_threads()
         cuts = sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p
-        few = torch.empty(num_threads, vocab_size) if cuts else None
+        scratch = torch.empty(num_threads, vocab_size) if cuts else None
         columns = sampling[:4]
         processors = Processors(*(column.data_ptr() for column in columns))
         probs = torch.empty_like(logits)
@@ -67,7 +67,7 @@ class NativeDraws:
             probs.data_ptr(),
             logits.data_ptr(),
             byref(processors),
-            None if few is None else few.data_ptr(),
+            None if scratch is None else scratch.data_ptr(),
             sequences,
             positions,
             vocab_size,
@@ -81,7 +81,7 @@ class NativeDraws:
         # Kept as long as the pointers to them are used.
         probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
         ids = torch.empty(probs.shape[:2], dtype=torch.int64)
-        self.library.race(
+        self.library.exponential_race(
             ids.data_ptr(),
             probs.data_ptr(),
             seeds.data_ptr(),
@@ -112,7 +112,7 @@ class NativeDraws:
         logits = logits.float().contiguous()
         ids = torch.empty(logits.shape[0], dtype=torch.int64)
         confidence = torch.empty(logits.shape[0])
-        self.library.likeliest(ids.data_ptr(), confidence.data_ptr(), logits.data_ptr(), *logits.shape)
+        self.library.argmax(ids.data_ptr(), confidence.data_ptr(), logits.data_ptr(), *logits.shape)
         return ids, confidence
 
     def draw_next(

@@ -74,32 +74,6 @@ typedef struct {
     const float *top_p, *min_p;   /* 1 and 0: off */
 } Processors;
 
-/* How a row of a batch draws: one of drafts, and of what is drafted for. */
-enum { GREEDY, RACE, INVERSE_CDF };
-
-/* The sequences that draft, in the order of their spans. */
-typedef struct {
-    int64_t num_rows, longest, vocab, num_bins, num_threads; /* vocab of probs */
-    const int64_t *span;          /* [num_rows] a row's, whose last token its first draft follows */
-    const int64_t *limit;         /* [num_rows] tokens to draft; 0: the row has no span */
-    const int64_t *way;           /* [num_rows]; NULL: everybody is greedy */
-    const int64_t *seeds, *positions; /* [num_rows] of their first draws; NULL if everybody is greedy */
-    const Processors *processors;
-    float *few;                   /* [num_threads, vocab] work space; NULL if nothing is cut */
-    /* When a row ends early, as in confidence.py; all NULL: never. */
-    const double *least_to_score, *least_to_draft; /* [num_rows] */
-    const double *rates;          /* [num_rows, num_bins] */
-    const double *bins;           /* [num_bins] lower ends */
-    /* What comes of it. */
-    int64_t *ids;                 /* [num_rows, longest] */
-    float *probs;                 /* the same, of all tokens [vocab]; NULL: nobody asks */
-    float *confidence;            /* [num_rows, longest]; NULL: nobody asks */
-    int64_t *num_drawn;           /* [num_rows] */
-    int64_t *num_kept;            /* [num_rows]; where a row has ended early, the last one may be refused */
-    int64_t *hindsight;           /* [num_rows] the likeliest one in place of its span's last token, where that has
-                                     two logits, else -1; NULL: nobody asks */
-} DraftRows;
-
 /* layers.c */
 void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size, float eps);
 void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size);
@@ -111,19 +85,16 @@ void multiply(const Product *product, float *out, const float *x, const float *r
 /* decoder.c */
 int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);
 
-/* draft.c */
-int64_t draft(const Decoder *decoder, const NewTokens *new, const DraftRows *rows);
-
 /* sampling.c */
-void process(float *probs, const float *logits, const Processors *processors, float *few,
+void process(float *probs, const float *logits, const Processors *processors, float *scratch,
              int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
-void race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
-          int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
+void exponential_race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
+                      int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
 void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
                  int64_t num_threads);
-int64_t follow(const float *target, const float *draft, double scale, double uniform, int64_t vocab);
+int64_t sample_residual(const float *target, const float *draft, double scale, double uniform, int64_t vocab);
 int is_distribution(const float *logits, int64_t vocab);
-void likeliest(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab);
+void argmax(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab);
 
 #endif

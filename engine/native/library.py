@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = [FOLDER / name for name in ("kernels.h", "room.h", "vectors.h")]
+HEADERS = [FOLDER / name for name in ("arena.h", "kernels.h", "rounds.h", "vectors.h")]
 SOURCES = sorted(FOLDER.glob("*.c"))
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 Pointer = ctypes.c_void_p
 Integer = ctypes.c_int64
 Float = ctypes.c_float
+Double = ctypes.c_double
 
 
 class Spans(ctypes.Structure):
@@ -87,24 +88,43 @@ class Processors(ctypes.Structure):
     _fields_ = tuple((name, Pointer) for name in ("temperature", "top_k", "top_p", "min_p"))
 
 
-class DraftRows(ctypes.Structure):
+class Row(ctypes.Structure):
+    """As in ``rounds.h``, as is the next one."""
+
     _fields_ = (
-        *((name, Integer) for name in ("num_rows", "longest", "vocab", "num_bins", "num_threads")),
-        *((name, Pointer) for name in ("span", "limit", "way", "seeds", "positions", "processors", "few")),
-        *((name, Pointer) for name in ("least_to_score", "least_to_draft", "rates", "bins")),
-        *((name, Pointer) for name in ("ids", "probs", "confidence", "num_drawn", "num_kept", "hindsight")),
+        *((name, Integer) for name in ("num_tokens", "num_draft_computed", "num_distinct", "num_counted")),
+        ("num_draft_tokens", Integer),
+        ("draft_ids", Pointer),
+        *((name, Integer) for name in ("num_blocks", "num_draft_blocks")),
+        *((name, Pointer) for name in ("blocks", "draft_blocks")),
+        ("threshold", Double),
+        ("rates", Pointer),
+        *((name, Integer) for name in ("num_masked", "mask_words")),
+        *((name, Pointer) for name in ("mask", "logits", "token_ids")),
+        *((name, Integer) for name in ("max_num_tokens", "min_num_tokens", "num_stops")),
+        ("stop_ids", Pointer),
+        *((name, Integer) for name in ("rule", "seed", "top_k")),
+        *((name, Float) for name in ("temperature", "top_p", "min_p")),
+        *((name, Float) for name in ("repetition", "frequency", "presence")),
+        *((name, Pointer) for name in ("distinct_ids", "counts")),
+        ("num_biases", Integer),
+        *((name, Pointer) for name in ("bias_ids", "biases")),
     )
 
 
 class Rounds(ctypes.Structure):
-    """As in ``rounds.c``."""
-
     _fields_ = (
-        *((name, Integer) for name in ("num_rows", "num_rounds", "longest", "width")),
-        ("seconds", ctypes.c_double),
-        *((name, Pointer) for name in ("rows", "token_ids", "blocks", "stops", "drawing")),
-        *((name, Pointer) for name in ("verdicts", "confidence", "times")),
+        *((name, Integer) for name in ("num_rows", "num_rounds", "max_drafts", "max_draft_len")),
+        *((name, Integer) for name in ("num_threads", "num_bins")),
+        ("bins", Pointer),
+        ("seconds", Double),
+        *((name, Pointer) for name in ("rows", "num_drafted", "num_accepted", "num_drawn")),
+        *((name, Pointer) for name in ("confidences", "phase_seconds")),
     )
+
+
+# In the order of sizes.c.
+STRUCTS = (Spans, Layer, Product, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
 
 
 @cache
@@ -115,28 +135,36 @@ def load_library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("No native kernels, the slower way is taken: %s", _reason(error))
         return None
+    if not _same_sizes(library):
+        logger.warning("No native kernels, the slower way is taken: their structures differ from library.py")
+        return None
     library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, Float]
     library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
     library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
     library.multiply.argtypes = [ctypes.POINTER(Product), Pointer, Pointer, Pointer, Integer]
     library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
-    library.draft.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), ctypes.POINTER(DraftRows)]
     library.run_rounds.argtypes = [Pointer, Pointer, ctypes.POINTER(Rounds)]
     library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
-    library.race.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
+    library.exponential_race.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
     library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
     library.uniform.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
-    library.likeliest.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
+    library.argmax.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
     of_layers = library.rms_norm, library.gated_silu, library.attend, library.multiply
-    of_draws = library.process, library.race, library.race_uniforms, library.uniform
-    of_choices = library.inverse_cdf, library.likeliest, library.draw_next
+    of_draws = library.process, library.exponential_race, library.race_uniforms, library.uniform
+    of_choices = library.inverse_cdf, library.argmax, library.draw_next
     for function in (*of_layers, *of_draws, *of_choices):
         function.restype = None
-    for function in (library.panel_size, library.decode, library.draft, library.run_rounds):
+    for function in (library.panel_size, library.decode, library.run_rounds):
         function.restype = Integer
     return library
+
+
+def _same_sizes(library: ctypes.CDLL) -> bool:
+    library.struct_size.restype = Integer
+    library.struct_size.argtypes = [Integer]
+    return all(library.struct_size(index) == ctypes.sizeof(struct) for index, struct in enumerate(STRUCTS))
 
 
 def _compiled() -> Path:

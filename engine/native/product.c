@@ -5,7 +5,7 @@
  */
 
 #include "kernels.h"
-#include "room.h"
+#include "arena.h"
 #include "vectors.h"
 
 /* Columns and rows of a product that are summed up together: as many as there are registers for. */
@@ -164,9 +164,9 @@ void multiply(const Product *product, float *out, const float *x, const float *r
     int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
     /* What is needed together then lies together, and not all in the same few cache lines, as it would if rows
      * were a power of two long. */
-    static _Thread_local Room room;
-    if (num_parts < rows && make_room(&room, rows * in * sizeof(float))) {
-        float *to = take(&room, rows * in, sizeof(float));
+    static _Thread_local Arena arena;
+    if (num_parts < rows && arena_reserve(&arena, rows * in * sizeof(float))) {
+        float *to = arena_alloc(&arena, rows * in, sizeof(float));
         FOR_EACH(part, num_parts, rows * in * 4, interleave(to, x, rows, in, part, num_parts));
         x = to;
     } else {

@@ -89,11 +89,11 @@ static void softmax_row(float *probs, const float *logits, int64_t size, float t
     divide_row(probs, size, 0.0f, (float)total);
 }
 
-/* Copies what reaches the threshold to few, in order; returns how many there are. */
-static int64_t keep(float *few, const float *x, int64_t size, float threshold) {
+/* Copies what reaches the threshold to kept, in order; returns how many there are. */
+static int64_t keep(float *kept, const float *x, int64_t size, float threshold) {
     int64_t num_kept = 0;
     for (int64_t i = 0; i < size; i++) {
-        few[num_kept] = x[i];
+        kept[num_kept] = x[i];
         num_kept += x[i] >= threshold;
     }
     return num_kept;
@@ -137,14 +137,14 @@ static inline ALWAYS float weighing(float *x, int64_t size, double goal, const i
     return threshold.f;
 }
 
-/* The lowest of the size probabilities that top-k and top-p keep; ties with it are kept as well. few has room
- * for all. */
-static float lowest_kept(float *few, const float *probs, int64_t size, int64_t top_k, float top_p) {
+/* The lowest of the size probabilities that top-k and top-p keep; ties with it are kept as well. scratch has
+ * room for all. */
+static float lowest_kept(float *scratch, const float *probs, int64_t size, int64_t top_k, float top_p) {
     float lowest = 0.0f;
     double total = 1.0;
     if (top_k > 0 && top_k < size) {
-        memcpy(few, probs, size * sizeof(float));
-        lowest = weighing(few, size, (double)top_k, 0);
+        memcpy(scratch, probs, size * sizeof(float));
+        lowest = weighing(scratch, size, (double)top_k, 0);
         /* The mass that top-p is a share of is that of k tokens, however many tie with the last. */
         double rest = (double)top_k;
         total = 0.0;
@@ -158,12 +158,12 @@ static float lowest_kept(float *few, const float *probs, int64_t size, int64_t t
         lowest = (1.0f - top_p) * 0.5f / (float)size;
     }
     if (top_p >= 1.0f) return lowest;
-    return weighing(few, keep(few, probs, size, lowest), top_p * total, 1);
+    return weighing(scratch, keep(scratch, probs, size, lowest), top_p * total, 1);
 }
 
-/* probs [sequences, positions, vocab] of logits of that shape, none NaN and a finite one in each row. few
- * [num_threads, vocab] is work space; NULL if nothing is cut. */
-void process(float *probs, const float *logits, const Processors *processors, float *few,
+/* probs [sequences, positions, vocab] of logits of that shape, none NaN and a finite one in each row.
+ * scratch [num_threads, vocab] is work space; NULL if nothing is cut. */
+void process(float *probs, const float *logits, const Processors *processors, float *scratch,
              int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
     const int64_t rows = sequences * positions;
     #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
@@ -173,10 +173,10 @@ void process(float *probs, const float *logits, const Processors *processors, fl
         const float top_p = processors->top_p[sequence], min_p = processors->min_p[sequence];
         float *to = probs + row * vocab;
         softmax_row(to, logits + row * vocab, vocab, processors->temperature[sequence]);
-        if (!few) continue;
+        if (!scratch) continue;
         float lowest = 0.0f;
         if (top_k > 0 || top_p < 1.0f)
-            lowest = lowest_kept(few + omp_get_thread_num() * vocab, to, vocab, top_k, top_p);
+            lowest = lowest_kept(scratch + omp_get_thread_num() * vocab, to, vocab, top_k, top_p);
         if (min_p > 0.0f) {
             const float share = min_p * highest_of(to, vocab);
             lowest = share > lowest ? share : lowest;
@@ -256,8 +256,8 @@ static int64_t winner_of(const float *probs, uint64_t key, int64_t vocab) {
 
 /* ids [sequences, positions]: what each row of probs [sequences, positions, vocab] draws with the noise of its
  * sequence's seed, the first at its sequence's position + offset. */
-void race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
-          int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
+void exponential_race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
+                      int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
     const int64_t rows = sequences * positions;
     #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
     for (int64_t row = 0; row < rows; row++) {
@@ -318,7 +318,7 @@ int is_distribution(const float *logits, int64_t vocab) {
 
 /* The highest logit's id, the first among equals, and its share of the two highest ones' probabilities:
  * [rows] each, of logits [rows, vocab]. */
-void likeliest(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab) {
+void argmax(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab) {
     for (int64_t row = 0; row < rows; row++) {
         const float *x = logits + row * vocab;
         float first[CHUNK], second[CHUNK], highest = -INFINITY, next = -INFINITY;
@@ -356,7 +356,7 @@ void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64
 
 /* The id that follows accepted tokens, drawn from target, less scale times what draft had if one was rejected;
  * else draft is NULL. */
-int64_t follow(const float *target, const float *draft, double scale, double uniform, int64_t vocab) {
+int64_t sample_residual(const float *target, const float *draft, double scale, double uniform, int64_t vocab) {
     const Weights w = { target, draft, scale };
     int64_t id = draft ? id_at(w, uniform, vocab, 1) : -1;
     /* Equal rows leave rounding dust at most: the target's row is the limit. */
@@ -374,6 +374,6 @@ void draw_next(int64_t *ids, const float *target, const float *draft, const int6
     for (int64_t row = 0; row < rows; row++) {
         const int64_t at = num_accepted[row], next = row * (positions + 1) + at;
         const float *rejected = at < num_draft[row] ? draft + (row * positions + at) * vocab : NULL;
-        ids[row] = follow(target + next * vocab, rejected, scale[row], uniforms[next], vocab);
+        ids[row] = sample_residual(target + next * vocab, rejected, scale[row], uniforms[next], vocab);
     }
 }

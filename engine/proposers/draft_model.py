@@ -5,40 +5,53 @@ soon, and what it missed (the last drafted token after a full acceptance, or mor
 in the first pass of a round.
 """
 
-from dataclasses import replace
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 
 from engine.batch import Span
-from engine.core.block_pool import BlockTable
-from engine.core.scheduler import Scheduled
-from engine.draft_length.confidence import PatientDraft
+from engine.core.step import CONFIDENCE_BINS, EarlyExit, ScheduledSequence
 from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
-from engine.models.draft_chain import in_width
-from engine.native.decoder import NativeDecoder
-from engine.native.draft import draft_round
-from engine.sampling.captured_draw import draw_now, draw_rows
 from engine.sampling.sampler import DraftDraw, Drafts, Sampler
+
+
+@dataclass(slots=True)
+class ExitingDraft:
+    """A row's draft in one round, which ``rule`` may end. ``confidences``: of distributions met."""
+
+    rule: EarlyExit
+    confidences: list[float] = field(default_factory=list)
+    survival: float = 1.0
+
+    def keeps(self, confidence: float) -> bool:
+        """Whether a token from this distribution is worth its place in the target's pass."""
+        self.confidences.append(confidence)
+        survival = self.survival * self.rule.rates[bisect_right(CONFIDENCE_BINS, confidence) - 1]
+        if survival < self.rule.threshold:
+            return False
+        self.survival = survival
+        return True
 
 
 class DraftModelProposer:
     """``max_len`` is the longest sequence the draft model can hold, ``vocab_size`` the target's."""
 
     name: Source = "draft_model"
+    trace_source = "draft_model"
 
     def __init__(self, model: DecoderModel, max_len: int, vocab_size: int) -> None:
         self.model = model
         self.max_len = max_len
         self.vocab_size = vocab_size
 
-    def propose(self, scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
+    def propose(self, scheduled: list[ScheduledSequence], sampler: Sampler) -> Drafts:
         completing = [part for part in scheduled if part.completes]
         lengths = [part.num_draft_tokens if part.source == self.name else 0 for part in completing]
         spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]
-        if (drafts := self._draft_in_c(spans, completing, lengths, sampler)) is not None:
-            return drafts
         logits = self._forward(spans)
         num_positions = max(lengths, default=0)
         if num_positions == 0:
@@ -48,73 +61,34 @@ class DraftModelProposer:
         probs = None
         if sampler.uses_draft_probs:
             probs = torch.zeros(len(lengths), num_positions, sampler.vocab_size, device=sampler.device)
-        patient = [part.patient_draft for part in completing]
-        with_confidence = any(patient)
+        exits = [None if part.early_exit is None else ExitingDraft(part.early_exit) for part in completing]
+        with_confidence = any(exits)
         active = [row for row, length in enumerate(lengths) if length > 0]
         members: slice | torch.Tensor
         drawing, members = sampler, slice(None)  # the rows that draft, and where they are among all
         for position in range(num_positions):
             if len(active) < len(drawing.rows):
                 drawing, members = sampler.select(active), on_device(active, sampler.device)
-            tables = [completing[row].sequence.draft_blocks for row in active]
-            if position == 1 and not with_confidence:
-                num_passes = [lengths[row] - 1 for row in active]
-                rest = self._draft_at_once(tables, num_passes, token_ids[members, 0], drawing)
-                if rest is not None:
-                    token_ids[members, 1:] = rest
-                    break
             if position > 0:
+                tables = [completing[row].sequence.draft_blocks for row in active]
                 last = token_ids[members, position - 1].tolist()
                 logits = self._forward(
                     [Span(table, [token_id], 1) for table, token_id in zip(tables, last, strict=True)]
                 )
-            draw = self._draw(logits, token_ids[members, :position], with_confidence, drawing)
+            draw = drawing.draw_drafts(logits, token_ids[members, :position], with_confidence)
             token_ids[members, position] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members, position] = draw.probs
-            active = rows_going_on(patient, lengths, active, position, draw)
+            active = rows_going_on(exits, lengths, active, position, draw)
             if not active:
                 break
         longest = max(lengths)
-        return Drafts(token_ids[:, :longest], None if probs is None else probs[:, :longest], lengths)
+        confidences = [None if row is None else row.confidences for row in exits] if with_confidence else None
+        if probs is not None:
+            probs = probs[:, :longest]
+        return Drafts(token_ids[:, :longest], probs, lengths, confidences)
 
-    def _draft_in_c(
-        self, spans: list[Span], completing: list[Scheduled], lengths: list[int], sampler: Sampler
-    ) -> Drafts | None:
-        """The whole round as one call; None if it takes the loop."""
-        active = [row for row, length in enumerate(lengths) if length > 0]
-        if not active or not isinstance(self.model.whole_pass, NativeDecoder):
-            return None
-        patient = [completing[row].patient_draft for row in active]
-        limits = [lengths[row] for row in active]
-        drawing = sampler.select(active)
-        drafts = draft_round(self.model.whole_pass, self._known(spans), limits, patient, drawing)
-        return None if drafts is None else _among(drafts, active, len(lengths))
-
-    def _draw(
-        self, logits: torch.Tensor, drafted: torch.Tensor, with_confidence: bool, drawing: Sampler
-    ) -> DraftDraw:
-        """The next drafts from ``logits`` [rows, vocab], after ``drafted`` [rows, so far]. The first ones
-        stay on the device, unread, where a chain can go on with them."""
-        is_first = drafted.shape[1] == 0
-        if self.model.draft_chain is not None and is_first and not with_confidence:
-            rows = draw_rows(drawing)
-            if rows is not None:
-                return DraftDraw(draw_now(logits, rows, drawing), None, None)
-        return drawing.draw_drafts(logits, drafted, with_confidence)
-
-    def _draft_at_once(
-        self, tables: list[BlockTable], num_passes: list[int], first_ids: torch.Tensor, drawing: Sampler
-    ) -> torch.Tensor | None:
-        """The drafts after ``first_ids`` [rows], int64 [rows, most passes], without a look at any of them;
-        None if it takes the loop."""
-        chain = self.model.draft_chain
-        rows = draw_rows(drawing) if chain is not None else None
-        if chain is None or rows is None:
-            return None
-        return chain(tables, num_passes, first_ids, rows)
-
-    def _catch_up(self, part: Scheduled) -> Span | None:
+    def _catch_up(self, part: ScheduledSequence) -> Span | None:
         """What the draft is to store in its first pass: of a prompt all that the target will have stored
         after this step, of a decoding sequence what it missed while others drafted or nobody did."""
         sequence = part.sequence
@@ -124,7 +98,7 @@ class DraftModelProposer:
             if part.source != self.name:
                 return None
             end = start + part.num_catch_up_tokens + min(1, part.num_draft_tokens)
-        elif not part.draft_follows:
+        elif not part.prefill_draft:
             return None
         if not sequence.uses_draft_model or start == end or end > self.max_len:
             return None
@@ -135,7 +109,11 @@ class DraftModelProposer:
         probability zero in the draft."""
         if not spans:
             return torch.empty(0)
-        return in_width(self.model.forward(self._known(spans)), self.vocab_size)
+        logits = self.model.forward(self._known(spans))
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            return F.pad(logits, (0, missing), value=-torch.inf)
+        return logits if missing == 0 else logits[:, : self.vocab_size]
 
     def _known(self, spans: list[Span]) -> list[Span]:
         """With any stand-in for tokens that only the target has."""
@@ -148,37 +126,17 @@ class DraftModelProposer:
         ]
 
 
-def _among(drafts: Drafts, members: list[int], num_rows: int) -> Drafts:
-    """The same of so many rows, of which ``members`` have drafted and the others nothing."""
-    if len(members) == num_rows:
-        return drafts
-    lengths = [0] * num_rows
-    for row, length in zip(members, drafts.lengths, strict=True):
-        lengths[row] = length
-    token_ids = drafts.token_ids.new_zeros(num_rows, drafts.token_ids.shape[1])
-    token_ids[members] = drafts.token_ids
-    probs = None
-    if drafts.probs is not None:
-        probs = drafts.probs.new_zeros(num_rows, *drafts.probs.shape[1:])
-        probs[members] = drafts.probs
-    return Drafts(token_ids, probs, lengths)
-
-
 def rows_going_on(
-    patient: list[PatientDraft | None], lengths: list[int], active: list[int], position: int, draw: DraftDraw
+    exits: list[ExitingDraft | None], lengths: list[int], active: list[int], position: int, draw: DraftDraw
 ) -> list[int]:
-    """Rows that draft another token. Shortens ``lengths`` where patience has run out.
+    """Rows that draft another token after ``position``. Shortens ``lengths`` where a draft exits early.
 
     The distribution decides, whichever token was drawn from it: one that is not kept has never been looked
     at, and its random number is free for the token that takes its place.
     """
     confidences = [] if draw.confidence is None else draw.confidence.tolist()
     for row, confidence in zip(active, confidences, strict=False):
-        row_draft = patient[row]
-        if row_draft is None:
-            continue
-        if not row_draft.keeps(confidence):
+        row_exit = exits[row]
+        if row_exit is not None and not row_exit.keeps(confidence):
             lengths[row] = position
-        elif not row_draft.goes_on():
-            lengths[row] = position + 1
     return [row for row in active if lengths[row] > position + 1]

@@ -1,8 +1,9 @@
 """What is added to or taken from raw logits before temperature: bias, penalties, the minimum length.
 
 In this order: logit_bias, repetition penalty, frequency and presence penalties, then stop tokens are
-forbidden below ``min_tokens``, and the checkpoint's own rules have the last word. Every position sees the
-text as it would stand there: prompt, output and the drafted tokens before it, each counted once.
+forbidden below ``min_tokens``, a mask forbids all that it does not allow, and the checkpoint's own rules have
+the last word. Every position sees the text as it would stand there: prompt, output and the drafted tokens
+before it, each counted once.
 """
 
 import math
@@ -19,7 +20,8 @@ from engine.sampling.rules import NO_RULES, GenerationRules
 class History:
     """What one row's adjustments depend on. ``token_ids`` is prompt and output, pending token included.
 
-    The first ``num_encoder_tokens`` are an encoder's: penalties and rules do not see them.
+    The first ``num_encoder_tokens`` are an encoder's: penalties and rules do not see them. ``mask`` is int32
+    [positions, words], a set bit for each token that is allowed at a position of this round.
     """
 
     params: SamplingParams
@@ -28,10 +30,11 @@ class History:
     stop_token_ids: frozenset[int]
     num_encoder_tokens: int = 0
     rules: GenerationRules = NO_RULES
+    mask: torch.Tensor | None = None
     _always_adjusts: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        always = bool(self.params.logit_bias) or self.penalized or bool(self.rules)
+        always = bool(self.params.logit_bias) or self.penalized or bool(self.rules) or self.mask is not None
         object.__setattr__(self, "_always_adjusts", always)
 
     @property
@@ -83,6 +86,8 @@ def adjust_logits(
         if num_forbidden and history.stop_token_ids:
             ids = torch.tensor(sorted(history.stop_token_ids), device=logits.device)
             logits[row, :num_forbidden].index_fill_(-1, ids, -torch.inf)
+        if history.mask is not None:
+            _forbid_masked(logits[row], history.mask[offset : offset + logits.shape[1]])
     for row, history in enumerate(histories):
         if history.rules:
             _apply_rules(logits[row], history, drafted[row].tolist(), offset)
@@ -97,6 +102,14 @@ def replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
         return logits, None
     broken = ~logits.amax(-1).isfinite()
     return torch.where(broken[..., None], 0.0, logits), broken
+
+
+def _forbid_masked(logits: torch.Tensor, mask: torch.Tensor) -> None:
+    """``logits`` [positions, V] of one row, changed in place; ``mask`` may have fewer positions."""
+    bits = mask[..., None] >> torch.arange(32, device=mask.device) & 1
+    allowed = bits.bool().flatten(1)[:, : logits.shape[1]].to(logits.device)
+    allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
+    logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)
 
 
 def _apply_rules(logits: torch.Tensor, history: History, drafted: list[int], offset: int) -> None:

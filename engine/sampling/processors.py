@@ -32,7 +32,6 @@ class SamplingTensors(NamedTuple):
     any_top_p: bool
     any_min_p: bool
     any_uncut: bool  # a row has neither top-k nor top-p
-    is_captured: bool = False  # by a graph: no decision may depend on a number on the device
 
     @classmethod
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
@@ -100,8 +99,6 @@ def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
 
 def _likeliest(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """The highest probabilities in falling order, as many as the cuts may look at."""
-    if sampling.is_captured:
-        return probs.sort(-1, descending=True).values
     vocab_size = probs.shape[-1]
     num_candidates = max(1, sampling.largest_top_k)
     if sampling.any_top_p:

@@ -74,15 +74,8 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: 
             keys = np.array(few, dtype=np.uint64).view(np.int64).reshape(shape)
         else:
             keys = _keys(_integers(seeds), _integers(positions), Stream.RACE)
-        mixed = _mix(keys[..., None] + _integers(counters(vocab_size, seeds.device)))
+        mixed = _mix(keys[..., None] + _integers(_counters(vocab_size, seeds.device)))
     return _to_unit_interval(mixed).log_().neg_()
-
-
-def captured_noise(seeds: torch.Tensor, positions: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """``exponential_noise`` by torch's operations alone, which a graph can hold. ``counters`` are made
-    beforehand: what a capture allocates belongs to its graph."""
-    keys = _keys(seeds, positions, Stream.RACE)
-    return _to_unit_interval(_mix(keys[..., None] + counters)).log_().neg_()
 
 
 def _are_few(seeds: torch.Tensor, positions: torch.Tensor) -> bool:
@@ -100,7 +93,7 @@ def _few_keys(
 
 
 @lru_cache(maxsize=8)
-def counters(vocab_size: int, device: torch.device) -> torch.Tensor:
+def _counters(vocab_size: int, device: torch.device) -> torch.Tensor:
     """What tells token ids apart: int64 [vocab_size]."""
     return torch.arange(1, vocab_size + 1, device=device) * _signed(WEYL)
 

@@ -78,12 +78,14 @@ class Drafts:
     """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
-    deterministic or no row asks for them.
+    deterministic or no row asks for them. ``confidences`` are those of all distributions that drafts with an
+    early exit have met, the refused token's included; None if no row has one.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
     probs: torch.Tensor | None  # float32 [B, K, V]
     lengths: list[int]
+    confidences: list[list[float] | None] | None = None
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
@@ -93,6 +95,32 @@ class Drafts:
     def ids(self) -> list[list[int]]:
         """Each row's drafted ids, without padding, in one copy from the device."""
         return [ids[:length] for ids, length in zip(self.token_ids.tolist(), self.lengths, strict=True)]
+
+
+def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
+    """One draft for each row; of ``parts``, which are of all rows, at most one has drafted for it and the
+    others hold zeros there."""
+    drafting = [part for part in parts if any(part.lengths)]
+    if not drafting:
+        return Drafts.empty(len(sampler.rows), sampler.device)
+    if len(drafting) == 1:
+        return drafting[0]
+    lengths = [sum(row) for row in zip(*(part.lengths for part in drafting), strict=True)]
+    width = max(lengths)
+    token_ids = torch.stack(
+        [F.pad(part.token_ids, (0, width - part.token_ids.shape[1])) for part in drafting]
+    ).sum(0)
+    confidences = next((part.confidences for part in drafting if part.confidences), None)
+    if not sampler.uses_draft_probs:
+        return Drafts(token_ids, None, lengths, confidences)
+    probs = torch.zeros(len(lengths), width, sampler.vocab_size, device=sampler.device)
+    for part in drafting:
+        drew = on_device([row for row, length in enumerate(part.lengths) if length], sampler.device)
+        part_probs = part.probs
+        if part_probs is None:
+            part_probs = F.one_hot(part.token_ids, sampler.vocab_size).float()
+        probs[drew, : part_probs.shape[1]] = part_probs[drew]
+    return Drafts(token_ids, probs, lengths, confidences)
 
 
 class DraftDraw(NamedTuple):

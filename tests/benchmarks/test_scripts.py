@@ -8,7 +8,7 @@ import pytest
 from benchmarks import gpu, graphs
 from benchmarks.contestants.foretoken import PLAIN, SPECULATIVE
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
-from benchmarks.graphs import BY_PHASE, WITHOUT
+from benchmarks.graphs import WITHOUT
 from engine import graph_plan
 from tests.benchmarks.conftest import Benchmark
 from tests.tape import TapeCapture
@@ -80,25 +80,19 @@ def test_gpu_with_and_without_graphs(benchmark: Benchmark, monkeypatch: pytest.M
     settings, on_tape = graphs.settings, {"cuda_graph_seconds": 600, "native_kernels": False}
     monkeypatch.setattr(graphs, "settings", lambda given: settings(given) | on_tape)
     # Some of the passes, the first ones, rather than what some seconds are enough for.
-    steps, chains, rounds = graph_plan.plan_buckets, graph_plan.plan_chains, graph_plan.plan_rounds
-    monkeypatch.setattr(graph_plan, "plan_buckets", lambda *given: steps(*given)[:30])
-    monkeypatch.setattr(graph_plan, "plan_chains", lambda *given: chains(*given)[:30])
-    monkeypatch.setattr(graph_plan, "plan_rounds", lambda *given: rounds(*given)[:30])
+    plan = graph_plan.plan_buckets
+    monkeypatch.setattr(graph_plan, "plan_buckets", lambda *given: plan(*given)[:30])
     arguments = ("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 2, *SMALL, "--cache-memory", "16MiB")
     arguments += ("--no-tests", "--no-transformers", "--minutes", 60)
     document = benchmark(*arguments, "--graphs", "both")
     rows = {row["variant"]: row for row in document["results"]}
-    suffixes = ("", BY_PHASE, WITHOUT)
-    assert set(rows) == {name + suffix for name in (PLAIN, SPECULATIVE) for suffix in suffixes}
+    assert set(rows) == {name + suffix for name in (PLAIN, SPECULATIVE) for suffix in ("", WITHOUT)}
     assert rows[PLAIN]["to_without_graphs"] != 1
-    assert rows[PLAIN + BY_PHASE]["to_without_graphs"] != 1
     assert rows[PLAIN + WITHOUT]["to_without_graphs"] == 1
     assert set(document["identity"][0]["same_text"].values()) == {"2/2"}
     assert [(row["model"], row["captured"] > 10, row["replays"] > 10) for row in document["graphs"]] == [
         ("target", True, True),
         ("draft", True, True),
-        ("draft chains", True, True),
-        ("rounds", True, True),
     ]
     assert benchmark(*arguments, "--graphs", "off")["graphs"] == []
 

@@ -4,7 +4,7 @@ The tests call them on the engine as it is; ``test_mutants`` calls them on engin
 expects them to raise.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from engine.core.engine import EngineCore
-from engine.draft_length.rounds import Candidate
-from engine.draft_length.sources import FollowedCosts, SourceChooser
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.sampling.sampler import Rule
 from engine.sampling.verify import Verdict
 from tests import naive
 from tests.engine.conftest import Models
+from tests.engine.planners import FixedPlanner, lookups, use_planner
 from tests.engine.simulation import chi_square, p_value
 from tests.models import make_engine, outputs_by_choice, run_engine
 
@@ -76,23 +75,10 @@ def seeded_identity(models: Models) -> None:
     assert run_engine(make_engine(models.target, models.close_draft), PROMPTS, params) == plain
 
 
-class RotatingChooser(SourceChooser):
-    """Whoever's turn it is, by sequence and position: every source drafts, in every row and batch."""
-
-    def choose(
-        self, rows: Sequence[list[Candidate]], *, fixed: Sequence[bool], num_rows: int
-    ) -> list[Candidate | None]:
-        return [_turn(candidates) if candidates else None for candidates in rows]
-
-
-def _turn(candidates: list[Candidate]) -> Candidate:
-    key: Any = candidates[0].key
-    return candidates[(key.index + len(key)) % len(candidates)]
-
-
 def rotating_engine(target: str, draft: str | None, **config: Any) -> EngineCore:
+    """Every source drafts, in every row and batch: another one in each round."""
     core = make_engine(target, draft, method="auto", ngram_min_match=1, **config)
-    core.scheduler.planner.chooser = RotatingChooser(FollowedCosts())
+    use_planner(core, FixedPlanner(lookups(ngram_min_match=1), rotates=True))
     return core
 
 

@@ -10,18 +10,20 @@ import numpy as np
 import torch
 from scipy import stats
 
-from engine.draft_length.confidence import Patience, PatientDraft
+from engine.core.step import EarlyExit
 from engine.messages import SamplingParams
-from engine.proposers.draft_model import rows_going_on
+from engine.proposers.draft_model import ExitingDraft, rows_going_on
 from engine.sampling.adjust import History
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests import naive
-from tests.engine.patience import known
 
 VOCAB_SIZE, NUM_TOKENS, NUM_DRAFT = 5, 3, 2
 PROMPT = [1, 1, 3]
 STOP_ID = 4
 CPU = torch.device("cpu")
+
+# Ends about half of the drafts.
+UNSURE = EarlyExit(rates=(0.2, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99), threshold=0.5)
 
 
 class ToyLogits:
@@ -88,8 +90,7 @@ def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Draf
     width = max(lengths)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     probs = torch.zeros(len(lengths), width, VOCAB_SIZE) if sampler.uses_draft_probs else None
-    rule = Patience(known(), 0.5, 0.0)
-    patient = [PatientDraft(rule) if unsure else None for _ in lengths]
+    exits = [ExitingDraft(UNSURE) if unsure else None for _ in lengths]
     active = [i for i, length in enumerate(lengths) if length > 0]
     for position in range(width):
         drafted = token_ids[active, :position]
@@ -101,7 +102,7 @@ def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Draf
         token_ids[active, position] = draw.ids
         if probs is not None and draw.probs is not None:
             probs[active, position] = draw.probs
-        active = rows_going_on(patient, lengths, active, position, draw)
+        active = rows_going_on(exits, lengths, active, position, draw)
         if not active:
             break
     width = max(lengths)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from engine.core.block_pool import RUN, BlockPool, BlockTable
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
-from engine.draft_planner import DraftPlanner
 from engine.messages import SamplingParams
+from tests.engine.planners import FixedPlanner
 
 
 def assert_partition(pool: BlockPool, tables: list[BlockTable]) -> None:
@@ -89,7 +89,7 @@ def test_every_sequence_finishes_and_every_block_comes_back(
         draft_pool=BlockPool(num_blocks, 4),
         max_num_sequences=4,
         max_num_batched_tokens=budget,
-        planner=DraftPlanner(max_draft_len=1000),
+        planner=FixedPlanner(max_draft_len=1000),
     )
     sequences = [
         make_sequence(i, prompt, max_tokens, k) for i, (prompt, max_tokens, k, *_) in enumerate(requests)
@@ -100,7 +100,7 @@ def test_every_sequence_finishes_and_every_block_comes_back(
     for _ in range(4000):
         if not (scheduler.running or scheduler.waiting):
             break
-        parts = scheduler.schedule()
+        parts = scheduler.schedule().scheduled
         assert parts, "a step with work must do some"
         assert sum(part.num_tokens + part.num_draft_tokens for part in parts) <= budget
         for part in parts:
@@ -132,29 +132,29 @@ def simulate(
 
 
 def test_a_long_prompt_does_not_stall_running_sequences() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 4, max_num_batched_tokens=10, planner=DraftPlanner())
+    scheduler = Scheduler(BlockPool(100, 4), None, 4, max_num_batched_tokens=10, planner=FixedPlanner())
     short, long = make_sequence(0, 1, 50, 0), make_sequence(1, 100, 1, 0)
     scheduler.add(short)
     scheduler.schedule()
     short.target_blocks.num_computed_tokens = 1
     short.append([0])
     scheduler.add(long)
-    parts = {part.sequence.request_id: part for part in scheduler.schedule()}
+    parts = {part.sequence.request_id: part for part in scheduler.schedule().scheduled}
     assert parts["0"].completes
     assert parts["1"].num_tokens == 9
     assert not parts["1"].completes
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    scheduler = Scheduler(BlockPool(4, 4), None, 4, max_num_batched_tokens=100, planner=DraftPlanner())
+    scheduler = Scheduler(BlockPool(4, 4), None, 4, max_num_batched_tokens=100, planner=FixedPlanner())
     old, young, late = (make_sequence(i, 7, 9, 0) for i in range(3))
     for sequence in (old, young, late):
         scheduler.add(sequence)
-    for part in scheduler.schedule():
+    for part in scheduler.schedule().scheduled:
         part.sequence.target_blocks.num_computed_tokens = 7
         part.sequence.append([0, 0])
         part.sequence.target_blocks.num_computed_tokens = 8
-    assert [part.sequence for part in scheduler.schedule()] == [old]
+    assert [part.sequence for part in scheduler.schedule().scheduled] == [old]
     assert list(scheduler.waiting) == [young, late]
     assert scheduler.num_preemptions == 1
     assert young.target_blocks.num_computed_tokens == 0
@@ -232,24 +232,24 @@ def test_sharing_never_mixes_texts(history: list[tuple[list[int], int, bool]]) -
 
 
 def test_priority_goes_before_arrival() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 2, max_num_batched_tokens=100, planner=DraftPlanner())
+    scheduler = Scheduler(BlockPool(100, 4), None, 2, max_num_batched_tokens=100, planner=FixedPlanner())
     late, early, urgent = make_sequence(0, 5, 9, 0), make_sequence(1, 5, 9, 0), make_sequence(2, 5, 9, 0)
     late.priority, urgent.priority = 1, -1
     for sequence in (late, early, urgent):
         scheduler.add(sequence)
-    assert [part.sequence for part in scheduler.schedule()] == [urgent, early]
+    assert [part.sequence for part in scheduler.schedule().scheduled] == [urgent, early]
     assert scheduler.waiting == [late]
 
 
 def test_choices_of_a_request_share_the_prompt() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 8, max_num_batched_tokens=100, planner=DraftPlanner())
+    scheduler = Scheduler(BlockPool(100, 4), None, 8, max_num_batched_tokens=100, planner=FixedPlanner())
     choices = [make_sequence(0, 41, 9, 0) for _ in range(3)]
     for choice in choices:
         scheduler.add(choice)
-    (first,) = scheduler.schedule()
+    (first,) = scheduler.schedule().scheduled
     first.sequence.target_blocks.num_computed_tokens = 41
     first.sequence.append([1])
     scheduler.publish(first.sequence)
-    second, third, fourth = scheduler.schedule()
+    second, third, fourth = scheduler.schedule().scheduled
     assert (third.num_tokens, fourth.num_tokens) == (1, 1)
     assert choices[1].target_blocks.block_ids[:10] == choices[0].target_blocks.block_ids[:10]

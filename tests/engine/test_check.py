@@ -13,7 +13,7 @@ from scipy import stats
 from engine.commands import check
 from engine.commands.check_exactness import chi_square
 from engine.commands.check_speed import Costs, Speed
-from engine.pairing import compare_tokenizers
+from engine.proposers.translated.pairing import compare_tokenizers
 from engine.sampling import sampler as sampler_module
 from engine.sampling.verify import RowVerdict, Verdict
 from tests.engine.conftest import Models

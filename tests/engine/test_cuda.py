@@ -14,18 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.core.scheduler import Scheduled
-from engine.messages import Generate, SamplingParams
-from engine.models.graph_capture import make_capture
+from engine.messages import SamplingParams
 from engine.models.in_place_attention import find_kernel
 from engine.models.layer_parts import AttentionShape
 from engine.models.lean_decoder import LeanDecoder
 from engine.models.step_graphs import StepGraphs
-from engine.sampling.sampler import Drafts, Sampler
-from tests.engine import chain_gates, gates, graph_gates, round_gates, test_distribution, triton_gates
+from tests.engine import gates, graph_gates, test_distribution, triton_gates
 from tests.engine.conftest import Models
 from tests.engine.test_distribution import Pair, p_values, pair
-from tests.engine.test_draft_chain import PARAMS, draws_are_the_samplers, make_engines
 from tests.engine.test_lean_decoder import save
 from tests.engine.test_step_graphs import STATIC
 from tests.models import make_engine, run_engine
@@ -44,7 +40,7 @@ make_engine_here = partial(make_engine, device=DEVICE, cuda_graph_seconds=1)
 
 @pytest.fixture(autouse=True)
 def engines_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (gates, graph_gates, chain_gates, test_distribution):
+    for module in (gates, graph_gates, test_distribution):
         monkeypatch.setattr(module, "make_engine", make_engine_here)
     yield
     if DEVICE == "cuda":
@@ -104,115 +100,6 @@ def test_graphs_say_what_the_usual_passes_say(draft: str, models: Models) -> Non
     eager = make_engine_here(models.target, path, cuda_graphs=False)
     for params in (SamplingParams(max_tokens=40, temperature=0), SamplingParams(max_tokens=40, seed=1)):
         graph_gates.same_tokens(graphed, eager, [params] * len(graph_gates.PROMPTS))
-
-
-@pytest.mark.parametrize("rows", chain_gates.ROWS.values(), ids=chain_gates.ROWS.keys())
-def test_chains_draft_what_the_loop_drafts(rows: list[SamplingParams], models: Models) -> None:
-    folders = models.target, models.close_draft
-    chain_gates.same_as_the_loop(*folders, rows, tolerance=1e-3, cuda_graph_seconds=60)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_chains_in_16_bits_are_captured(dtype: str, models: Models) -> None:
-    """And pass the comparison at start; close ids may be told apart by rounding."""
-    core = make_engine_here(models.target, models.close_draft, dtype=dtype, cuda_graph_seconds=60)
-    run_engine(core, gates.PROMPTS, SamplingParams(max_tokens=40, temperature=0))
-    assert chain_gates.chain_of(core).num_replays > 0
-
-
-@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
-def test_chains_say_what_the_loop_says(params: list[SamplingParams], models: Models) -> None:
-    engines = make_engines(
-        models, partial(make_engine_here, cuda_graph_seconds=60), make_capture, num_speculative_tokens=5
-    )
-    chain_gates.same_drafts_and_tokens(*engines, params)
-
-
-def test_captured_draws_are_the_samplers() -> None:
-    draws_are_the_samplers(3000, 0.5, torch.device(DEVICE))
-
-
-def test_the_host_waits_for_no_draft(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_engine_here(models.target, models.close_draft, cuda_graph_seconds=60)
-    proposer = chain_gates.proposer_of(core)
-    propose, chain = proposer.propose, chain_gates.chain_of(core)
-
-    def watched(scheduled: list[Scheduled], sampler: Sampler) -> Drafts:
-        is_decoding = all(part.num_tokens == 1 for part in scheduled)
-        torch.cuda.set_sync_debug_mode("error" if is_decoding else "default")
-        try:
-            return propose(scheduled, sampler)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(proposer, "propose", watched)
-    run_engine(core, [[1, 2, 3]], SamplingParams(max_tokens=5 * 6, temperature=0))
-    assert chain.num_replays > 0
-    assert chain.num_misses == 0
-
-
-def round_twins(models: Models) -> round_gates.Twins:
-    make = partial(make_engine, device=DEVICE)
-    return round_gates.make_twins(make, make_capture, models.target, models.close_draft)
-
-
-def test_captured_rounds_tell_what_the_phases_tell(models: Models) -> None:
-    """Greedy, coupled, cut and ragged rows, with captured rounds on and off."""
-    twins = round_twins(models)
-    for params in round_gates.PARAMS.values():
-        round_gates.same_rounds(twins, params)
-    assert twins.rounds.num_misses == 0
-
-
-def test_captured_rounds_fail_where_the_phases_fail(models: Models) -> None:
-    round_gates.broken_rows_fail_alike(round_twins(models), round_gates.PARAMS["of several temperatures"])
-
-
-@pytest.mark.parametrize("vocab_size", [50, 3000])
-def test_captured_verdicts_are_the_samplers(vocab_size: int) -> None:
-    round_gates.verdicts_are_the_samplers(torch.device(DEVICE), vocab_size=vocab_size)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rounds_in_16_bits_are_captured(dtype: str, models: Models) -> None:
-    """And pass the comparison at start."""
-    core = make_engine_here(models.target, models.close_draft, dtype=dtype, cuda_graph_seconds=60)
-    run_engine(core, gates.PROMPTS, SamplingParams(max_tokens=40, temperature=0))
-    assert core.target.captured_round is not None
-    assert core.target.captured_round.num_replays > 0
-
-
-@pytest.mark.parametrize("name", ["greedy", "seeded", "cut"])
-def test_the_host_waits_once_a_round(name: str, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it reads the verdicts, and never before."""
-    twins = round_twins(models)
-    core, read, reads = twins.captured, twins.rounds.read, []
-
-    def watched(*arguments: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("default")
-        reads.append(1)
-        return read(*arguments)
-
-    monkeypatch.setattr(twins.rounds, "read", watched)
-    core.add(Generate("0", [1, 2, 3], round_gates.PARAMS[name][1]))
-    core.step()  # the prompt
-    try:
-        while core.has_work:
-            torch.cuda.set_sync_debug_mode("error")
-            core.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(reads) == twins.rounds.num_replays > 3
-
-
-def test_seconds_of_a_captured_round_are_the_devices(models: Models) -> None:
-    twins = round_twins(models)
-    before, started = dict(twins.captured.stats.phase_seconds), time.monotonic()
-    round_gates.run(twins.captured, round_gates.PARAMS["greedy"])
-    took = time.monotonic() - started
-    spent = {name: twins.captured.stats.phase_seconds[name] - before[name] for name in before}
-    assert min(spent["draft"], spent["score"], spent["host"]) > 0
-    assert sum(spent.values()) == pytest.approx(took, rel=0.2)
 
 
 def test_graphs_stay_within_their_time(models: Models) -> None:

@@ -67,7 +67,7 @@ def test_a_broken_draft_changes_nothing(models: Models) -> None:
     params = SamplingParams(max_tokens=20, seed=3)
     expected = run_engine(make_engine(models.target, None), PROMPTS, params)
     core = make_engine(models.target, models.close_draft)
-    draft = core.proposer.proposers["draft_model"].model  # type: ignore[attr-defined]
+    draft = core.draft
     honest = draft.forward
     draft.forward = lambda spans: honest(spans) * torch.nan
     assert run_engine(core, PROMPTS, params) == expected

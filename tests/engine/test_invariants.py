@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.core.engine import EngineCore
-from engine.core.scheduler import Scheduled
+from engine.core.step import StepPlan
 from engine.messages import Generate, SamplingParams
+from engine.runtime.phases import PhaseRunner
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
 
@@ -20,13 +21,14 @@ class CheckedCore:
         self.core = core
         self.fresh = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
         self.num_scored = 0
-        self.inner_score = core._score
-        core._score = self.score  # type: ignore[method-assign]
+        runner = core.runner
+        assert isinstance(runner, PhaseRunner)
+        self.inner_score = runner._score
+        runner._score = self.score  # type: ignore[method-assign]
 
-    def score(self, scheduled: list[Scheduled], drafted: list[list[int]]) -> torch.Tensor:
-        completing = [part for part in scheduled if part.completes]
-        texts = [part.sequence.token_ids + ids for part, ids in zip(completing, drafted, strict=True)]
-        logits = self.inner_score(scheduled, drafted)
+    def score(self, plan: StepPlan, drafted: list[list[int]]) -> torch.Tensor:
+        texts = [part.sequence.token_ids + ids for part, ids in zip(plan.rows, drafted, strict=True)]
+        logits = self.inner_score(plan, drafted)
         start = 0
         for text, length in zip(texts, map(len, drafted), strict=True):
             with torch.no_grad():

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from engine import batch
+from engine.core import commit as commits
 from engine.core import engine as core
 from engine.core.block_pool import BlockTable
 from engine.core.sequence import Sequence
+from engine.core.step import StepPlan
 from engine.messages import SamplingParams
 from engine.models.errors import ModelLoadError
-from engine.proposers import draft_model, routed
+from engine.proposers import draft_model
 from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling import adjust, draws, sampler, verify
 from engine.sampling.draw import inverse_cdf
@@ -270,34 +272,34 @@ def draft_cache_skips_a_token(patch: Patch) -> None:
 
 def rejected_tokens_stay_in_the_cache(patch: Patch) -> None:
     """Truncation forgets blocks, but the next tokens are stored behind the rejected ones."""
-    honest = core.EngineCore._commit
+    honest = commits.commit
 
-    def commit(self: core.EngineCore, parts: Any, *rest: Any) -> Any:
-        drawing = [part.sequence for part in parts]
+    def commit(plan: StepPlan, *rest: Any) -> Any:
+        drawing = [part.sequence for part in plan.rows]
         computed = {id(s): s.target_blocks.num_computed_tokens for s in drawing}
-        outputs = honest(self, parts, *rest)
+        outputs = honest(plan, *rest)
         for sequence in drawing:
             table: BlockTable = sequence.target_blocks
             if 0 < table.num_computed_tokens < computed[id(sequence)]:
                 table.block_ids[:] = table.block_ids[::-1]
         return outputs
 
-    patch.setattr(core.EngineCore, "_commit", commit)
+    patch.setattr(core, "commit", commit)
 
 
 def recovered_token_lost(patch: Patch) -> None:
     """A rejection is handled a round late: the word drawn in its place never reaches the client."""
-    honest = core.EngineCore._commit
+    honest = commits.commit
 
-    def commit(self: core.EngineCore, *arguments: Any) -> Any:
+    def commit(*arguments: Any) -> Any:
         return [
             msgspec.structs.replace(output, token_ids=output.token_ids[:-1])
             if output.num_accepted_tokens < output.num_draft_tokens
             else output
-            for output in honest(self, *arguments)
+            for output in honest(*arguments)
         ]
 
-    patch.setattr(core.EngineCore, "_commit", commit)
+    patch.setattr(core, "commit", commit)
 
 
 def stop_seen_only_at_the_end_of_a_round(patch: Patch) -> None:
@@ -347,7 +349,7 @@ def look_ups_called_drawn(patch: Patch) -> None:
     def flat(ids: torch.Tensor, num_classes: int) -> torch.Tensor:
         return honest(ids, num_classes) * 0 + 1 / num_classes
 
-    patch.setattr(routed.F, "one_hot", flat)
+    patch.setattr(sampler.F, "one_hot", flat)
 
 
 def draft_cache_skips_what_others_drafted(patch: Patch) -> None:

@@ -19,6 +19,7 @@ from engine.sampling.random import Stream, exponential_noise, uniform
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests.engine import gates, simulation
 from tests.engine.conftest import Models
+from tests.engine.planners import phases_of
 from tests.engine.test_native import plant as plant_in
 from tests.engine.test_processors import GRID
 from tests.models import make_engine
@@ -370,12 +371,14 @@ def test_wrong_draws_are_noticed_at_load_and_by_the_gate(
 def test_who_draws_in_the_engine(
     native: NativeDraws, models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert isinstance(make_engine(models.target, None).make_draws(), NativeDraws)
-    assert isinstance(make_engine(models.target, None, native_kernels=False).make_draws(), TorchDraws)
+    assert isinstance(phases_of(make_engine(models.target, None)).make_draws(), NativeDraws)
+    assert isinstance(
+        phases_of(make_engine(models.target, None, native_kernels=False)).make_draws(), TorchDraws
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "false")
     library.load_library.cache_clear()
     try:
-        assert isinstance(make_engine(models.target, None).make_draws(), TorchDraws)
+        assert isinstance(phases_of(make_engine(models.target, None)).make_draws(), TorchDraws)
     finally:
         library.load_library.cache_clear()

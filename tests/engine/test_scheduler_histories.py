@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.block_pool import BlockPool, BlockTable
-from engine.core.scheduler import Scheduled, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
-from engine.draft_planner import DraftPlanner
+from engine.core.step import ScheduledSequence
 from engine.messages import SamplingParams
+from tests.engine.planners import FixedPlanner
 from tests.engine.test_cache_bookkeeping import assert_partition
 
 BLOCK_SIZE = 4
@@ -90,13 +91,13 @@ class World:
 
     def step(self, data: st.DataObject) -> None:
         """As the engine core does, with made-up tokens and verdicts."""
-        parts = self.scheduler.schedule()
-        assert parts or not self.live, "a step with work must do some"
-        for part in parts:
+        plan = self.scheduler.schedule()
+        assert plan or not self.live, "a step with work must do some"
+        for part in plan.scheduled:
             self._compute(part, data)
         self.check()
 
-    def _compute(self, part: Scheduled, data: st.DataObject) -> None:
+    def _compute(self, part: ScheduledSequence, data: st.DataObject) -> None:
         sequence, target = part.sequence, part.sequence.target_blocks
         drafted = [data.draw(st.integers(0, 1)) for _ in range(part.num_draft_tokens)]
         first = target.num_computed_tokens
@@ -117,7 +118,7 @@ class World:
         else:
             assert sequence.num_uncomputed_tokens == 1
 
-    def _follow_with_draft(self, part: Scheduled, drafted: list[int]) -> None:
+    def _follow_with_draft(self, part: ScheduledSequence, drafted: list[int]) -> None:
         """The draft stores what it missed and all of its own tokens but the last."""
         sequence, table = part.sequence, part.sequence.draft_blocks
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens
@@ -167,7 +168,7 @@ def test_any_history(
             draft_pool=BlockPool(num_blocks, BLOCK_SIZE),
             max_num_sequences=max_num_sequences,
             max_num_batched_tokens=budget,
-            planner=DraftPlanner(max_draft_len=1000),
+            planner=FixedPlanner(max_draft_len=1000),
         )
     )
     for step in range(3000):

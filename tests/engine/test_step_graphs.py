@@ -24,7 +24,6 @@ from engine.core.engine import EngineCore
 from engine.kv_cache import KVCache
 from engine.messages import SamplingParams
 from engine.models import step_graphs, step_inputs
-from engine.models.draft_chain import DraftChain
 from engine.models.step_buckets import MAX_TOKENS, Bucket, plan_buckets, shape_of, smallest
 from engine.models.step_graphs import StepGraphs
 from engine.models.step_inputs import StepInputs
@@ -44,7 +43,6 @@ make_engine = partial(tests.models.make_engine, native_kernels=False)
 def taped(monkeypatch: Patch) -> None:
     """Engines on the CPU capture their passes, on tapes."""
     monkeypatch.setattr(graph_plan, "make_capture", TapeCapture)
-    monkeypatch.setattr(graph_plan, "plan_rounds", lambda *_: [])  # they would take the target's passes over
 
 
 @pytest.fixture
@@ -345,17 +343,14 @@ def test_what_the_time_does_not_allow_runs_as_before(models: Models, taped: None
 def test_time_and_memory_end_the_capturing(models: Models, taped: None, monkeypatch: Patch) -> None:
     recorded: list[int] = []
     monkeypatch.setattr(TapeCapture, "free_memory", lambda self: -self.num_recorded << 20)
-    for part in ("_memory", "_memory_of_chains"):
-        monkeypatch.setattr(graph_plan, part, lambda *_: 3 << 20)
+    monkeypatch.setattr(graph_plan, "_memory", lambda *_: 3 << 20)
     monkeypatch.setattr(graph_plan, "FIXED_BYTES", 0)
     core = make_engine(models.target, models.close_draft)
-    draft = core.proposer.proposers["draft_model"].model  # type: ignore[attr-defined]
+    draft = core.draft
     for model in (draft, core.target):
         assert isinstance(model.graphs, StepGraphs)
         recorded.append(len(model.graphs.replays))
-    assert isinstance(draft.draft_chain, DraftChain)
-    recorded.insert(1, len(draft.draft_chain.replays))
-    assert recorded == [4, 3, 3]  # the first that is one too many ends it
+    assert recorded == [4, 3]  # the first that is one too many ends it
     graph_gates.still_says_the_same(models.target, core)
 
 

@@ -18,12 +18,13 @@ from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams
 from engine.models.errors import ModelLoadError
 from engine.proposers.draft_model import DraftModelProposer
-from engine.proposers.translated import TranslatedDraftProposer
+from engine.proposers.translated.draft_text import DraftText
+from engine.proposers.translated.proposer import TranslatedDraftProposer
 from engine.sampling.sampler import Drafts, Sampler
-from engine.translation.draft_text import DraftText
 from engine.worker import describe
 from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import LEARNT, TOKENIZERS, save_learnt, save_tokenizer
+from tests.engine.planners import phases_of
 from tests.engine.simulation import chi_square
 from tests.engine.test_replay import Outcome, replay, traced
 from tests.models import make_engine, run_engine, save_random_llama, stepped
@@ -60,7 +61,7 @@ def plain(learnt: dict[str, str], prompts: list[list[int]]) -> list[list[int]]:
 
 
 def proposer_of(core: EngineCore) -> TranslatedDraftProposer:
-    proposer = core.proposer.proposers["draft_model"]
+    proposer = phases_of(core).proposer
     assert isinstance(proposer, TranslatedDraftProposer)
     return proposer
 
@@ -354,7 +355,7 @@ def test_which_way_a_pair_gets(learnt: dict[str, str], models: Models, tmp_path:
     padded = save_random_llama(tmp_path / "padded", seed=1, vocab_size=2000)
     save_tokenizer(TOKENIZERS["coarse"](), padded)
     core = make_engine(learnt["coarse"], padded)
-    assert isinstance(core.proposer.proposers["draft_model"], DraftModelProposer)
+    assert isinstance(phases_of(core).proposer, DraftModelProposer)
     assert core.scheduler.draft_pool is not None
 
     same_size = save_random_llama(tmp_path / "same_size", seed=1, vocab_size=400)

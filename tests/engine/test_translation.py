@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.translation.draft_text import DraftText
-from engine.translation.target_text import TargetText
-from engine.translation.tokenizer import NO_CUT, TextTokenizer
+from engine.proposers.translated.draft_text import DraftText
+from engine.proposers.translated.target_text import TargetText
+from engine.proposers.translated.tokenizer import NO_CUT, TextTokenizer
 from tests.engine.other_tokenizers import TEXT, TOKENIZERS
 
 LOSSLESS = ["coarse", "fine", "metaspace"]

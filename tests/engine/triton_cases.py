@@ -5,7 +5,6 @@ its own: TRITON_INTERPRET must be set before triton is imported.
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,11 @@ from triton.runtime import interpreter
 from engine import graph_plan
 from engine.messages import SamplingParams
 from engine.models import in_place_attention, paged_kernels, step_buckets
-from engine.models.chain_inputs import ChainBucket, ChainInputs, plan_chains
 from engine.models.in_place_attention import InPlaceAttention, RowsKernel, find_kernel
 from engine.models.layer_parts import AttentionShape
 from engine.models.lean_decoder import LeanDecoder
-from engine.models.step_buckets import plan_buckets
 from engine.models.step_inputs import StepInputs
-from engine.sampling.captured_draw import DrawKind
-from tests.engine import chain_gates, graph_gates
-from tests.engine.chain_gates import GREEDY
+from tests.engine import graph_gates
 from tests.engine.conftest import Models
 from tests.engine.test_lean_decoder import CONFIGS, save
 from tests.engine.triton_bugs import BUGS, planted
@@ -216,46 +211,6 @@ def test_captured_passes(tmp_path: Path, taped: None, monkeypatch: Patch) -> Non
     monkeypatch.setattr(step_buckets, "QUERIES", (1, 12))
     monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
     graph_gates.same_as_eager(folder, max_model_len=100)
-
-
-@pytest.fixture
-def few_shapes(taped: None, monkeypatch: Patch) -> None:
-    """One pass of each model, and one chain of each length."""
-    monkeypatch.setattr(graph_plan, "plan_buckets", lambda *arguments: plan_buckets(*arguments)[:1])
-    monkeypatch.setattr(graph_plan, "plan_chains", few_chains)
-    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
-
-
-def few_chains(*arguments: Any) -> list[ChainBucket]:
-    planned = plan_chains(*arguments)
-    return [bucket for bucket in planned if bucket.shape.kind is DrawKind.GREEDY and bucket.shape.rows == 2]
-
-
-def test_captured_chains(models: Models, few_shapes: None, monkeypatch: Patch) -> None:
-    """Against a loop that gathers, with NaN in foreign blocks."""
-    monkeypatch.setattr(chain_gates, "make_engine", eager_engines_gather(monkeypatch))
-    for name, fewer in (("NUM_SEQUENCES", 2), ("ROUNDS", 6)):
-        monkeypatch.setattr(chain_gates, name, fewer)
-    chain_gates.same_as_the_loop(models.target, models.close_draft, [GREEDY], num_speculative_tokens=3)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_a_chains_frozen_tables_are_caught(
-    models: Models, few_shapes: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
-    honest = ChainInputs.batch
-
-    def frozen(self: ChainInputs, *arguments: Any) -> Any:
-        made = honest(self, *arguments)
-        rows = made.batch.short_rows
-        assert rows is not None  # nothing is gathered
-        made.batch.short_rows = replace(rows, tables=rows.tables * 0)
-        return made
-
-    monkeypatch.setattr(ChainInputs, "batch", frozen)
-    with caplog.at_level(logging.WARNING):
-        make_engine(models.target, models.close_draft, native_kernels=False, max_num_sequences=2)
-    assert "Draft chains differ" in caplog.text
 
 
 def test_same_tokens(models: Models, on_the_cpu: None, monkeypatch: Patch) -> None:

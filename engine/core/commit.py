@@ -1,0 +1,95 @@
+"""The end of a step: what its rounds emitted is appended, counted and reported, and the caches truncated.
+
+Everything that counts counts rounds: a step of several is several.
+"""
+
+import time
+
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence
+from engine.core.stats import EngineStats
+from engine.core.step import ScheduledSequence, StepPlan, StepResult
+from engine.messages import Failed, PredictionUse, TokenLogprob, TokenOutput
+
+
+def commit(
+    plan: StepPlan, result: StepResult, scheduler: Scheduler, stats: EngineStats
+) -> list[TokenOutput | Failed]:
+    """Outputs by row. Both caches keep all tokens of a sequence but the pending one, and nothing of one that
+    has ended. Counts the step's seconds; ``result.host_seconds`` is known from here on."""
+    for part in plan.scheduled:
+        if not part.completes:
+            scheduler.publish(part.sequence)
+    outputs: list[TokenOutput | Failed] = []
+    failed_requests: set[str] = set()
+    failed = result.rounds[-1].failed if result.rounds else None
+    for row, part in enumerate(plan.rows):
+        sequence = part.sequence
+        if sequence.request_id in failed_requests:
+            continue  # another choice of its request has just failed
+        if failed is not None and failed[row]:
+            failed_requests.add(sequence.request_id)
+            scheduler.abort(sequence.request_id)
+            outputs.append(_failure(sequence))
+            continue
+        outputs.append(_commit_row(row, part, result, stats))
+        scheduler.settle(sequence)
+    result.host_seconds = time.perf_counter() - plan.started - result.seconds
+    stats.count_seconds(result)
+    return outputs
+
+
+def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: EngineStats) -> TokenOutput:
+    sequence = part.sequence
+    is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
+    wants_logprobs = sequence.params.logprobs is not None
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    num_drafted = num_accepted = 0
+    for one in result.rounds:
+        emitted = sequence.append(one.emitted[row])
+        token_ids += emitted
+        # A stop inside the accepted run ends the sequence there: what follows was never emitted.
+        accepted = min(one.num_accepted[row], len(emitted))
+        if one.num_drafted[row]:
+            stats.count_draft(part.source, one.num_drafted[row], accepted)
+            num_drafted += one.num_drafted[row]
+            num_accepted += accepted
+        if wants_logprobs and one.logprobs is not None:
+            logprobs += (one.logprobs[row] or [])[: len(emitted)]
+    traces = result.rounds[-1].traces
+    return TokenOutput(
+        request_id=sequence.request_id,
+        index=sequence.index,
+        token_ids=token_ids,
+        finish_reason=sequence.finish_reason,
+        num_draft_tokens=num_drafted,
+        num_accepted_tokens=num_accepted,
+        num_rounds=len(result.rounds),
+        seed=sequence.seed,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+        queue_seconds=sequence.queue_seconds if is_first else None,
+        logprobs=logprobs if wants_logprobs else None,
+        prompt_logprobs=sequence.prompt_logprobs if is_first else None,
+        trace=traces[row] if traces is not None and sequence.params.trace else None,
+        prediction=_follow_prediction(part, token_ids, num_drafted),
+    )
+
+
+def _follow_prediction(part: ScheduledSequence, emitted: list[int], num_drafted: int) -> PredictionUse | None:
+    """Move the cursor over what was emitted, and report how much of it the prediction knew."""
+    cursor = part.sequence.prediction
+    if cursor is None:
+        return None
+    first = cursor.place
+    return PredictionUse(cursor.follow(emitted), first, num_drafted if part.source == "prediction" else 0)
+
+
+def _failure(sequence: Sequence) -> Failed:
+    """The model gave no distribution for this sequence."""
+    return Failed(
+        request_id=sequence.request_id,
+        code="invalid_logits",
+        message=f"the model gave no distribution (NaN, infinity or nothing allowed) after "
+        f"{len(sequence)} tokens",
+    )

@@ -1,0 +1,70 @@
+/* What is added to or taken from raw logits before temperature: bias, penalties, the minimum length, a mask.
+ *
+ * The same arithmetic as adjust.py in "engine/sampling", which is the reference: float32, each operation rounded.
+ * Only the tokens that a row names or has seen are touched.
+ */
+
+#include <math.h>
+
+#include "rounds.h"
+
+/* The compiler can neither fuse what goes in with what follows, nor reorder it, nor take it for invariant. */
+static inline float rounded(float x) {
+    volatile float stored = x;
+    return stored;
+}
+
+static void penalize(const Row *row, float *logits, int64_t vocab) {
+    for (int64_t i = 0; i < row->num_distinct; i++) {
+        const int64_t id = row->distinct_ids[i];
+        if (id >= vocab) continue;
+        float logit = logits[id];
+        logit = rounded(logit > 0.0f ? logit / rounded(row->repetition) : logit * row->repetition);
+        logit = rounded(logit - rounded(row->frequency * (float)row->counts[i]));
+        logits[id] = logit - row->presence;
+    }
+}
+
+static void forbid_masked(const Row *row, int64_t position, float *logits, int64_t vocab) {
+    const uint32_t *mask = row->mask + position * row->mask_words;
+    const int64_t num_known = vocab < 32 * row->mask_words ? vocab : 32 * row->mask_words;
+    for (int64_t id = 0; id < num_known; id++)
+        logits[id] = mask[id / 32] >> id % 32 & 1 ? logits[id] : -INFINITY;
+    for (int64_t id = num_known; id < vocab; id++) logits[id] = -INFINITY;
+}
+
+/* Logits [vocab] at a position of a round; counts are those of the text up to there. */
+void adjust_logits(const Row *row, int64_t position, float *logits, int64_t vocab) {
+    for (int64_t i = 0; i < row->num_biases; i++)
+        if (row->bias_ids[i] < vocab) logits[row->bias_ids[i]] += row->biases[i];
+    if (row->counts) penalize(row, logits, vocab);
+    if (row->num_tokens + position < row->min_num_tokens)
+        for (int64_t i = 0; i < row->num_stops; i++)
+            if (row->stop_ids[i] < vocab) logits[row->stop_ids[i]] = -INFINITY;
+    if (row->mask && position < row->num_masked) forbid_masked(row, position, logits, vocab);
+}
+
+static int64_t find_token(const Row *row, int64_t id) {
+    int64_t i = 0;
+    while (i < row->num_distinct && row->distinct_ids[i] != id) i++;
+    return i;
+}
+
+/* One more of a token in the text; nothing without penalties. */
+void count_token(Row *row, int64_t id) {
+    if (!row->counts) return;
+    const int64_t i = find_token(row, id);
+    if (i == row->num_distinct) {
+        row->distinct_ids[row->num_distinct++] = id;
+        row->counts[i] = 0;
+    }
+    row->counts[i]++;
+    row->num_counted++;
+}
+
+/* Takes back the last token counted. */
+void uncount_token(Row *row, int64_t id) {
+    if (!row->counts) return;
+    row->num_distinct -= --row->counts[find_token(row, id)] == 0;
+    row->num_counted--;
+}

@@ -1,0 +1,40 @@
+/* Working memory of a function, kept from call to call: asking for it anew costs more than a small product. */
+
+#ifndef FORETOKEN_ARENA_H
+#define FORETOKEN_ARENA_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+/* Allocations begin at cache lines. */
+#define CACHE_LINE 64
+
+typedef struct {
+    char *start;
+    size_t size, used;
+} Arena;
+
+/* Bytes that an allocation takes. */
+static inline size_t arena_size(int64_t length, size_t size) {
+    return (length * size + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
+}
+
+/* Empties the arena, which then holds so many bytes; 0 if there is no memory. */
+static inline int arena_reserve(Arena *arena, size_t size) {
+    arena->used = 0;
+    if (size <= arena->size) return 1;
+    free(arena->start);
+    arena->start = aligned_alloc(CACHE_LINE, arena_size(size, 1));
+    arena->size = arena->start ? size : 0;
+    return arena->start != NULL;
+}
+
+/* Part of an arena in which enough is reserved. */
+static inline void *arena_alloc(Arena *arena, int64_t length, size_t size) {
+    void *allocated = arena->start + arena->used;
+    arena->used += arena_size(length, size);
+    return allocated;
+}
+
+#endif

@@ -1,0 +1,97 @@
+/* The rows of a step as C knows them, and what the files that run their rounds call of each other.
+ *
+ * "library.py" has the same structures; their sizes are compared at load.
+ */
+
+#ifndef FORETOKEN_ROUNDS_H
+#define FORETOKEN_ROUNDS_H
+
+#include "kernels.h"
+
+/* Verification rules, and with them how a row's drafts are drawn. */
+enum { GREEDY, COUPLED, REJECTION };
+
+/* A sequence that decodes. It serves in many calls: what a sequence is, the tokens it has, the step's part. */
+typedef struct {
+    /* These follow the rounds. */
+    int64_t num_tokens;           /* the last one is pending: in no cache yet */
+    int64_t num_draft_computed;   /* tokens in the draft model's cache */
+    int64_t num_distinct;         /* entries of distinct_ids and counts */
+    int64_t num_counted;          /* tokens that they count */
+    /* The step's. */
+    int64_t num_draft_tokens;     /* to draft in each round, as far as there is room for them */
+    const int64_t *draft_ids;     /* [num_draft_tokens] drafts from outside; NULL: the draft model's */
+    int64_t num_blocks, num_draft_blocks;
+    const int64_t *blocks, *draft_blocks; /* block tables with room for all rounds */
+    double threshold;             /* of the early exit: see CONFIDENCE_BINS and EarlyExit in step.py */
+    const double *rates;          /* [num_bins]; NULL: drafts have their full length */
+    int64_t num_masked, mask_words;
+    const uint32_t *mask;         /* [num_masked, mask_words] a bit for each allowed token, by position of the
+                                     first round; NULL: all are allowed */
+    float *logits;                /* [num_rounds, max_drafts + 1, vocab] receives the target's raw logits of all
+                                     emitted tokens; NULL: not needed */
+    /* The sequence's. */
+    int64_t *token_ids;           /* [max_num_tokens] */
+    int64_t max_num_tokens;
+    int64_t min_num_tokens;       /* stop tokens are forbidden below */
+    int64_t num_stops;
+    const int64_t *stop_ids;
+    int64_t rule, seed, top_k;
+    float temperature, top_p, min_p;
+    float repetition, frequency, presence; /* penalties */
+    int64_t *distinct_ids, *counts; /* [max_num_tokens] how often which tokens stand in the text; NULL: no penalties */
+    int64_t num_biases;
+    const int64_t *bias_ids;
+    const float *biases;
+} Row;
+
+typedef struct {
+    int64_t num_rows, num_rounds;
+    int64_t max_drafts;           /* the longest draft of any row */
+    int64_t max_draft_len;        /* tokens that the draft model can hold of a sequence */
+    int64_t num_threads, num_bins;
+    const double *bins;           /* [num_bins] lower ends */
+    double seconds;               /* no round begins that would end later, if it took as long as the longest */
+    Row **rows;
+    /* Results, round by round. */
+    int64_t *num_drafted, *num_accepted; /* [num_rounds, num_rows] */
+    int64_t *num_drawn;           /* likewise: by the draft model, the token refused by an early exit included */
+    float *confidences;           /* [num_rounds, num_rows, max_drafts]; NULL: no row has an early exit */
+    double *phase_seconds;        /* [num_rounds, 3] of drafting, scoring and verifying */
+} Rounds;
+
+/* Working memory of a call: [num_rows] where nothing else is said. */
+typedef struct {
+    int64_t *limit;               /* tokens to draft in this round */
+    int64_t *num_drafted, *num_drawn;
+    int64_t *draft_ids;           /* [num_rows, max_drafts] */
+    float *draft_probs;           /* [num_rows, max_drafts, vocab] under the rejection rule, if a row has it */
+    int64_t *next_id, *is_broken;
+    int64_t *first_block, *first_draft_block; /* into blocks */
+    int64_t *blocks;              /* block tables of all rows */
+    /* Spans of a pass. */
+    int64_t *ones, *query_lens, *num_computed, *span_first_block;
+    int64_t *token_ids;           /* [tokens of a pass] */
+    int64_t *active, *stays;      /* rows that draft on */
+    double *survival;             /* product of rates of a row's draft so far */
+    int64_t *first_scored;        /* of a row's logits */
+    float *logits;                /* [tokens scored, vocab] */
+    float *draft_logits;          /* [num_rows, vocab of the draft model] */
+    float *probs;                 /* [num_threads, vocab], if a row samples */
+    float *padded;                /* the same, if the draft model knows fewer tokens */
+    float *cut;                   /* the same, if a row has top-k, top-p or min-p */
+    float *one_hot;               /* the same, if drafts from outside meet the rejection rule */
+    int64_t vocab;                /* the target's; all distributions have its width */
+    int64_t samples;              /* whether a row does */
+} Scratch;
+
+/* adjust.c */
+void adjust_logits(const Row *row, int64_t position, float *logits, int64_t vocab);
+void count_token(Row *row, int64_t id);
+void uncount_token(Row *row, int64_t id);
+
+/* draft.c */
+int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round);
+void process_row(const Row *row, const Scratch *scratch, float *probs, const float *logits);
+
+#endif

@@ -1,0 +1,170 @@
+"""A decoding sequence as C reads it (``Row`` in ``rounds.h``), kept up to date from step to step.
+
+What never changes (rule, seed, parameters, stop tokens) is converted once. Tokens that C emits are in its
+array already when the sequence has them; only what came by other ways is copied.
+"""
+
+from array import array
+from collections import Counter
+from ctypes import addressof
+
+import torch
+
+from engine.core.sequence import Sequence
+from engine.core.step import EarlyExit, ScheduledSequence
+from engine.native.library import Row
+from engine.sampling.processors import SMALLEST
+
+INTEGER_BYTES = 8
+# As in rounds.h.
+GREEDY = 0
+RULES = {"coupled": 1, "rejection": 2}
+
+
+def address(numbers: "array[int] | array[float]") -> int:
+    return numbers.buffer_info()[0]
+
+
+def integers(length: int) -> "array[int]":
+    return array("q", bytes(INTEGER_BYTES * length))
+
+
+class NativeRow:
+    """``address`` is that of ``row``. Arrays are kept as long as ``row`` points to them."""
+
+    __slots__ = (
+        "_block_ids",
+        "_blocks",
+        "_constants",
+        "_counts",
+        "_distinct_ids",
+        "_draft_block_ids",
+        "_draft_blocks",
+        "_draft_ids",
+        "_early_exit",
+        "_num_tokens",
+        "_rates",
+        "_sequence",
+        "_token_ids",
+        "address",
+        "num_draft_tokens",
+        "row",
+    )
+
+    def __init__(self, sequence: Sequence) -> None:
+        params = sequence.params
+        stop_ids = array("q", sorted(sequence.stop_token_ids))
+        bias_ids, biases = array("q", params.logit_bias), array("f", params.logit_bias.values())
+        self._sequence = sequence
+        self._constants = stop_ids, bias_ids, biases
+        self._token_ids = integers(sequence.max_num_tokens)
+        self._num_tokens = 0  # in that array
+        self.row = Row(
+            token_ids=address(self._token_ids),
+            max_num_tokens=sequence.max_num_tokens,
+            min_num_tokens=sequence.num_prompt_tokens + params.min_tokens,
+            num_stops=len(stop_ids),
+            stop_ids=address(stop_ids),
+            rule=GREEDY if sequence.greedy else RULES[sequence.verification],
+            seed=sequence.seed,
+            top_k=params.top_k,
+            temperature=max(params.temperature, SMALLEST),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            num_biases=len(bias_ids),
+            bias_ids=address(bias_ids),
+            biases=address(biases),
+        )
+        self.address = addressof(self.row)
+        # Of the sequence's part in the last step.
+        self._block_ids: list[int] = []
+        self._draft_block_ids: list[int] = []
+        self._blocks = self._draft_blocks = array("q")
+        self.num_draft_tokens = 0
+        self._draft_ids: array[int] | None = None
+        self._early_exit: EarlyExit | None = None
+        self._rates = array("d")
+        self._distinct_ids: array[int] | None = None
+        self._counts: array[int] | None = None
+        if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
+            self._count_tokens()
+
+    def update(self, part: ScheduledSequence) -> int:
+        """For the sequence's ``part`` in a step; returns how many tokens the draft model computes before its
+        first draft, the pending one included: 0 if it does not draft."""
+        sequence, row = self._sequence, self.row
+        num_tokens = len(sequence.token_ids)
+        if num_tokens != self._num_tokens:
+            self._take_in(sequence.token_ids)
+        if sequence.target_blocks.block_ids != self._block_ids:
+            self._set_blocks(sequence.target_blocks.block_ids)
+        if part.draft_ids or self._draft_ids is not None:
+            self._set_draft_ids(part.draft_ids)
+        limit = len(part.draft_ids) or part.num_draft_tokens
+        if limit != self.num_draft_tokens:
+            self.num_draft_tokens = row.num_draft_tokens = limit
+        if limit == 0 or part.draft_ids:
+            return 0
+        if sequence.draft_blocks.block_ids != self._draft_block_ids:
+            self._set_draft_blocks(sequence.draft_blocks.block_ids)
+        if part.early_exit is not self._early_exit:
+            self._set_early_exit(part.early_exit)
+        num_computed = row.num_draft_computed = sequence.draft_blocks.num_computed_tokens
+        return num_tokens - num_computed
+
+    def commit(self) -> list[int]:
+        """What C has emitted. The sequence's tables count what the caches hold of its tokens now."""
+        sequence, row, first = self._sequence, self.row, self._num_tokens
+        self._num_tokens = end = row.num_tokens
+        sequence.target_blocks.num_computed_tokens = end - 1
+        if self.num_draft_tokens and self._draft_ids is None:
+            sequence.draft_blocks.num_computed_tokens = row.num_draft_computed
+        return self._token_ids[first:end].tolist()
+
+    def set_mask(self, mask: torch.Tensor | None) -> None:
+        """``mask``: int32 [positions, words], as in ``History``; to be kept while C uses it."""
+        row = self.row
+        row.mask = None if mask is None else mask.data_ptr()
+        row.num_masked, row.mask_words = (0, 0) if mask is None else mask.shape
+
+    def _take_in(self, token_ids: list[int]) -> None:
+        """Tokens that C has not emitted. What a sequence has never changes."""
+        num_tokens = len(token_ids)
+        first = min(self._num_tokens, num_tokens)
+        self._token_ids[first:num_tokens] = array("q", token_ids[first:])
+        self._num_tokens = self.row.num_tokens = num_tokens
+        if self.row.num_counted > num_tokens:
+            self._count_tokens()
+
+    def _count_tokens(self) -> None:
+        """The text so far; C goes on from there."""
+        sequence, row = self._sequence, self.row
+        counts = Counter(sequence.token_ids)
+        self._distinct_ids, self._counts = (integers(sequence.max_num_tokens) for _ in range(2))
+        self._distinct_ids[: len(counts)] = array("q", counts)
+        self._counts[: len(counts)] = array("q", counts.values())
+        row.distinct_ids, row.counts = address(self._distinct_ids), address(self._counts)
+        row.num_distinct, row.num_counted = len(counts), len(sequence.token_ids)
+
+    def _set_blocks(self, block_ids: list[int]) -> None:
+        self._block_ids, self._blocks = block_ids[:], array("q", block_ids)
+        self.row.blocks, self.row.num_blocks = address(self._blocks), len(block_ids)
+
+    def _set_draft_blocks(self, block_ids: list[int]) -> None:
+        self._draft_block_ids, self._draft_blocks = block_ids[:], array("q", block_ids)
+        self.row.draft_blocks, self.row.num_draft_blocks = address(self._draft_blocks), len(block_ids)
+
+    def _set_draft_ids(self, draft_ids: list[int]) -> None:
+        self._draft_ids = array("q", draft_ids) if draft_ids else None
+        self.row.draft_ids = None if self._draft_ids is None else address(self._draft_ids)
+
+    def _set_early_exit(self, early_exit: EarlyExit | None) -> None:
+        self._early_exit = early_exit
+        if early_exit is None:
+            self.row.rates = None
+            return
+        self._rates = array("d", early_exit.rates)
+        self.row.rates, self.row.threshold = address(self._rates), early_exit.threshold

@@ -1,0 +1,199 @@
+"""Rounds of a step as one call of C (``rounds.c``): drafts, the target's passes over them, the verdicts.
+
+A small model's round takes a millisecond, and planning, accounting and sending another quarter of one: where
+the plan stands for several rounds, they share a step. Each of them emits what it would emit alone, and what
+the phases emit, bit for bit. What C does not support goes by phases.
+"""
+
+from array import array
+from collections.abc import Sequence as Sequences
+from ctypes import byref
+
+import torch
+
+from engine.batch import MAX_GROUPED_QUERIES
+from engine.core.sequence import RowNeeds, Sequence
+from engine.core.step import CONFIDENCE_BINS, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from engine.messages import TokenLogprob
+from engine.native.decoder import NativeDecoder
+from engine.native.library import Rounds
+from engine.native.rows import INTEGER_BYTES, NativeRow, address, integers
+from engine.runtime.base import Runner
+from engine.sampling.logprobs import token_logprobs
+
+NUM_PHASES = len(PhaseSeconds._fields)
+NUMBER_BYTES = 4
+# Logits kept for log-probabilities in a step; a step with many of them has fewer rounds.
+MAX_LOGITS_BYTES = 64 << 20
+
+_BINS = array("d", CONFIDENCE_BINS)
+
+
+class NativeRunner:
+    """``draws``: C samples as torch does (``native_draws``). No round begins that would probably end later
+    than ``step_seconds`` after the step's first one has begun. ``max_draft_len``: the longest sequence that
+    the draft model can hold. ``phases`` runs all other steps."""
+
+    def __init__(
+        self,
+        target: NativeDecoder,
+        draft: NativeDecoder | None,
+        phases: Runner,
+        draws: bool,
+        step_seconds: float,
+        max_draft_len: int,
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.phases = phases
+        self.step_seconds = step_seconds
+        self.max_draft_len = max_draft_len
+        self.supports = RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK | RowNeeds.LOGPROBS
+        if draft is not None:
+            self.supports |= RowNeeds.DRAFT_MODEL
+        if draws:
+            self.supports |= RowNeeds.SAMPLING
+        self._rows: dict[Sequence, NativeRow] = {}  # of the last step
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.needs in self.supports:
+            rounds = self.run_rounds(plan)
+            if rounds:
+                return StepResult(rounds)
+        return self.phases.run(plan)
+
+    def run_rounds(self, plan: StepPlan) -> list[Round]:
+        """Up to ``plan.max_rounds``, until a row ends. None at all if a round could not be verified, as
+        logits were no distribution or there was no memory: nothing has happened then but in the caches."""
+        known = self._rows
+        self._rows = {
+            part.sequence: known.get(part.sequence) or NativeRow(part.sequence) for part in plan.rows
+        }
+        rows = list(self._rows.values())
+        num_missing = max(row.update(part) for row, part in zip(rows, plan.rows, strict=True))
+        if num_missing > MAX_GROUPED_QUERIES:
+            return []
+        max_drafts = max(row.num_draft_tokens for row in rows)
+        num_rounds = plan.max_rounds
+        logits: dict[int, torch.Tensor] = {}
+        if RowNeeds.LOGPROBS in plan.needs:
+            logits, num_rounds = self._keep_logits(plan, rows, num_rounds, max_drafts)
+        if RowNeeds.MASK in plan.needs:
+            num_rounds = 1
+            for row, part in zip(rows, plan.rows, strict=True):
+                row.set_mask(_mask_of(part))
+        results = _Results(plan.rows, num_rounds, max_drafts)
+        pointers = array("q", [row.address for row in rows])
+        num_done = self.target.library.run_rounds(
+            byref(self.target.decoder),
+            byref(self.draft.decoder) if self.draft is not None and num_missing else None,
+            byref(
+                Rounds(
+                    *(len(rows), num_rounds, max_drafts, self.max_draft_len, torch.get_num_threads()),
+                    *(len(_BINS), address(_BINS), self.step_seconds, address(pointers)),
+                    *results.addresses,
+                )
+            ),
+        )
+        for number in logits:
+            rows[number].row.logits = None
+        if RowNeeds.MASK in plan.needs:
+            for row in rows:
+                row.set_mask(None)
+        if num_done == 0:
+            return []
+        rounds = results.rounds([row.commit() for row in rows], num_done)
+        if logits:
+            _add_logprobs(rounds, logits, plan.rows)
+        return rounds
+
+    def _keep_logits(
+        self, plan: StepPlan, rows: list[NativeRow], num_rounds: int, max_drafts: int
+    ) -> tuple[dict[int, torch.Tensor], int]:
+        """Room for the raw logits of rows that want log-probabilities, by row, [rounds, positions, vocab];
+        and how many rounds there is room for."""
+        numbers = [
+            number for number, part in enumerate(plan.rows) if part.sequence.params.logprobs is not None
+        ]
+        vocab_size = self.target.vocab_size
+        bytes_per_round = NUMBER_BYTES * len(numbers) * (max_drafts + 1) * vocab_size
+        num_rounds = max(1, min(num_rounds, MAX_LOGITS_BYTES // bytes_per_round))
+        logits = {number: torch.empty(num_rounds, max_drafts + 1, vocab_size) for number in numbers}
+        for number, kept in logits.items():
+            rows[number].row.logits = kept.data_ptr()
+        return logits, num_rounds
+
+
+class _Results:
+    """What C fills in, round by round and row by row."""
+
+    def __init__(self, parts: list[ScheduledSequence], num_rounds: int, max_drafts: int) -> None:
+        self.num_rows = len(parts)
+        self.max_drafts = max_drafts
+        self.size = num_rounds * len(parts)
+        self.numbers = integers(3 * self.size)  # drafted, accepted, drawn
+        self.seconds = array("d", bytes(8 * NUM_PHASES * num_rounds))
+        self.has_exit = [part.early_exit is not None for part in parts]
+        self.confidences: array[float] | None = None
+        if any(self.has_exit):
+            self.confidences = array("f", bytes(NUMBER_BYTES * self.size * max_drafts))
+
+    @property
+    def addresses(self) -> tuple[int | None, ...]:
+        first, column = address(self.numbers), INTEGER_BYTES * self.size
+        confidences = None if self.confidences is None else address(self.confidences)
+        return first, first + column, first + 2 * column, confidences, address(self.seconds)
+
+    def rounds(self, emitted: list[list[int]], num_done: int) -> list[Round]:
+        """Of ``emitted``, row by row, in all rounds together."""
+        num_rows, size = self.num_rows, self.size
+        numbers, seconds = self.numbers.tolist(), self.seconds.tolist()
+        starts = [0] * num_rows
+        rounds = []
+        for first in range(0, num_done * num_rows, num_rows):
+            num_accepted = numbers[size + first : size + first + num_rows]
+            own = emitted
+            if num_done > 1:
+                ends = [start + count + 1 for start, count in zip(starts, num_accepted, strict=True)]
+                own = [text[a:b] for text, a, b in zip(emitted, starts, ends, strict=True)]
+                starts = ends
+            phase_seconds = PhaseSeconds(*seconds[NUM_PHASES * len(rounds) :][:NUM_PHASES])
+            rounds.append(Round(numbers[first : first + num_rows], num_accepted, own, phase_seconds))
+            if self.confidences is not None:
+                rounds[-1].confidences = self._confidences(first)
+        return rounds
+
+    def _confidences(self, first: int) -> Sequences[Sequences[float] | None]:
+        """Of the round whose rows are the results from ``first`` on."""
+        assert self.confidences is not None
+        drawn = self.numbers[2 * self.size + first : 2 * self.size + first + self.num_rows]
+        starts = [self.max_drafts * (first + row) for row in range(self.num_rows)]
+        return [
+            self.confidences[start : start + count] if has_exit else None
+            for start, count, has_exit in zip(starts, drawn, self.has_exit, strict=True)
+        ]
+
+
+def _mask_of(part: ScheduledSequence) -> torch.Tensor | None:
+    mask: torch.Tensor | None = getattr(part, "mask", None)
+    return mask
+
+
+def _add_logprobs(
+    rounds: list[Round], logits: dict[int, torch.Tensor], parts: list[ScheduledSequence]
+) -> None:
+    """Those of all emitted tokens of rows that keep ``logits``; one call for all that want as many."""
+    columns: list[list[list[TokenLogprob] | None]] = [[None] * len(parts) for _ in rounds]
+    for num_top in {parts[row].sequence.params.logprobs for row in logits}:
+        assert num_top is not None
+        members = [row for row in logits if parts[row].sequence.params.logprobs == num_top]
+        places = [(number, row) for row in members for number in range(len(rounds))]
+        emitted = [rounds[number].emitted[row] for number, row in places]
+        kept = torch.cat(
+            [logits[row][number, : len(ids)] for (number, row), ids in zip(places, emitted, strict=True)]
+        )
+        found = iter(token_logprobs(kept, [token_id for ids in emitted for token_id in ids], num_top))
+        for (number, row), ids in zip(places, emitted, strict=True):
+            columns[number][row] = [next(found) for _ in ids]
+    for one, column in zip(rounds, columns, strict=True):
+        one.logprobs = column

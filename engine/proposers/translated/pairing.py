@@ -1,0 +1,115 @@
+"""How a draft model's guesses reach the target: as token ids, or as text in another tokenizer's tokens.
+
+Decided by what the token ids mean (vocabularies by string), not by their number: models that share a
+tokenizer often pad their vocabularies to different sizes, and different tokenizers may have equal ones.
+Used by ``build``, so that the server does what ``check`` says.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from engine.models.errors import ModelLoadError
+from engine.proposers.translated.tokenizer import TextTokenizer, fast_form
+
+# More differing strings than this share, and it is another tokenizer rather than a few added tokens.
+DIFFERENT_SHARE = 0.01
+# Without tokenizers to compare: more than vocabularies are ever padded by.
+MAX_PADDING = 1024
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
+
+
+@dataclass(frozen=True)
+class TokenizerResult:
+    """``num_different``: strings that have different ids or are known to one only; None: not compared."""
+
+    target_vocab_size: int
+    draft_vocab_size: int
+    num_strings: int
+    num_different: int | None
+    special_tokens: list[str]
+    verdict: str
+    drafts: str = ""
+
+    @property
+    def compatible(self) -> bool:
+        return self.num_different is None or self.num_different <= DIFFERENT_SHARE * self.num_strings
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """``translators`` are the target's and the draft's tokenizer if drafts go through text, else None."""
+
+    result: TokenizerResult
+    translators: tuple[TextTokenizer, TextTokenizer] | None
+    eos_token_id: int | None  # the target's, for where the draft ends its text
+
+
+def pair_models(target: str, draft: str, target_vocab_size: int, draft_vocab_size: int) -> Pairing:
+    """Folders or hub ids, and the models' own vocabulary sizes; ``ModelLoadError`` if there is no way."""
+    tokenizers = load_tokenizer(target), load_tokenizer(draft)
+    result = compare_tokenizers(*tokenizers, target_vocab_size, draft_vocab_size)
+    difference = abs(target_vocab_size - draft_vocab_size)
+    if result.num_different is None and difference > MAX_PADDING:
+        lacking = " and ".join(path for path, t in zip((target, draft), tokenizers, strict=True) if t is None)
+        raise ModelLoadError(
+            f"the draft's vocabulary has {draft_vocab_size} tokens, the target's {target_vocab_size}: they "
+            f"do not share a tokenizer, and there is none in {lacking} to translate with"
+        )
+    if result.compatible:
+        return Pairing(result, None, None)
+    translators = _translator(tokenizers[0], target), _translator(tokenizers[1], draft)
+    return Pairing(result, translators, getattr(tokenizers[0], "eos_token_id", None))
+
+
+def _translator(tokenizer: Any, path: str) -> TextTokenizer:
+    fast = fast_form(tokenizer)
+    if fast is None:
+        raise ModelLoadError(
+            f"the draft has another tokenizer than the target, and the one in {path} has no fast form "
+            "(tokenizer.json) to translate with"
+        )
+    return TextTokenizer(fast)
+
+
+def load_tokenizer(path: str) -> Any | None:
+    """None where there is none: models without text can be checked with token ids."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def compare_tokenizers(
+    target: Any | None, draft: Any | None, target_vocab_size: int, draft_vocab_size: int
+) -> TokenizerResult:
+    """``*_vocab_size``: the models' own, padding included."""
+    padded = ""
+    if target_vocab_size != draft_vocab_size:
+        padded = f"; padded sizes {target_vocab_size} and {draft_vocab_size}"
+    if target is None or draft is None:
+        lacking = " and ".join(name for name, t in (("target", target), ("draft", draft)) if t is None)
+        verdict = f"not compared: no tokenizer with the {lacking}{padded}"
+        drafts = "as token ids, taken to mean the same: the vocabularies are about as large"
+        return TokenizerResult(target_vocab_size, draft_vocab_size, 0, None, [], verdict, drafts)
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    strings = ours.keys() | theirs.keys()
+    different = sum(ours.get(string) != theirs.get(string) for string in strings)
+    special = [
+        f"{name[:-3]}: target {getattr(target, name, None)}, draft {getattr(draft, name, None)}"
+        for name in SPECIAL_TOKENS
+        if getattr(target, name, None) != getattr(draft, name, None)
+    ]
+    result = TokenizerResult(target_vocab_size, draft_vocab_size, len(strings), different, special, "")
+    if not result.compatible:
+        verdict = f"different tokenizers: {different} of {len(strings)} tokens differ"
+        drafts = "as text, encoded again with the target's tokenizer (greedy, verified as deterministic)"
+        return replace(result, verdict=verdict, drafts=drafts)
+    verdict = f"the same {len(strings)} tokens"
+    if different:
+        verdict = f"{different} of {len(strings)} tokens differ; drafts of those will be rejected"
+    drafts = "as token ids: the tokenizers are the same"
+    if padded:
+        drafts += "; ids that only one model has are never drafted or accepted"
+    return replace(result, verdict=verdict + padded, drafts=drafts)

@@ -1,0 +1,229 @@
+"""Drafts from a model with another tokenizer: its text, encoded again with the target's.
+
+The draft model sees the sequence's text in its own tokens, with its own cache, and goes on greedily. Its
+new text becomes target tokens: a deterministic draft, which the rules verify exactly without knowing where
+it came from. What cannot be translated, or finds no room, is not drafted; nothing here can change the
+output. Idea: universal assisted generation (Timor et al., 2502.05202, exact match on strings).
+"""
+
+import math
+import weakref
+from dataclasses import dataclass, field
+
+from engine.batch import Span
+from engine.core.block_pool import BlockPool, BlockTable
+from engine.core.sequence import Sequence
+from engine.core.step import ScheduledSequence
+from engine.messages import Source
+from engine.models.decoder_only import DecoderModel
+from engine.proposers.known import known_drafts
+from engine.proposers.translated.draft_text import DraftText
+from engine.proposers.translated.target_text import TargetText
+from engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
+from engine.sampling.sampler import Drafts, Sampler
+
+# Draft tokens per target token: no more, however short the draft's tokens are.
+MAX_TOKENS_PER_TOKEN = 6
+# Draft tokens decoded together with the new ones.
+CONTEXT = 8
+
+
+@dataclass(slots=True)
+class _State:
+    """One sequence in the draft's eyes. ``stored`` are the ids that the draft's cache holds, drafted ones
+    included: as many as ``table`` has computed."""
+
+    target_text: TargetText
+    draft_text: DraftText
+    table: BlockTable = field(default_factory=BlockTable)
+    stored: list[int] = field(default_factory=list)
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.draft_text.ids) - len(self.stored)
+
+    @property
+    def draft_tokens_per_token(self) -> float:
+        ratio = len(self.draft_text.ids) / max(1, self.target_text.num_tokens)
+        return min(max(ratio, 1 / MAX_TOKENS_PER_TOKEN), MAX_TOKENS_PER_TOKEN)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence that drafts in this step: ``num_steps`` draft tokens for up to ``limit`` target tokens."""
+
+    state: _State
+    index: int  # among the sequences that draw
+    limit: int
+    num_steps: int
+    drafted: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+class TranslatedDraftProposer:
+    """``pool`` is the draft's own: the scheduler counts in target tokens and knows nothing of it.
+
+    ``max_len`` draft tokens at most per sequence; ``max_batched_tokens`` of them are computed per step to
+    catch up with prompts. ``eos_token_id`` is what the target says where the draft ends its text. To the
+    outside it is the pair's draft model; only traces tell it apart, since its drafts have no probabilities.
+    """
+
+    name: Source = "draft_model"
+    trace_source = "translated"
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        pool: BlockPool,
+        target_tokenizer: TextTokenizer,
+        draft_tokenizer: TextTokenizer,
+        max_len: int,
+        max_batched_tokens: int,
+        vocab_size: int,
+        eos_token_id: int | None,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.target_tokenizer = target_tokenizer
+        self.draft_tokenizer = draft_tokenizer
+        self.max_len = max_len
+        self.max_batched_tokens = max_batched_tokens
+        self.vocab_size = vocab_size
+        self.eos_token_id = eos_token_id
+        self._end_ids = frozenset(draft_tokenizer.special_tokens) | model.eos_token_ids
+        known = set(draft_tokenizer.special_tokens.values())
+        self._special_text = {
+            token_id: content if content in known else ""
+            for token_id, content in target_tokenizer.special_tokens.items()
+        }
+        # The least recently used first.
+        self._states: weakref.WeakKeyDictionary[Sequence, _State] = weakref.WeakKeyDictionary()
+
+    def propose(self, scheduled: list[ScheduledSequence], sampler: Sampler) -> Drafts:
+        completing = [part for part in scheduled if part.completes]
+        rows = self._catch_up(scheduled, completing)
+        self._draft(rows)
+        drafted: list[list[int]] = [[] for _ in completing]
+        for row in rows:
+            drafted[row.index] = self._translate(row)
+        return known_drafts(drafted, sampler.device)
+
+    def _catch_up(
+        self, scheduled: list[ScheduledSequence], completing: list[ScheduledSequence]
+    ) -> list[_Row]:
+        """Compute what the draft's cache misses, short gaps first; rows whose gap is closed have drafted
+        their first token."""
+        busy = [(part, self._follow(part.sequence)) for part in scheduled if self._is_mine(part)]
+        indices = {id(part): index for index, part in enumerate(completing)}
+        in_step = {id(state) for _, state in busy}
+        budget = self.max_batched_tokens
+        spans: list[Span] = []
+        rows: list[_Row] = []
+        for part, state in sorted(busy, key=lambda item: item[1].num_missing):
+            num_ids = len(state.draft_text.ids)
+            num_tokens = min(state.num_missing, budget)
+            num_steps = 0
+            wanted = part.num_draft_tokens if part.source == self.name else 0
+            if wanted and num_tokens == state.num_missing:
+                # One target token more than wanted: the last one is dropped.
+                num_steps = math.ceil((wanted + 1) * state.draft_tokens_per_token)
+                num_steps = max(0, min(num_steps, self.max_len - num_ids))
+            end = len(state.stored) + num_tokens
+            if num_tokens == 0 or num_ids > self.max_len:
+                continue
+            if not self._reserve(state, end + max(0, num_steps - 1), in_step):
+                continue
+            budget -= num_tokens
+            token_ids = state.draft_text.ids[len(state.stored) : end]
+            spans.append(Span(state.table, token_ids, min(1, num_steps)))
+            state.stored += token_ids
+            if num_steps:
+                rows.append(_Row(state, indices[id(part)], wanted, num_steps))
+        self._append_likeliest(rows, spans)
+        return rows
+
+    def _draft(self, rows: list[_Row]) -> None:
+        """The other tokens of each row, one pass for all rows at a time, until it has enough."""
+        while active := [row for row in rows if not row.ended and len(row.drafted) < row.num_steps]:
+            spans = []
+            for row in active:
+                newest = row.drafted[-1:]
+                spans.append(Span(row.state.table, newest, 1))
+                row.state.stored += newest
+            self._append_likeliest(active, spans)
+
+    def _append_likeliest(self, rows: list[_Row], spans: list[Span]) -> None:
+        """``rows`` are those whose spans ask for logits, in the spans' order."""
+        if not spans:
+            return
+        logits = self.model.forward(spans)[:, : self.draft_tokenizer.num_tokens]
+        for row, token_id in zip(rows, logits.argmax(-1).tolist(), strict=True):
+            row.ended = token_id in self._end_ids
+            if not row.ended:
+                row.drafted.append(token_id)
+
+    def _translate(self, row: _Row) -> list[int]:
+        """The drafted text in target tokens, as far as they are certain: more text could change the last."""
+        draft_text, target_text = row.state.draft_text, row.state.target_text
+        context = draft_text.ids[-CONTEXT:]
+        before = self.draft_tokenizer.decode(context)
+        everything = self.draft_tokenizer.decode(context + row.drafted)
+        if not everything.startswith(before):
+            return []
+        text = everything[len(before) :].rstrip(BROKEN)
+        token_ids = self.target_tokenizer.encode_after(target_text.tail, text) if text else []
+        if token_ids is None:
+            return []
+        if not row.ended:
+            token_ids = token_ids[:-1]
+        elif self.eos_token_id is not None:
+            token_ids.append(self.eos_token_id)
+        # The beginning of a character may be committed already: the rest of it must be what follows.
+        num_pending = len(target_text.pending)
+        if token_ids[:num_pending] != target_text.pending:
+            return []
+        known = token_ids[num_pending : num_pending + row.limit]
+        unknown = (place for place, token_id in enumerate(known) if token_id >= self.vocab_size)
+        return known[: next(unknown, len(known))]
+
+    def _is_mine(self, part: ScheduledSequence) -> bool:
+        plain_decoding = part.num_draft_tokens == 0 and part.num_tokens == 1
+        return part.sequence.uses_draft_model and not plain_decoding
+
+    def _follow(self, sequence: Sequence) -> _State:
+        """The sequence's state, with its newest tokens taken in and the cache cut back to what is right.
+        The last id stays to be computed: what follows it is asked for."""
+        state = self._states.pop(sequence, None)
+        if state is None:
+            state = _State(
+                TargetText(self.target_tokenizer, self._special_text), DraftText(self.draft_tokenizer)
+            )
+            release = weakref.finalize(sequence, self.pool.release, state.table)
+            release.atexit = False
+        self._states[sequence] = state
+        ids = state.draft_text.ids
+        num_same = state.draft_text.append(
+            state.target_text.extend(sequence.token_ids[state.target_text.num_tokens :])
+        )
+        for stored, token_id in zip(state.stored[num_same:], ids[num_same:], strict=False):
+            if stored != token_id:
+                break
+            num_same += 1
+        self._truncate(state, min(num_same, max(0, len(ids) - 1)))
+        return state
+
+    def _truncate(self, state: _State, num_tokens: int) -> None:
+        self.pool.truncate(state.table, num_tokens)
+        del state.stored[num_tokens:]
+
+    def _reserve(self, state: _State, num_tokens: int, in_step: set[int]) -> bool:
+        """Room for ``num_tokens``, if need be from sequences that take no part in this step."""
+        for other in list(self._states.values()):
+            if self.pool.can_reserve(state.table, num_tokens):
+                break
+            if id(other) not in in_step:
+                self._truncate(other, 0)
+        if not self.pool.can_reserve(state.table, num_tokens):
+            return False
+        self.pool.reserve(state.table, num_tokens)
+        return True

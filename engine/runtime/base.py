@@ -1,0 +1,19 @@
+"""What executes a step: drafts, scores and verifies what the scheduler has planned."""
+
+from typing import Protocol
+
+from engine.core.sequence import RowNeeds
+from engine.core.step import StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """``run`` returns the step's rounds and leaves the sequences as they are, but for what their block tables
+    count as computed: at least every token but the pending one, and perhaps rejected drafts, which the commit
+    truncates."""
+
+    @property
+    def supports(self) -> RowNeeds:
+        """What rows may need for this runner to execute their step."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One round, or several up to ``plan.max_rounds`` where they are short."""

@@ -1,0 +1,210 @@
+"""The algorithm in plain sight: propose, score, verify (Leviathan et al. 2211.17192, algorithm 1).
+
+One round a step, on any device, whatever rows need. What it draws is a function of the rows' own seeds,
+parameters and positions, so that other runners can be compared with it bit for bit.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from engine.batch import Span
+from engine.core.sequence import RowNeeds, Sequence
+from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from engine.messages import RoundTrace, TokenLogprob
+from engine.models.decoder_only import DecoderModel
+from engine.proposers.base import Proposer
+from engine.proposers.known import known_drafts
+from engine.sampling.adjust import History
+from engine.sampling.draws import Draws
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
+from engine.sampling.verify import RowVerdict
+
+
+class PhaseRunner:
+    """``proposer`` drafts with a model; None without one. Other drafts are known when a step is planned."""
+
+    supports = ~RowNeeds.NONE
+
+    def __init__(
+        self, target: DecoderModel, proposer: Proposer | None, make_draws: Callable[[], Draws]
+    ) -> None:
+        self.target = target
+        self.proposer = proposer
+        self.make_draws = make_draws
+        self._rows: dict[Sequence, Row] = {}  # of the last step's sequences
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Propose, score, verify."""
+        clock = _Clock()
+        sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.make_draws)
+        drafts = self._propose(plan, sampler)
+        draft_seconds = clock.lap()
+        logits = self._score(plan, drafts.ids)
+        score_seconds = clock.lap()
+        verdicts = sampler.verify(logits, drafts)
+        seconds = PhaseSeconds(draft_seconds, score_seconds, clock.lap())
+        if not plan.rows:
+            return StepResult([], prompt_seconds=seconds)
+        return StepResult([self._round(plan, sampler, drafts, logits, verdicts, seconds)])
+
+    def _rows_of(self, plan: StepPlan) -> list[Row]:
+        """A sequence's row serves in all of its steps: it follows the tokens by itself."""
+        known = self._rows
+        self._rows = {
+            part.sequence: known.get(part.sequence) or self._row(part.sequence) for part in plan.rows
+        }
+        return list(self._rows.values())
+
+    def _row(self, sequence: Sequence) -> Row:
+        rule = Rule.EXACT_MATCH if sequence.greedy else Rule(sequence.verification)
+        history = History(
+            params=sequence.params,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            stop_token_ids=sequence.stop_token_ids,
+            num_encoder_tokens=sequence.num_encoder_tokens,
+            rules=self.target.rules,
+        )
+        return Row(rule, sequence.seed, history)
+
+    def _propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
+        """The model's drafts, and those that are known already. The model's cache follows prompts, too."""
+        parts = []
+        if self.proposer is not None and any(part.sequence.uses_draft_model for part in plan.scheduled):
+            parts.append(self.proposer.propose(plan.scheduled, sampler))
+        if any(part.draft_ids for part in plan.rows):
+            parts.append(known_drafts([part.draft_ids for part in plan.rows], sampler.device))
+        return merge_drafts(parts, sampler)
+
+    def _score(self, plan: StepPlan, drafted: list[list[int]]) -> torch.Tensor:
+        """Target logits of every row's pending token and its drafts, packed: [sum of (drafts + 1), vocab]."""
+        drafts = iter(drafted)
+        spans, num_row_logits = [], []
+        for part in plan.scheduled:
+            sequence = part.sequence
+            table = sequence.target_blocks
+            start = table.num_computed_tokens
+            token_ids = sequence.token_ids[start : start + part.num_tokens]
+            num_logits = 0
+            if part.completes:
+                draft = next(drafts)
+                token_ids += draft
+                num_logits = len(draft) + 1
+            num_row_logits.append(num_logits)
+            # Log-probabilities of a prompt need the logits of all its tokens.
+            spans.append(
+                Span(table, token_ids, len(token_ids) if sequence.wants_prompt_logprobs else num_logits)
+            )
+        logits = self.target.forward(spans)
+        if len(logits) == sum(num_row_logits):
+            return logits
+        return _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)
+
+    def _round(
+        self,
+        plan: StepPlan,
+        sampler: Sampler,
+        drafts: Drafts,
+        logits: torch.Tensor,
+        verdicts: list[RowVerdict],
+        seconds: PhaseSeconds,
+    ) -> Round:
+        emitted = [
+            [*draft[: verdict.num_accepted], verdict.next_token]
+            for draft, verdict in zip(drafts.ids, verdicts, strict=True)
+        ]
+        failed = [verdict.failed for verdict in verdicts]
+        return Round(
+            num_drafted=drafts.lengths,
+            num_accepted=[verdict.num_accepted for verdict in verdicts],
+            emitted=emitted,
+            seconds=seconds,
+            failed=failed if any(failed) else None,
+            confidences=drafts.confidences,
+            logprobs=_output_logprobs(plan, drafts, logits, emitted),
+            traces=self._traces(plan, sampler, drafts, logits, verdicts),
+        )
+
+    def _traces(
+        self,
+        plan: StepPlan,
+        sampler: Sampler,
+        drafts: Drafts,
+        logits: torch.Tensor,
+        verdicts: list[RowVerdict],
+    ) -> list[RoundTrace] | None:
+        """One by row, if any row wants its own."""
+        if RowNeeds.TRACE not in plan.needs or not sampler.traced:
+            return None
+        target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
+        return [
+            RoundTrace(
+                position=row.position,
+                source=self._trace_source(plan.rows[i].source) if drafts.lengths[i] else "none",
+                rule=row.rule.value,
+                draft_ids=drafts.ids[i],
+                target_probs=target_probs[i][: drafts.lengths[i]],
+                draft_probs=draft_probs[i][: drafts.lengths[i]],
+                num_accepted=verdicts[i].num_accepted,
+                next_token=verdicts[i].next_token,
+            )
+            for i, row in enumerate(sampler.rows)
+        ]
+
+    def _trace_source(self, source: str) -> str:
+        """A replay must know that a draft model's translated text was not drawn."""
+        if self.proposer is not None and source == self.proposer.name:
+            return self.proposer.trace_source
+        return source
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last one."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+
+def _output_logprobs(
+    plan: StepPlan, drafts: Drafts, logits: torch.Tensor, emitted: list[list[int]]
+) -> list[list[TokenLogprob] | None] | None:
+    """Of the tokens that rows emitted, where they ask for them, from the raw logits."""
+    if RowNeeds.LOGPROBS not in plan.needs:
+        return None
+    result: list[list[TokenLogprob] | None] = []
+    first = 0
+    for part, length, token_ids in zip(plan.rows, drafts.lengths, emitted, strict=True):
+        num_top = part.sequence.params.logprobs
+        rows = logits[first : first + len(token_ids)]
+        result.append(None if num_top is None else token_logprobs(rows, token_ids, num_top))
+        first += length + 1
+    return result
+
+
+def _take_prompt_logprobs(
+    scheduled: list[ScheduledSequence], spans: list[Span], num_row_logits: list[int], logits: torch.Tensor
+) -> torch.Tensor:
+    """Keep the prompts' log-probabilities with their sequences; return the logits of rows alone."""
+    of_rows = []
+    for part, rows, num_logits in zip(
+        scheduled, torch.split(logits, [span.num_logits for span in spans]), num_row_logits, strict=True
+    ):
+        sequence = part.sequence
+        if sequence.wants_prompt_logprobs:
+            first = sequence.target_blocks.num_computed_tokens - len(rows)
+            # The row of token i predicted token i + 1.
+            known = sequence.token_ids[first + 1 : min(first + 1 + len(rows), sequence.num_prompt_tokens)]
+            assert sequence.params.prompt_logprobs is not None
+            sequence.add_prompt_logprobs(
+                first + 1, token_logprobs(rows[: len(known)], known, sequence.params.prompt_logprobs)
+            )
+        of_rows.append(rows[len(rows) - num_logits :])
+    return torch.cat(of_rows)

@@ -1,0 +1,87 @@
+"""Planners that always say the same: engines whose drafts a test decides."""
+
+from collections.abc import Mapping
+
+from engine.core.engine import EngineCore
+from engine.core.planning import DraftChoice, Lookup, Planner
+from engine.core.sequence import Sequence
+from engine.core.step import EarlyExit, StepPlan, StepResult
+from engine.proposers.ngram import NgramProposer
+from engine.proposers.prediction import PredictionProposer
+from engine.runtime.phases import PhaseRunner
+
+
+def phases_of(core: EngineCore) -> PhaseRunner:
+    """The runner that takes steps phase by phase, whether it is the engine's or its fallback."""
+    runner = core.runner
+    return runner if isinstance(runner, PhaseRunner) else runner.phases  # type: ignore[attr-defined,no-any-return]
+
+
+def use_planner(core: EngineCore, planner: Planner) -> None:
+    core.planner = core.scheduler.planner = planner
+
+
+# As much as any look-up reads at once.
+ALL = 1 << 30
+
+
+def lookups(ngram_min_match: int = 1) -> dict[str, Lookup]:
+    proposers: list[Lookup] = [NgramProposer(ngram_min_match), PredictionProposer()]
+    return {proposer.name: proposer for proposer in proposers}
+
+
+class FixedPlanner:
+    """Every sequence drafts as much as it may from the first of its sources that offers something, with
+    ``early_exit`` if it is the draft model; ``rotates``: from another one in each round."""
+
+    def __init__(
+        self,
+        lookups: Mapping[str, Lookup] | None = None,
+        max_draft_len: int = 1 << 30,
+        max_rounds: int = 1,
+        early_exit: EarlyExit | None = None,
+        rotates: bool = False,
+        prefills: bool = True,
+    ) -> None:
+        self.lookups = lookups or {}
+        self.max_draft_len = max_draft_len
+        self.max_rounds = max_rounds
+        self.early_exit = early_exit
+        self.rotates = rotates
+        self.prefills = prefills
+        self.num_speculative_tokens = 0.0
+        self.observed: list[tuple[StepPlan, StepResult]] = []
+
+    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
+        choices = {sequence: self.choose_for_prompt(sequence) for sequence in decoding}
+        self.num_speculative_tokens = sum(choice.num_tokens for choice in choices.values())
+        return choices
+
+    def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
+        options = [choice for source in sequence.sources if (choice := self._choice(sequence, source))]
+        if not options:
+            return DraftChoice()
+        return options[(sequence.index + len(sequence)) % len(options) if self.rotates else 0]
+
+    def _choice(self, sequence: Sequence, source: str) -> DraftChoice | None:
+        room = min(sequence.num_speculative_tokens, sequence.max_num_tokens - len(sequence) - 1)
+        if source == "draft_model":
+            room = min(room, self.max_draft_len - len(sequence))
+            missing = max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
+            return DraftChoice(source, room, missing, self.early_exit) if room > 0 else None
+        lookup = self.lookups[source]
+        lookup.read(sequence, ALL)
+        draft_ids = lookup.offers(sequence, room)[1] if room > 0 else []
+        return DraftChoice(source, len(draft_ids), draft_ids=draft_ids) if draft_ids else None
+
+    def prefills_draft(self, sequence: Sequence) -> bool:
+        return self.prefills
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        self.observed.append((plan, result))
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def state(self) -> dict[str, object]:
+        return {"policy": "fixed"}

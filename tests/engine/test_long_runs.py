@@ -1,0 +1,27 @@
+"""What wears out only after many rounds: sources that stop drafting, caches that never catch up."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.messages import Generate, SamplingParams
+from tests.engine.native_pair import save_pair
+from tests.models import make_engine, stepped
+
+pytestmark = pytest.mark.usefixtures("needs_compiler")
+
+
+def test_a_draft_cache_that_lags_by_more_than_a_step_catches_up(tmp_path: Path) -> None:
+    """It takes several steps, and then the sequence drafts again."""
+    target, draft = save_pair(tmp_path)
+    core = make_engine(target, draft, num_speculative_tokens=3, max_num_batched_tokens=40)
+    core.add(Generate("0", list(range(40)) * 3, SamplingParams(max_tokens=60, temperature=0)))
+    while core.stats.num_draft_tokens == 0:
+        stepped(core)
+    (sequence,) = core.scheduler.running
+    assert core.scheduler.draft_pool is not None
+    core.scheduler.draft_pool.truncate(sequence.draft_blocks, 0)
+    before = core.stats.num_draft_tokens
+    for _ in range(8):
+        stepped(core)
+    assert core.stats.num_draft_tokens > before + 6
