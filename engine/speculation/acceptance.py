@@ -1,9 +1,9 @@
 """How far drafts are accepted: decayed counts by position.
 
-The token at position ``i`` of a draft is *reached* when all before it are accepted. Its acceptance rate is
-counted among the drafts that reached it, so the chance that ``i`` tokens are accepted is the product of the
-first ``i`` rates, and the expected number of accepted tokens of a draft of ``k`` is the sum of those products
-(Leviathan et al. 2023, eq. 1, without their assumption that all rates are alike).
+A draft *reaches* position ``i`` if all tokens before it are accepted. The rate of a position is counted among
+the drafts that reached it. The chance that the first ``i`` tokens are accepted is the product of their rates,
+and the expected number of accepted tokens of a draft of ``k`` is the sum of the first ``k`` products
+(Leviathan et al. 2023, eq. 1, without the assumption that all positions have the same rate).
 """
 
 from collections.abc import Mapping
@@ -12,28 +12,27 @@ from collections.abc import Mapping
 POSITIONS = 9
 # Verdicts on a position that its rate remembers.
 MEMORY = 400
-# Where a rate starts: at the one of the position before, at its group's, or here; and the number of verdicts
-# that this is worth.
+# A rate starts from that of the position before, or of the group; the first one from here. That is worth some
+# verdicts.
 PRIOR_RATE, PRIOR_VERDICTS = 0.6, 4.0
 
 
 class Acceptance:
-    """Acceptance rates of drafts that are alike: of a group of sequences, or of one that starts from its
+    """Of drafts that are alike: those of a group of sequences, or those of one, which starts from its
     ``group``'s rates."""
 
     def __init__(self, group: "Acceptance | None" = None) -> None:
         self.group = group
         self.reached = [0.0] * POSITIONS
         self.accepted = [0.0] * POSITIONS
-        self._expected: list[float] = []
+        self._expected: list[float] = []  # by length, as far as it was asked for
 
     def rates(self) -> list[float]:
-        """Acceptance rate by position, among drafts that reached it."""
+        """Acceptance rate by position, among the drafts that reach it."""
         rates, rate = [], PRIOR_RATE
-        prior = self.group.rates() if self.group is not None else None
+        prior = None if self.group is None else self.group.rates()
         for position, (reached, accepted) in enumerate(zip(self.reached, self.accepted, strict=True)):
-            if prior is not None:
-                rate = prior[position]
+            rate = rate if prior is None else prior[position]
             rate = (accepted + PRIOR_VERDICTS * rate) / (reached + PRIOR_VERDICTS)
             rates.append(rate)
         return rates
@@ -41,48 +40,39 @@ class Acceptance:
     def expected(self, length: int) -> float:
         """Expected number of accepted tokens of a draft of ``length``."""
         if length >= len(self._expected):
-            self._expect(max(length, POSITIONS))
+            rates, survival, self._expected = self.rates(), 1.0, [0.0]
+            for position in range(max(length, POSITIONS)):
+                survival *= rates[min(position, POSITIONS - 1)]
+                self._expected.append(self._expected[-1] + survival)
         return self._expected[length]
 
-    def _expect(self, length: int) -> None:
-        rates = self.rates()
-        total, survival = 0.0, 1.0
-        self._expected = [0.0]
-        for position in range(length):
-            survival *= rates[min(position, POSITIONS - 1)]
-            total += survival
-            self._expected.append(total)
-
     def learn(self, num_drafted: int, num_accepted: int, count: float = 1.0) -> None:
-        """``count`` drafts of ``num_drafted`` tokens of which the first ``num_accepted`` were accepted."""
+        """``count`` drafts of ``num_drafted`` tokens, of which the first ``num_accepted`` were accepted."""
         for position in range(min(num_accepted + 1, num_drafted)):
             self.learn_position(position, float(position < num_accepted), count)
 
     def learn_all(self, verdicts: Mapping[tuple[int, int], int]) -> None:
-        """Verdicts (drafted, accepted), each with its number."""
+        """Counts of verdicts (drafted, accepted)."""
         for (num_drafted, num_accepted), count in verdicts.items():
             self.learn(num_drafted, num_accepted, count)
 
     def learn_position(self, position: int, rate: float, count: float = 1.0) -> None:
-        """``count`` drafts have reached ``position``; a share ``rate`` of them was accepted there."""
+        """``count`` drafts have reached ``position``, and a share ``rate`` of them was accepted there."""
         position = min(position, POSITIONS - 1)
         kept = (1 - 1 / MEMORY) ** count
-        self.reached[position] = self.reached[position] * kept + count
-        self.accepted[position] = self.accepted[position] * kept + count * rate
+        self.reached[position] = kept * self.reached[position] + count
+        self.accepted[position] = kept * self.accepted[position] + count * rate
         self._expected.clear()
 
     def cap(self, verdicts: float) -> None:
-        """Let what is known of a position be worth at most so many ``verdicts``: it is old."""
+        """Let what is known of each position be worth so many ``verdicts`` at most."""
         for position, reached in enumerate(self.reached):
             if reached > verdicts:
                 self.accepted[position] *= verdicts / reached
                 self.reached[position] = verdicts
         self._expected.clear()
 
-    def state(self) -> dict[str, object]:
-        """Builtins, for people."""
-        known = [rate for rate, reached in zip(self.rates(), self.reached, strict=True) if reached >= 1]
-        return {
-            "acceptance_by_position": [round(rate, 3) for rate in known],
-            "verdicts": round(self.reached[0]),
-        }
+    def state(self) -> list[float]:
+        """Rates of the positions that drafts have reached."""
+        known = zip(self.rates(), self.reached, strict=True)
+        return [round(rate, 3) for rate, reached in known if reached]

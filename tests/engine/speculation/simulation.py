@@ -28,6 +28,7 @@ from engine.speculation.planner import SpeculationPlanner
 UNIT = 0.01
 CALIBRATED_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 144)
 MAX_BATCHED_TOKENS = 1024
+FEW_MISSING = 32
 
 Shape = Callable[[float], float]
 
@@ -202,10 +203,10 @@ class Simulation:
             Step(self.now, expected, true_seconds + host, length, len(rounds), num_rows, source)
         )
         self.now += true_seconds + host
-        self.planner.observe(plan, result)
         for sequence in list(self.running):
             if len(sequence) >= sequence.max_num_tokens:
                 self._finish(sequence)
+        self.planner.observe(plan, result)
 
     def rate(self, start: float = 0.0, end: float = math.inf) -> float:
         """Expected tokens per noiseless second."""
@@ -265,8 +266,10 @@ class Simulation:
                 budget -= part.num_catch_up_tokens
                 if part.num_catch_up_tokens < choice.num_missing:
                     part.num_draft_tokens = 0
+                if choice.num_missing > FEW_MISSING:
+                    needs |= RowNeeds.CATCH_UP
             rows.append(part)
-        max_rounds = 1 if needs else self.planner.max_rounds
+        max_rounds = 1 if RowNeeds.PROMPT in needs else self.planner.max_rounds
         return StepPlan(rows, rows, needs, max_rounds, self.now)
 
     def _rounds(self, plan: StepPlan) -> tuple[list[Round], float, float]:

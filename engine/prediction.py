@@ -1,0 +1,5 @@
+"""Moved to ``engine.proposers.prediction``."""
+
+from engine.proposers.prediction import TRUSTED_RUN, Prediction, PredictionCursor
+
+__all__ = ["TRUSTED_RUN", "Prediction", "PredictionCursor"]
