@@ -33,9 +33,9 @@ from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
+from engine.proposers.translated.draft_text import DraftText
 from engine.proposers.translated.pairing import load_tokenizer
 from engine.proposers.translated.proposer import TranslatedDraftProposer
-from engine.proposers.translated.draft_text import DraftText
 from engine.proposers.translated.target_text import TargetText
 from engine.proposers.translated.tokenizer import TextTokenizer
 

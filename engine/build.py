@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.core.admission import Admission, EncoderDecoderLimits
 from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
+from engine.core.planning import AUTO_LIMITS, Lookup
 from engine.core.scheduler import Scheduler
 from engine.graph_plan import GraphPlan, plan_graphs
 from engine.messages import Method
@@ -20,14 +21,21 @@ from engine.models.errors import ModelLoadError
 from engine.models.lean_decoder import is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
-from engine.native.draws import native_draws
+from engine.native.decoder import NativeDecoder
+from engine.native.draws import NativeDraws, native_draws
+from engine.native.runner import NativeRunner
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
+from engine.proposers.ngram import NgramProposer
+from engine.proposers.prediction import PredictionProposer
 from engine.proposers.translated.pairing import Pairing, pair_models
 from engine.proposers.translated.proposer import TranslatedDraftProposer
 from engine.runtime.base import Runner
+from engine.runtime.calibrate import calibrate
 from engine.runtime.phases import PhaseRunner
 from engine.sampling.draws import Draws, TorchDraws
+from engine.speculation.costs import Costs
+from engine.speculation.planner import SpeculationPlanner
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
 # the first one wait for it. The native kernels wake others only where it pays, but a few do, and such models
@@ -71,12 +79,29 @@ def build_engine(config: EngineConfig) -> EngineCore:
     if draft is not None and encoder_decoder is None:
         max_draft_len = min(max_model_len, draft.max_position or max_model_len)
     proposer = _proposer(config, target, draft, draft_pool, pairing, max_draft_len)
-    from tests.engine.planners import FixedPlanner
-
-    planner = FixedPlanner(max_draft_len=max_draft_len)
-    methods = ["ngram", "prediction"] + (["draft_model"] if draft else [])
+    lookups: list[Lookup] = [
+        PredictionProposer(),
+        NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
+    ]
     is_auto = config.num_speculative_tokens == "auto"
-    runner: Runner = PhaseRunner(target, proposer, _draws(config, device))
+    native = target.whole_pass if isinstance(target.whole_pass, NativeDecoder) else None
+    step_seconds = config.step_seconds if native is not None else 0.0
+    if is_auto:
+        max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
+        costs = calibrate(target, target_pool, draft, draft_pool, max_tokens, step_seconds)
+    else:
+        costs = Costs.uncalibrated(step_seconds)
+    planner = SpeculationPlanner(
+        costs,
+        lookups,
+        max_draft_len,
+        tracks_draft_cache=pairing is None or pairing.translators is None,
+    )
+    make_draws = _draws(config, device)
+    phases = PhaseRunner(target, proposer, make_draws)
+    runner: Runner = phases
+    if native is not None:
+        runner = _native_runner(config, native, phases, max_draft_len)
     return EngineCore(
         target=target,
         draft=draft,
@@ -95,7 +120,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
             vocab_size=target.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=target.eos_token_ids,
-            methods=frozenset(methods),
+            methods=frozenset([lookup.name for lookup in lookups] + ([proposer.name] if proposer else [])),
             method=_method(config, draft),
             num_speculative_tokens=None if is_auto else int(config.num_speculative_tokens),
             verification=None if config.verification == "auto" else config.verification,
@@ -103,6 +128,16 @@ def build_engine(config: EngineConfig) -> EngineCore:
             has_rules=bool(target.rules),
         ),
     )
+
+
+def _native_runner(
+    config: EngineConfig, target: NativeDecoder, phases: PhaseRunner, max_draft_len: int
+) -> NativeRunner:
+    draft, proposer = None, phases.proposer
+    if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.whole_pass, NativeDecoder):
+        draft = proposer.model.whole_pass
+    draws = isinstance(phases.make_draws(), NativeDraws)
+    return NativeRunner(target, draft, phases, draws, config.step_seconds, max_draft_len)
 
 
 def _proposer(

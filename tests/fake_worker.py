@@ -36,7 +36,7 @@ from engine.messages import (
     decode_to_worker,
     encode,
 )
-from engine.prediction import Prediction, PredictionCursor
+from engine.proposers.prediction import Prediction, PredictionCursor
 from tests.server.orders import DIE
 
 VOCAB_SIZE = 260

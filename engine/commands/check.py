@@ -37,8 +37,8 @@ from engine.messages import SamplingParams, Verification
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
-from engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
 from engine.proposers.draft_model import DraftModelProposer
+from engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
 
 EXACT, NOT_EXACT, CANNOT_LOAD = 0, 1, 2
 PROMPTS = [

@@ -5,9 +5,26 @@ from typing import Protocol
 
 from engine.core.sequence import Sequence
 from engine.core.step import EarlyExit, StepPlan, StepResult
+from engine.messages import Source
 
-# The longest drafts where the length is left to the planner: look-ups cost next to nothing.
-AUTO_LIMITS: dict[str, int] = {"draft_model": 8, "ngram": 16, "prediction": 32, "none": 0}
+# The longest drafts where the length is open: tokens without a model cost next to nothing.
+AUTO_LIMITS: dict[Source, int] = {"draft_model": 8, "ngram": 16, "prediction": 32, "none": 0}
+
+
+class Lookup(Protocol):
+    """A source of drafts in known text. ``reads``: it must read a sequence to its end before it offers."""
+
+    name: Source
+    reads: bool
+
+    def read(self, sequence: Sequence, max_tokens: int) -> int:
+        """Read up to ``max_tokens`` more of the sequence's tokens; return how many were read."""
+
+    def num_unread(self, sequence: Sequence) -> int:
+        """Tokens of the sequence that are still to be read."""
+
+    def offers(self, sequence: Sequence, limit: int) -> tuple[int, list[int]]:
+        """The length of a match, and up to ``limit`` tokens that could follow it; no side effects."""
 
 
 @dataclass(slots=True)

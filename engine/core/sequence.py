@@ -11,7 +11,7 @@ from operator import or_
 
 from engine.core.block_pool import BlockTable
 from engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
-from engine.prediction import PredictionCursor
+from engine.proposers.prediction import PredictionCursor
 
 
 class RowNeeds(Flag):

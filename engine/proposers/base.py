@@ -1,8 +1,7 @@
-"""What proposers do: guess the next tokens of sequences, with a model or from a text that is known."""
+"""What a proposer with a model does: guess the next tokens of sequences during a step."""
 
 from typing import Protocol
 
-from engine.core.sequence import Sequence
 from engine.core.step import ScheduledSequence
 from engine.messages import Source
 from engine.sampling.sampler import Drafts, Sampler
@@ -20,15 +19,3 @@ class Proposer(Protocol):
         ``num_draft_tokens`` is how many tokens to draft for it at most, decided before anything is drawn.
         Rows whose ``source`` is another proposer's name get none.
         """
-
-
-class Lookup(Protocol):
-    """Drafts from a text that is known, when a step is planned."""
-
-    name: Source
-
-    def read(self, sequence: Sequence, max_tokens: int) -> int:
-        """Take in up to ``max_tokens`` of the sequence's text that are new; returns how many."""
-
-    def offers(self, sequence: Sequence, num_tokens: int) -> tuple[list[int], int]:
-        """Up to ``num_tokens`` drafts and the length of the match that they follow, without side effects."""

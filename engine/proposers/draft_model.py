@@ -21,7 +21,7 @@ from engine.sampling.sampler import DraftDraw, Drafts, Sampler
 
 @dataclass(slots=True)
 class ExitingDraft:
-    """A row's draft in one round, which ``rule`` may end. ``confidences``: of the distributions it has met."""
+    """A row's draft in one round, which ``rule`` may end. ``confidences``: of distributions met."""
 
     rule: EarlyExit
     confidences: list[float] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""What executes a step, and what it takes."""

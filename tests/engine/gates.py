@@ -18,7 +18,7 @@ from engine.sampling.sampler import Rule
 from engine.sampling.verify import Verdict
 from tests import naive
 from tests.engine.conftest import Models
-from tests.engine.planners import FixedPlanner, use_planner
+from tests.engine.planners import FixedPlanner, lookups, use_planner
 from tests.engine.simulation import chi_square, p_value
 from tests.models import make_engine, outputs_by_choice, run_engine
 

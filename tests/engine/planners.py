@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 from engine.core.engine import EngineCore
-from engine.core.planning import DraftChoice, Planner
+from engine.core.planning import DraftChoice, Lookup, Planner
 from engine.core.sequence import Sequence
 from engine.core.step import EarlyExit, StepPlan, StepResult
-from engine.proposers.base import Lookup
+from engine.proposers.ngram import NgramProposer
+from engine.proposers.prediction import PredictionProposer
 from engine.runtime.phases import PhaseRunner
 
 
@@ -22,6 +23,11 @@ def use_planner(core: EngineCore, planner: Planner) -> None:
 
 # As much as any look-up reads at once.
 ALL = 1 << 30
+
+
+def lookups(ngram_min_match: int = 1) -> dict[str, Lookup]:
+    proposers: list[Lookup] = [NgramProposer(ngram_min_match), PredictionProposer()]
+    return {proposer.name: proposer for proposer in proposers}
 
 
 class FixedPlanner:
@@ -65,7 +71,7 @@ class FixedPlanner:
             return DraftChoice(source, room, missing, self.early_exit) if room > 0 else None
         lookup = self.lookups[source]
         lookup.read(sequence, ALL)
-        draft_ids, _ = lookup.offers(sequence, room) if room > 0 else ([], 0)
+        draft_ids = lookup.offers(sequence, room)[1] if room > 0 else []
         return DraftChoice(source, len(draft_ids), draft_ids=draft_ids) if draft_ids else None
 
     def prefills_draft(self, sequence: Sequence) -> bool:

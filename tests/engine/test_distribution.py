@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine.native.rounds import RoundsDone
 from transformers import AutoModelForCausalLM
 
 from engine import whole_rounds
 from engine.messages import SamplingParams
-from engine.native.rounds import RoundsDone
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.reference import joint_distribution, with_temperature

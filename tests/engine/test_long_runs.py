@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams
 from tests.engine.native_pair import save_pair
 from tests.models import make_engine, stepped

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
-from engine.prediction import TRUSTED_RUN, Prediction, PredictionCursor
+from engine.proposers.prediction import TRUSTED_RUN, Prediction, PredictionCursor
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine, stepped
 

@@ -17,10 +17,10 @@ from engine.core.step import ScheduledSequence
 from engine.messages import Source
 from engine.models.decoder_only import DecoderModel
 from engine.proposers.known import known_drafts
-from engine.sampling.sampler import Drafts, Sampler
 from engine.proposers.translated.draft_text import DraftText
 from engine.proposers.translated.target_text import TargetText
 from engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
+from engine.sampling.sampler import Drafts, Sampler
 
 # Draft tokens per target token: no more, however short the draft's tokens are.
 MAX_TOKENS_PER_TOKEN = 6

@@ -1,0 +1,78 @@
+"""How far drafts are accepted: decayed counts by position.
+
+A draft *reaches* position ``i`` if all tokens before it are accepted. The rate of a position is counted among
+the drafts that reached it. The chance that the first ``i`` tokens are accepted is the product of their rates,
+and the expected number of accepted tokens of a draft of ``k`` is the sum of the first ``k`` products
+(Leviathan et al. 2023, eq. 1, without the assumption that all positions have the same rate).
+"""
+
+from collections.abc import Mapping
+
+# Positions with a rate of their own; later ones share the last.
+POSITIONS = 9
+# Verdicts on a position that its rate remembers.
+MEMORY = 400
+# A rate starts from that of the position before, or of the group; the first one from here. That is worth some
+# verdicts.
+PRIOR_RATE, PRIOR_VERDICTS = 0.6, 4.0
+
+
+class Acceptance:
+    """Of drafts that are alike: those of a group of sequences, or those of one, which starts from its
+    ``group``'s rates."""
+
+    def __init__(self, group: "Acceptance | None" = None) -> None:
+        self.group = group
+        self.reached = [0.0] * POSITIONS
+        self.accepted = [0.0] * POSITIONS
+        self._expected: list[float] = []  # by length, as far as it was asked for
+
+    def rates(self) -> list[float]:
+        """Acceptance rate by position, among the drafts that reach it."""
+        rates, rate = [], PRIOR_RATE
+        prior = None if self.group is None else self.group.rates()
+        for position, (reached, accepted) in enumerate(zip(self.reached, self.accepted, strict=True)):
+            rate = rate if prior is None else prior[position]
+            rate = (accepted + PRIOR_VERDICTS * rate) / (reached + PRIOR_VERDICTS)
+            rates.append(rate)
+        return rates
+
+    def expected(self, length: int) -> float:
+        """Expected number of accepted tokens of a draft of ``length``."""
+        if length >= len(self._expected):
+            rates, survival, self._expected = self.rates(), 1.0, [0.0]
+            for position in range(max(length, POSITIONS)):
+                survival *= rates[min(position, POSITIONS - 1)]
+                self._expected.append(self._expected[-1] + survival)
+        return self._expected[length]
+
+    def learn(self, num_drafted: int, num_accepted: int, count: float = 1.0) -> None:
+        """``count`` drafts of ``num_drafted`` tokens, of which the first ``num_accepted`` were accepted."""
+        for position in range(min(num_accepted + 1, num_drafted)):
+            self.learn_position(position, float(position < num_accepted), count)
+
+    def learn_all(self, verdicts: Mapping[tuple[int, int], int]) -> None:
+        """Counts of verdicts (drafted, accepted)."""
+        for (num_drafted, num_accepted), count in verdicts.items():
+            self.learn(num_drafted, num_accepted, count)
+
+    def learn_position(self, position: int, rate: float, count: float = 1.0) -> None:
+        """``count`` drafts have reached ``position``, and a share ``rate`` of them was accepted there."""
+        position = min(position, POSITIONS - 1)
+        kept = (1 - 1 / MEMORY) ** count
+        self.reached[position] = kept * self.reached[position] + count
+        self.accepted[position] = kept * self.accepted[position] + count * rate
+        self._expected.clear()
+
+    def cap(self, verdicts: float) -> None:
+        """Let what is known of each position be worth so many ``verdicts`` at most."""
+        for position, reached in enumerate(self.reached):
+            if reached > verdicts:
+                self.accepted[position] *= verdicts / reached
+                self.reached[position] = verdicts
+        self._expected.clear()
+
+    def state(self) -> list[float]:
+        """Rates of the positions that drafts have reached."""
+        known = zip(self.rates(), self.reached, strict=True)
+        return [round(rate, 3) for rate, reached in known if reached]

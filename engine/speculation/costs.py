@@ -1,0 +1,189 @@
+"""What a round takes: measured at start, corrected by the rounds themselves.
+
+``seconds(shape) = exp(level + correction[rows, option]) * base(shape) + overhead(rows) / rounds in a step``
+
+``base`` is what calibration says of the passes. ``level`` is the machine's speed: when the same kind of
+round takes longer than before, all kinds do. ``correction`` is what calibration has not seen of an option: it
+moves when that one runs after another (an exploration, a switch), at the machine's present speed.
+"""
+
+import math
+from bisect import bisect_left
+from typing import NamedTuple
+
+# Options: draft lengths from 0 to the maximum, early exit, and whatever has other drafts in it.
+MAX_LENGTH, EARLY_EXIT, MIXED = 8, 9, 10
+# The most rounds that share a step.
+MAX_ROUNDS = 16
+# Share of a surprise (the logarithm of measured over expected seconds) by which the level moves, and the
+# least by which a correction does; both start with larger ones.
+LEVEL_RATE, CORRECTION_RATE = 0.4, 0.1
+# Surprises are clipped, first ones later: a process that was descheduled says nothing about its model.
+MAX_SURPRISE, MAX_FIRST_SURPRISE = 0.3, 1.0
+# Overhead of a step until it is measured: for each row, and for three more.
+HOST_SECONDS_PER_ROW = 3e-5
+
+
+class PassCosts:
+    """Seconds of a model's pass: linear between calibrated numbers of tokens, zero at none.
+
+    ``per_stored`` seconds are added for every token in the cache of a row with one new token, and
+    ``share_per_query`` of that for each further new token.
+    """
+
+    def __init__(
+        self, by_tokens: dict[int, float], per_stored: float = 0.0, share_per_query: float = 0.0
+    ) -> None:
+        self.tokens = sorted(by_tokens)
+        self._seconds = [max(by_tokens[tokens], 1e-9) for tokens in self.tokens]
+        self.per_stored = per_stored
+        self.share_per_query = share_per_query
+
+    def __call__(self, num_tokens: float, num_stored: float = 0.0, num_rows: float = 1.0) -> float:
+        """Seconds of a pass over ``num_tokens`` of ``num_rows``, which have ``num_stored`` in the cache."""
+        if num_tokens <= 0:
+            return 0.0
+        tokens, seconds = self.tokens, self._seconds
+        right = bisect_left(tokens, num_tokens)
+        if right == 0 or len(tokens) == 1:
+            passed = seconds[0] * max(1.0, num_tokens / tokens[0])
+        else:
+            right = min(right, len(tokens) - 1)  # behind the last one the last slope goes on
+            left, low = tokens[right - 1], seconds[right - 1]
+            passed = low + (seconds[right] - low) * (num_tokens - left) / (tokens[right] - left)
+        more_queries = max(0.0, num_tokens / num_rows - 1)
+        return passed + self.per_stored * num_stored * (1 + self.share_per_query * more_queries)
+
+    def state(self) -> dict[str, float]:
+        """Milliseconds by tokens."""
+        points = zip(self.tokens, self._seconds, strict=True)
+        return {str(tokens): round(1000 * seconds, 4) for tokens, seconds in points}
+
+
+class Shape(NamedTuple):
+    """A kind of round. ``num_drafted``: drafts that the target scores, of all rows. ``draft_sizes``: rows of
+    each draft pass."""
+
+    num_rows: int
+    option: int
+    num_drafted: float = 0.0
+    draft_sizes: tuple[float, ...] = ()
+
+
+class Costs:
+    """``draft`` is None without a draft model. Rounds of less than half of ``step_seconds`` share steps."""
+
+    def __init__(
+        self,
+        score: PassCosts,
+        draft: PassCosts | None = None,
+        step_seconds: float = 0.0,
+        is_calibrated: bool = True,
+    ) -> None:
+        self.score = score
+        self.draft = draft or PassCosts({1: 1e-9})
+        self.step_seconds = step_seconds
+        self.is_calibrated = is_calibrated
+        self.stored_per_row = 0.0  # tokens in the cache, set before each step
+        self._level = self._overhead_level = 0.0
+        self._num_levels = 0
+        # By bucket of rows and option: the correction, and how often it was measured.
+        self._corrections: dict[int, dict[int, tuple[float, int]]] = {}
+
+    @classmethod
+    def uncalibrated(cls, step_seconds: float = 0.0) -> "Costs":
+        """For fixed lengths, to compare sources: a scored token takes 2 % of a round, a draft pass 20 %."""
+        score, draft = PassCosts({1: 0.01, 2: 0.0102}), PassCosts({1: 0.002, 2: 0.002})
+        return cls(score, draft, step_seconds, is_calibrated=False)
+
+    def model_seconds(self, shape: Shape) -> float:
+        """Expected seconds of drafting, scoring and verifying."""
+        num_rows, option, num_drafted, draft_sizes = shape
+        stored = self.stored_per_row
+        base = self.score(num_rows + num_drafted, stored * num_rows, num_rows)
+        if draft_sizes:
+            base += sum([self.draft(size, stored * size, size) for size in draft_sizes])
+        return math.exp(self._level + self._correction(num_rows, option)[0]) * base
+
+    def overhead(self, num_rows: int) -> float:
+        """Expected seconds of a step outside its rounds."""
+        return math.exp(self._overhead_level) * HOST_SECONDS_PER_ROW * (3 + num_rows)
+
+    def rounds_per_step(self, model_seconds: float) -> float:
+        if 2 * model_seconds > self.step_seconds:
+            return 1.0
+        return min(self.step_seconds / model_seconds, MAX_ROUNDS)
+
+    def seconds(self, shape: Shape) -> float:
+        """Expected seconds of a round, with its share of the step's overhead."""
+        seconds = self.model_seconds(shape)
+        return seconds + self.overhead(shape.num_rows) / self.rounds_per_step(seconds)
+
+    def catch_up_seconds(self, num_tokens: int) -> float:
+        """Expected seconds in which the draft model computes what its cache misses."""
+        return math.exp(self._level) * self.draft(num_tokens)
+
+    @property
+    def has_cheap_draft(self) -> bool:
+        """Whether the draft model takes less than a tenth of the target's time for a prompt."""
+        num_tokens = self.score.tokens[-1]
+        return self.draft(num_tokens) < 0.1 * self.score(num_tokens)
+
+    @staticmethod
+    def bucket(num_rows: int) -> int:
+        """Similar numbers of rows have the same corrections."""
+        return round(2 * math.log2(num_rows))
+
+    def is_measured(self, num_rows: int, option: int) -> bool:
+        """Whether the option has run with about as many rows."""
+        bucket = self.bucket(num_rows)
+        return any(option in self._corrections.get(near, ()) for near in range(bucket - 1, bucket + 2))
+
+    def _correction(self, num_rows: int, option: int) -> tuple[float, int]:
+        """And how often it was measured. One that never was is that of the nearest number of rows, or of the
+        nearest length that drafts."""
+        bucket = self.bucket(num_rows)
+        measured = self._corrections.get(bucket)
+        if measured is not None and option in measured:
+            return measured[option]
+        for near in sorted(self._corrections, key=lambda near: abs(near - bucket)):
+            measured = self._corrections[near]
+            if option in measured:
+                return measured[option][0], 0
+            lengths = [length for length in measured if 1 <= length <= MAX_LENGTH]
+            if 1 <= option <= EARLY_EXIT and lengths:
+                return measured[min(lengths, key=lambda length: abs(length - option))][0], 0
+        return 0.0, 0
+
+    def observe(self, shape: Shape, model_seconds: float, is_same: bool) -> None:
+        """A round took ``model_seconds``; ``is_same``: the one before was of the same option."""
+        surprise = math.log(max(model_seconds, 1e-9) / self.model_seconds(shape))
+        if is_same:
+            self._level += _step(surprise, self._num_levels, LEVEL_RATE)
+            self._num_levels += 1
+            return
+        before, count = self._correction(shape.num_rows, shape.option)
+        correction = before + _step(surprise, count, CORRECTION_RATE)
+        measured = self._corrections.setdefault(self.bucket(shape.num_rows), {})
+        measured[shape.option] = correction, count + 1
+
+    def observe_overhead(self, num_rows: int, seconds: float) -> None:
+        """A step took ``seconds`` outside its rounds."""
+        surprise = math.log(max(seconds, 1e-6) / self.overhead(num_rows))
+        self._overhead_level += CORRECTION_RATE * max(-MAX_FIRST_SURPRISE, min(surprise, MAX_FIRST_SURPRISE))
+
+    def state(self) -> dict[str, object]:
+        """Milliseconds, and the level as a factor."""
+        return {
+            "draft_ms_by_tokens": self.draft.state(),
+            "score_ms_by_tokens": self.score.state(),
+            "score_ms_per_1000_stored": round(1e6 * self.score.per_stored, 4),
+            "level": round(math.exp(self._level), 3),
+            "overhead_ms_of_a_row": round(1000 * self.overhead(1), 4),
+        }
+
+
+def _step(surprise: float, count: int, rate: float) -> float:
+    """By how much an estimate moves that was measured ``count`` times before."""
+    most = MAX_SURPRISE if count else MAX_FIRST_SURPRISE
+    return max(rate, 1 / (count + 1.5)) * max(-most, min(surprise, most))

@@ -1,0 +1,295 @@
+"""Before a step: who drafts for each decoding sequence, and how much. After it: what came of that.
+
+``Policy`` decides how much the draft model drafts, for all rows alike; ``lookups`` which rows draft something
+from known text instead. The planner knows sequences and steps, and puts the two together.
+"""
+
+from collections import Counter
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field
+
+from engine.core.planning import AUTO_LIMITS, DraftChoice, Lookup
+from engine.core.sequence import Sequence
+from engine.core.step import EarlyExit, Round, ScheduledSequence, StepPlan, StepResult
+from engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
+from engine.speculation.explore import Budget
+from engine.speculation.lookups import RowLookup, Terms, make_terms, read_all, start_some
+from engine.speculation.policy import Group, Plan, Policy
+
+# What a row drafts that drafts nothing: shared, and never changed.
+NO_DRAFT = DraftChoice()
+# Verdicts on drafts with early exit that a step teaches.
+MAX_EXITS = 32
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """What the planner keeps of a sequence. ``fixed_length`` is 0 where the policy decides."""
+
+    sequence: Sequence
+    group: Group
+    uses_model: bool
+    fixed_length: int
+    lookups: list[RowLookup] = field(default_factory=list)
+
+
+class SpeculationPlanner:
+    """``core.planning.Planner``.
+
+    ``lookups`` are the sources that need no model. ``max_draft_len`` is the draft model's context. Without
+    ``tracks_draft_cache`` it keeps tables of its own (another tokenizer): what they miss is its own business,
+    and it knows no early exit.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        lookups: Sequences[Lookup] = (),
+        max_draft_len: int = 0,
+        tracks_draft_cache: bool = True,
+    ) -> None:
+        self.costs = costs
+        self.policy = Policy(costs, has_early_exit=tracks_draft_cache)
+        self.max_draft_len = max_draft_len
+        self.tracks_draft_cache = tracks_draft_cache
+        self.max_rounds = MAX_ROUNDS
+        self._sources = {lookup.name: lookup for lookup in lookups}
+        self._budget = Budget()  # to read texts that may repeat themselves
+        self._groups: dict[str, Group] = {}
+        self._rows: dict[Sequence, Row] = {}
+        self._ended: list[Sequence] = []  # since the last choice
+        self._terms: dict[object, Terms] = {}  # since the last replan
+        self._terms_of = 0
+        self._round_seconds: dict[tuple[int, int], float] = {}  # of the last one, by rows and tokens to draft
+        # Of the last choice: rows that may draft; whether not all drafts are the policy's; whether some are
+        # known already; tokens to draft.
+        self._decoding: list[Sequence] = []
+        self._chosen: list[Row] = []
+        self._is_mixed = self._is_known = False
+        self._num_chosen = 0
+
+    @property
+    def num_speculative_tokens(self) -> float:
+        return self._num_chosen / max(1, len(self._decoding))
+
+    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
+        for sequence in self._ended:
+            self._rows.pop(sequence, None)
+        self._ended.clear()
+        choices = dict.fromkeys(decoding, NO_DRAFT)
+        rows = [self._rows.get(sequence) or self._add(sequence) for sequence in decoding if sequence.sources]
+        self._decoding, self._chosen, self._num_chosen = decoding, rows, 0
+        self._is_mixed = self._is_known = False
+        self.max_rounds = MAX_ROUNDS
+        if not rows:
+            return choices
+        num_rows = len(decoding)
+        self.costs.stored_per_row = sum([len(sequence.token_ids) for sequence in decoding]) / num_rows
+        drafting = [row for row in rows if row.uses_model and not row.fixed_length]
+        plan = self.policy.choose(
+            num_rows, [row.group for row in drafting], lambda: [self._num_missing(row) for row in drafting]
+        )
+        if plan.length:
+            self._draft(drafting, plan, choices)
+        for row in rows:
+            if row.fixed_length and row.uses_model:
+                choices[row.sequence] = self._choice(row, row.fixed_length, None)
+                self._is_mixed = True
+        if self._sources:
+            self._look_up(rows, num_rows, choices)
+        self._num_chosen = sum([choice.num_tokens for choice in choices.values()])
+        self.max_rounds = self._num_rounds(num_rows, plan)
+        return choices
+
+    def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
+        row = self._rows.get(sequence) or self._add(sequence)
+        return self._choice(row, row.fixed_length, None) if row.uses_model and row.fixed_length else NO_DRAFT
+
+    def prefills_draft(self, sequence: Sequence) -> bool:
+        return sequence.fixed_draft_length or self.policy.expects_drafts
+
+    def forget(self, sequence: Sequence) -> None:
+        self._ended.append(sequence)  # its last verdicts are still to come
+
+    def _add(self, sequence: Sequence) -> Row:
+        temperature = 0.0 if sequence.greedy else sequence.params.temperature
+        name = "greedy" if temperature == 0 else "up to 0.8" if temperature <= 0.8 else "above 0.8"
+        if temperature and sequence.verification == "coupled":
+            name += ", coupled"
+        group = self._groups.setdefault(name, Group(name))
+        length = sequence.num_speculative_tokens if sequence.fixed_draft_length else 0
+        row = self._rows[sequence] = Row(sequence, group, "draft_model" in sequence.sources, length)
+        for name in sequence.sources:
+            if (source := self._sources.get(name)) is not None:
+                always = not source.reads or (length > 0 and not sequence.combines)
+                row.lookups.append(RowLookup(sequence, group, source, always, is_asked=always))
+        return row
+
+    def _draft(self, drafting: list[Row], plan: Plan, choices: dict[Sequence, DraftChoice]) -> None:
+        """The policy's plan, as far as each row may go."""
+        exits = {}
+        if plan.threshold is not None:
+            groups = {row.group for row in drafting}
+            exits = {group: EarlyExit(group.confidence.rates(), plan.threshold) for group in groups}
+        for place, row in enumerate(drafting):
+            if plan.scouts is None or place in plan.scouts:
+                early_exit = exits[row.group] if exits else None
+                choices[row.sequence] = self._choice(row, plan.length, early_exit)
+
+    def _choice(self, row: Row, length: int, early_exit: EarlyExit | None) -> DraftChoice:
+        """A draft of the draft model. A round emits one token more than it drafts."""
+        sequence = row.sequence
+        num_known = len(sequence.token_ids)
+        num_tokens = min(length, sequence.max_num_tokens - num_known - 1, self.max_draft_len - num_known)
+        if num_tokens <= 0:
+            return NO_DRAFT
+        return DraftChoice("draft_model", num_tokens, self._num_missing(row), early_exit)
+
+    def _num_missing(self, row: Row) -> int:
+        """Tokens that the draft model's cache misses, the pending one apart."""
+        sequence = row.sequence
+        if not self.tracks_draft_cache:
+            return 0
+        return max(0, len(sequence.token_ids) - 1 - sequence.draft_blocks.num_computed_tokens)
+
+    def _look_up(self, rows: list[Row], num_rows: int, choices: dict[Sequence, DraftChoice]) -> None:
+        """Drafts from known text, where they promise more than the draft model's."""
+        lookups = [lookup for row in rows for lookup in row.lookups]
+        start_some([lookup for lookup in lookups if not lookup.is_asked], self._budget)
+        asked = [lookup for lookup in lookups if lookup.is_asked]
+        if not asked or self.policy.exploration is not None:
+            return
+        read_all(asked)
+        found: list[tuple[Sequence, DraftChoice]] = []
+        total, alone = 0.0, 0.0
+        for row in rows:
+            sequence, length = row.sequence, row.fixed_length
+            for lookup in row.lookups:
+                if not lookup.is_asked:
+                    continue
+                source = lookup.source.name
+                limit = length or min(AUTO_LIMITS[source], sequence.num_speculative_tokens)
+                limit = min(limit, sequence.max_num_tokens - len(sequence.token_ids) - 1)
+                num_model = choices[sequence].num_tokens
+                terms = self._terms_for(row, num_rows, num_model)
+                expected = row.group.acceptance.expected(num_model)
+                saved, token_ids = lookup.ask(limit, terms, expected, is_fixed=length > 0)
+                if length and not sequence.combines and lookup.pending is not None:
+                    saved, token_ids = alone, lookup.pending[1]  # whatever it is worth
+                if token_ids:
+                    found.append((sequence, DraftChoice(source, len(token_ids), draft_ids=token_ids)))
+                    total, alone = total + saved, terms.alone
+                    break
+        if found and total >= alone:
+            choices.update(found)
+            self._is_mixed = self._is_known = True
+
+    def _terms_for(self, row: Row, num_rows: int, length: int) -> Terms:
+        if self._terms_of != self.policy.num_replans:
+            self._terms.clear()
+            self._terms_of = self.policy.num_replans
+        key = row.group, num_rows, length
+        if key not in self._terms:
+            num_drafting = sum([row.uses_model for row in self._chosen]) if length else 0
+            plan = self.policy.fixed(num_rows, Counter({row.group: num_drafting}), length)
+            self._terms[key] = make_terms(self.costs, plan, max(AUTO_LIMITS.values()))
+        return self._terms[key]
+
+    def _num_rounds(self, num_rows: int, plan: Plan) -> int:
+        """Rounds for which the choice stands, as far as they fit into a step."""
+        if self.costs.step_seconds == 0 or self._is_known:
+            return 1
+        seconds = self._round_seconds.get((num_rows, self._num_chosen))
+        if seconds is None:
+            if not self.costs.is_calibrated:
+                return 1
+            seconds = self.costs.model_seconds(plan.shape)
+        return min(self.policy.rounds_left, int(self.costs.rounds_per_step(seconds)))
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        rounds, rows = result.rounds, plan.rows
+        if not self._chosen or not rounds:
+            return
+        self._learn(rows, rounds)
+        if self._sources:
+            self._judge(rows, rounds)
+        self._budget.save(result.seconds, result.seconds / len(rounds))
+        round_seconds: list[float] = []
+        if plan.is_decode_only and len(rows) == len(self._decoding):
+            round_seconds = [sum(one.seconds) for one in rounds]
+            self._round_seconds[len(rows), self._num_chosen] = round_seconds[-1]
+            if sum([part.num_catch_up_tokens for part in rows]) > 2 * len(rows):
+                del round_seconds[0]  # more than the token that an accepted draft leaves behind
+        self.policy.observe(
+            len(rounds),
+            sum([sum(map(len, one.emitted)) for one in rounds]),
+            sum([sum(one.num_drafted) for one in rounds]),
+            result.host_seconds,
+            result.seconds,
+            round_seconds,
+            self._shape(rows),
+        )
+
+    def _shape(self, rows: list[ScheduledSequence]) -> Shape:
+        """Of rounds as they were planned."""
+        decided = self.policy.plan.shape
+        if decided.draft_sizes and self.policy.plan.threshold is not None and not self._is_mixed:
+            return decided
+        lengths = [part.num_draft_tokens for part in rows if part.source == "draft_model"]
+        sizes = [sum([length > i for length in lengths]) for i in range(max(lengths, default=0))]
+        num_drafted = sum([part.num_draft_tokens for part in rows])
+        option = MIXED if self._is_mixed else decided.option
+        return Shape(len(rows), option, num_drafted, tuple(sizes))
+
+    def _learn(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
+        """Verdicts on the draft model. A row that only caught up has drafted nothing, and teaches nothing."""
+        places: dict[Group, list[int]] = {}
+        for place, part in enumerate(rows):
+            if part.num_draft_tokens and part.source == "draft_model" and part.sequence in self._rows:
+                places.setdefault(self._rows[part.sequence].group, []).append(place)
+        for group, members in places.items():
+            if rows[members[0]].early_exit is not None:
+                _learn_exits(group, members, rounds)
+                continue
+            verdicts: Counter[tuple[int, int]] = Counter()
+            for one in rounds:
+                drafted, accepted = one.num_drafted, one.num_accepted
+                verdicts.update([(drafted[place], accepted[place]) for place in members])
+            group.acceptance.learn_all(verdicts)
+
+    def _judge(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
+        """Verdicts on what look-ups have offered."""
+        for place, part in enumerate(rows):
+            row = self._rows.get(part.sequence)
+            for lookup in row.lookups if row is not None else ():
+                if lookup.pending is not None:
+                    lookup.judge([token_id for one in rounds for token_id in one.emitted[place]])
+
+    def state(self) -> dict[str, object]:
+        sources = {f"draft_model, {group.name}": group.acceptance for group in self._groups.values()}
+        for group in self._groups.values():
+            for (source, strength), acceptance in sorted(group.lookups.items()):
+                sources[f"{source} after {1 << strength >> 1} tokens, {group.name}"] = acceptance
+        return {
+            "policy": "auto" if self.costs.is_calibrated else "fixed",
+            **self.policy.state(),
+            "sources": {name: rates for name, acceptance in sources.items() if (rates := acceptance.state())},
+        }
+
+
+def _learn_exits(group: Group, members: list[int], rounds: list[Round]) -> None:
+    """Verdicts on drafts that could end early: those of some rows of each round, spread evenly."""
+    num_emitted = num_judged = 0
+    step = 1 + len(members) * len(rounds) // MAX_EXITS
+    for number, one in enumerate(rounds):
+        for place in members[number % step :: step]:
+            num_drafted, num_accepted = one.num_drafted[place], one.num_accepted[place]
+            confidences = one.confidences[place] if one.confidences is not None else None
+            num_emitted, num_judged = num_emitted + num_accepted + 1, num_judged + 1
+            group.acceptance.learn(num_drafted, num_accepted)
+            if confidences:
+                rate = group.confidence.learn(confidences, num_drafted, num_accepted)
+                if rate is not None:
+                    group.acceptance.learn_position(num_drafted, rate)
+    if num_judged:
+        group.confidence.compare(num_emitted / num_judged)

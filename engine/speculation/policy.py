@@ -1,0 +1,371 @@
+"""How much the draft model drafts: the option with the most expected tokens per second, for all rows alike.
+
+Options are the draft lengths 0 to 8 and early exit. A replan forgets which of them was best; the next step of
+each number of rows finds it again and later ones use what was found, so that rows may come and go. A little
+time explores other options.
+
+Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the round that it decides about.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import median
+from typing import NamedTuple
+
+from engine.speculation.acceptance import Acceptance
+from engine.speculation.costs import EARLY_EXIT, MAX_LENGTH, MAX_ROUNDS, Costs, Shape
+from engine.speculation.early_exit import GRID, ConfidenceTable
+from engine.speculation.explore import BackOff, Budget, Name
+
+# Seconds between replans; at first, and after a large change, they come after 4, 8, 16, ... rounds.
+REPLAN_SECONDS, FIRST_ROUNDS = 0.2, 4
+# Another option must promise so many times the rate of the active one, and drafting that of none.
+CHANGE_GAIN, START_GAIN = 1.005, 1.02
+# Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
+CATCH_UP_ROUNDS = 128
+# Verdicts that what is known of acceptance is worth once drafting is off: text changes.
+PAUSED_VERDICTS = 12.0
+# Tokens by which a draft with early exit may be longer than the best fixed length.
+EXTRA_LENGTH = 3
+# Rounds of an exploration: single ones are timed to a tenth only, and the first of a step finds cold caches.
+MIN_EXPLORED, MAX_EXPLORED = 2, 8
+# Decay per step of the sums behind the reported rates.
+REPORT_DECAY = 0.98
+# What the back-off knows the exploration by that tries whether drafting pays again, with whatever length.
+ANY_LENGTH = -1
+
+
+class Group:
+    """What is known of the sequences of a temperature class."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.acceptance = Acceptance()  # of the draft model
+        self.confidence = ConfidenceTable()
+        self.lookups: dict[tuple[str, int], Acceptance] = {}  # by source and strength of the match
+        self.lookup_balance = 0.0  # seconds that look-ups have saved lately
+
+
+class Plan(NamedTuple):
+    """An option for a number of rows: up to ``length`` tokens each, with the ``threshold`` of early exit;
+    only of the ``scouts``, if there are some (by place among those that may draft). Expected are ``tokens``
+    of all rows in the ``seconds`` of a round."""
+
+    shape: Shape
+    length: int
+    tokens: float
+    seconds: float
+    threshold: float | None = None
+    scouts: frozenset[int] | None = None
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Best(NamedTuple):
+    """The active plan, the best fixed length above none, none, and early exit."""
+
+    active: Plan
+    drafting: Plan
+    plain: Plan
+    early_exit: Plan | None
+    groups: Counter[Group]
+
+
+@dataclass(slots=True)
+class Exploration:
+    """Some rounds of another plan than the active one."""
+
+    key: tuple[int, int]
+    name: Name
+    plan: Plan
+    rounds_left: int
+    lost: float = 0.0  # seconds of catching up
+    num_rounds: int = 0
+    num_tokens: int = 0
+    is_timed: bool = False
+
+
+class Policy:
+    """Deterministic: the same past gives the same plans."""
+
+    def __init__(self, costs: Costs, has_early_exit: bool = True) -> None:
+        self.costs = costs
+        self.has_early_exit = has_early_exit
+        self.budget = Budget()
+        self.back_off = BackOff()
+        self.best: Best | None = None  # of the last step
+        self.exploration: Exploration | None = None
+        self.num_replans = 0
+        self._best_by_rows: dict[tuple[int, int], Best] = {}
+        self._now = 0.0  # seconds of all steps
+        self._num_rounds, self._seconds = 0, 0.0  # since the last replan
+        self._interval = FIRST_ROUNDS  # rounds until the next one
+        self._is_due = self._repeats = False
+        self._timed_option: int | None = None  # of the last timed rounds that were no exploration
+        # Emitted tokens and their seconds, those of plain rounds instead, rows, and drafted tokens.
+        self._report = [0.0] * 6
+
+    def choose(self, num_rows: int, groups: Sequence[Group], missing: Callable[[], list[int]]) -> Plan:
+        """For a step of ``num_rows``. The draft model may draft for one row of each of the ``groups``;
+        ``missing`` counts the tokens that its cache misses of them, the pending ones apart."""
+        key = num_rows, len(groups)
+        if self.exploration is not None and self.exploration.key != key:
+            self._settle(self.exploration)
+        if self.exploration is None and self._replan_is_due():
+            self._replan(key, groups, missing)
+        best = self._best_by_rows.get(key)
+        if best is None:
+            best = self._best_by_rows[key] = self._find_best(num_rows, Counter(groups), missing)
+        self.best = best
+        return best.active if self.exploration is None else self.exploration.plan
+
+    @property
+    def plan(self) -> Plan:
+        """Of the last step."""
+        assert self.best is not None
+        return self.best.active if self.exploration is None else self.exploration.plan
+
+    @property
+    def rounds_left(self) -> int:
+        """Rounds for which the plan stands."""
+        if self.exploration is not None:
+            return self.exploration.rounds_left
+        left = self._interval - self._num_rounds
+        if self._num_rounds >= FIRST_ROUNDS:
+            left = min(left, int((REPLAN_SECONDS / self._seconds - 1) * self._num_rounds) + 1)
+        return max(1, min(left, MAX_ROUNDS))
+
+    @property
+    def expects_drafts(self) -> bool:
+        """Whether the draft model should compute prompts along with the target."""
+        return self.best is None or self.best.active.length > 0 or self.costs.has_cheap_draft
+
+    def _replan_is_due(self) -> bool:
+        is_late = self._num_rounds >= FIRST_ROUNDS and self._seconds >= REPLAN_SECONDS
+        return self._is_due or is_late or self._num_rounds >= self._interval
+
+    def _replan(self, key: Name, groups: Sequence[Group], missing: Callable[[], list[int]]) -> None:
+        before = self.best.active.length if self.best is not None else 0
+        self._best_by_rows.clear()
+        self.best = best = self._best_by_rows[key] = self._find_best(key[0], Counter(groups), missing)
+        is_large = abs(best.active.length - before) > 1 or (best.active.length == 0) != (before == 0)
+        self._interval = FIRST_ROUNDS if is_large else 2 * self._interval
+        self._num_rounds, self._seconds, self._is_due = 0, 0.0, False
+        self.num_replans += 1
+        if groups:
+            self.exploration = self._explore(key, best, missing)
+
+    def _find_best(self, num_rows: int, groups: Counter[Group], missing: Callable[[], list[int]]) -> Best:
+        """The plan with the highest rate; the option of the step before stays if it is about as good."""
+        plain = self.fixed(num_rows, groups, 0)
+        if not groups:
+            return Best(plain, plain, plain, None, groups)
+        plans = [plain, *(self.fixed(num_rows, groups, length) for length in range(1, MAX_LENGTH + 1))]
+        drafting = max(plans[1:], key=lambda plan: plan.rate)
+        early_exit = self._early_exit(drafting, groups) if self.has_early_exit else None
+        if early_exit is not None and self.costs.is_measured(num_rows, EARLY_EXIT):
+            plans.append(early_exit)
+        active = max(plans, key=lambda plan: plan.rate)
+        before = self.best.active.shape.option if self.best is not None else 0
+        rival = plans[before] if before < len(plans) else drafting
+        needed = CHANGE_GAIN * rival.rate
+        if before == 0:
+            catch_up = self.costs.catch_up_seconds(sum(missing())) / CATCH_UP_ROUNDS
+            needed = START_GAIN * rival.rate * (1 + catch_up / active.seconds)
+        if active.rate <= needed:
+            active = rival
+        return Best(active, drafting, plain, early_exit, groups)
+
+    def fixed(
+        self, num_rows: int, groups: Counter[Group], length: int, num_scouts: int | None = None
+    ) -> Plan:
+        """All rows of ``groups``, or ``num_scouts`` of them, draft ``length`` tokens."""
+        num_drafting = groups.total() if num_scouts is None else num_scouts
+        shape = Shape(num_rows, length, num_drafting * length, (num_drafting,) * length)
+        accepted = sum([count * group.acceptance.expected(length) for group, count in groups.items()])
+        return Plan(shape, length, num_rows + accepted, self.costs.seconds(shape))
+
+    def _early_exit(self, drafting: Plan, groups: Counter[Group]) -> Plan:
+        """Drafts up to some tokens longer than the best fixed length. A token is worth drafting if its chance
+        of being accepted is at least the number of tokens that are emitted in the time that it takes."""
+        shape, num_drafting = drafting.shape, groups.total()
+        num_rows = shape.num_rows
+        sizes = (*shape.draft_sizes, num_drafting)
+        longer = shape._replace(num_drafted=shape.num_drafted + num_drafting, draft_sizes=sizes)
+        took = (self.costs.model_seconds(longer) - self.costs.model_seconds(shape)) / num_drafting
+        threshold = min(1.0, GRID * round(drafting.rate * took / GRID))
+        length = min(drafting.length + EXTRA_LENGTH, MAX_LENGTH)
+        tokens, num_drafted, passes = float(num_rows - num_drafting), 0.0, list[float]()
+        for group, count in groups.items():
+            estimate = group.confidence.estimate(length, threshold)
+            tokens += count * group.confidence.ratio * (1 + estimate.accepted)
+            num_drafted += count * estimate.drafted
+            passes = [a + count * b for a, b in zip_longest(passes, estimate.passes, fillvalue=0.0)]
+        shape = Shape(num_rows, EARLY_EXIT, num_drafted, tuple(passes))
+        return Plan(shape, length, tokens, self.costs.seconds(shape), threshold)
+
+    def _explore(self, key: Name, best: Best, missing: Callable[[], list[int]]) -> Exploration | None:
+        """What to explore from now on, if there is time for it."""
+        bucket, option = self.costs.bucket(key[0]), best.active.shape.option
+        if option == 0:
+            options = [ANY_LENGTH]
+        elif option == EARLY_EXIT:
+            options = [0, best.drafting.length]
+        else:
+            options = [0, option + 1, option - 1, EARLY_EXIT if best.early_exit is not None else 0]
+        names = [(bucket, option) for option in options if option <= MAX_LENGTH or option == EARLY_EXIT]
+        name = names[0] if self._repeats else self.back_off.next(names, self._now)
+        if name is None or not (self._repeats or self.budget.is_open or self.back_off.is_new(name)):
+            return None
+        plan, lost = best.drafting, 0.0
+        if name[1] == ANY_LENGTH:
+            plan, lost = self._scouts(best, missing())
+        elif name[1] == EARLY_EXIT and best.early_exit is not None:
+            plan = best.early_exit
+        else:
+            plan = self.fixed(key[0], best.groups, name[1])
+        num_rounds = int(self.costs.rounds_per_step(self.costs.model_seconds(plan.shape)))
+        return Exploration(key, name, plan, max(MIN_EXPLORED, min(num_rounds, MAX_EXPLORED)), lost)
+
+    def _scouts(self, best: Best, missing: list[int]) -> tuple[Plan, float]:
+        """The best drafting length while drafting is off, and the seconds of catching up: for all rows as
+        long as its costs are unknown, else for those whose caches are up to date within about a round."""
+        num_rows, length = best.plain.shape.num_rows, best.drafting.length
+        for group in best.groups:
+            group.acceptance.cap(PAUSED_VERDICTS)
+        places = sorted(range(len(missing)), key=missing.__getitem__)
+        num_scouts, num_missing = 0, 0
+        while num_scouts < len(places):
+            longer = num_missing + missing[places[num_scouts]]
+            is_dear = self.costs.catch_up_seconds(longer) > best.plain.seconds
+            if num_scouts and is_dear and self.costs.is_measured(num_rows, length):
+                break
+            num_scouts, num_missing = num_scouts + 1, longer
+        scouts = None if num_scouts == len(places) else frozenset(places[:num_scouts])
+        plan = self.fixed(num_rows, best.groups, length, num_scouts)._replace(scouts=scouts)
+        return plan, self.costs.catch_up_seconds(num_missing)
+
+    def observe(
+        self,
+        num_rounds: int,
+        num_tokens: int,
+        num_drafted: int,
+        host_seconds: float,
+        model_seconds: float,
+        round_seconds: list[float],
+        shape: Shape,
+    ) -> None:
+        """A step has emitted ``num_tokens``. ``round_seconds``: of the rounds that say something about rounds
+        of this ``shape``."""
+        best, exploration = self.best, self.exploration
+        if best is None:
+            return
+        seconds = host_seconds + model_seconds
+        self._now += seconds
+        self._num_rounds += num_rounds
+        self._seconds += seconds
+        if round_seconds:
+            # The first of several rounds finds the caches full of what the host did: that is overhead, too.
+            usual = median(round_seconds[1:] or round_seconds)
+            overhead = host_seconds + max(0.0, round_seconds[0] - usual)
+            self._observe_seconds(best, usual, overhead, shape)
+            self._count(best, num_rounds, num_tokens, num_drafted, seconds, usual)
+        if exploration is None:
+            self.budget.save(seconds, best.active.seconds)
+            return
+        exploration.num_rounds += num_rounds
+        exploration.num_tokens += num_tokens
+        exploration.is_timed |= bool(round_seconds)
+        exploration.rounds_left -= num_rounds
+        if exploration.rounds_left <= 0:
+            self._settle(exploration)
+
+    def _observe_seconds(self, best: Best, usual: float, overhead: float, shape: Shape) -> None:
+        self.costs.observe_overhead(shape.num_rows, overhead)
+        if self.exploration is not None:
+            if self.exploration.plan.scouts is None:
+                self.costs.observe(shape, usual, is_same=False)
+        elif shape.option != best.active.shape.option:
+            self.costs.observe(shape, usual, is_same=False)
+        else:
+            self.costs.observe(shape, usual, is_same=self._timed_option in (None, shape.option))
+            self._timed_option = shape.option
+
+    def _count(
+        self, best: Best, num_rounds: int, num_tokens: int, num_drafted: int, seconds: float, took: float
+    ) -> None:
+        """For the report. A plain round has the same share of overhead as the ones that ran, if they share
+        steps of a given time, else the same overhead."""
+        shape = best.plain.shape
+        plain = self.costs.model_seconds(shape)
+        overhead = max(0.0, seconds / num_rounds - took)
+        if self.costs.rounds_per_step(plain) > 1:
+            overhead *= min(1.0, plain / took)
+        rows = num_rounds * shape.num_rows
+        now = num_tokens, seconds, rows, num_rounds * (plain + overhead), rows, num_drafted
+        self._report = [
+            REPORT_DECAY * before + value for before, value in zip(self._report, now, strict=True)
+        ]
+
+    def _settle(self, exploration: Exploration) -> None:
+        """An exploration has ended: charge what it lost, and see what came of it."""
+        best, plan, num_rounds = self.best, exploration.plan, exploration.num_rounds
+        self.exploration, self._is_due, self._repeats = None, True, False
+        if best is None or num_rounds == 0:
+            return
+        num_rows = plan.shape.num_rows
+        rate = best.active.tokens / self.costs.seconds(best.active.shape)
+        took = self.costs.seconds(plan.shape)
+        self.budget.spend(num_rounds * took + exploration.lost - exploration.num_tokens / rate)
+        if exploration.name[1] == ANY_LENGTH:
+            # All rows together must emit more than plain ones in the time of a round in which all draft.
+            num_scouts = plan.shape.draft_sizes[0]
+            accepted = (exploration.num_tokens / num_rounds - num_rows) / num_scouts * best.groups.total()
+            full = self.costs.seconds(self.fixed(num_rows, best.groups, plan.length).shape)
+            self._repeats = num_rows + accepted > rate * full
+            self.back_off.settle(exploration.name, self._repeats, self._now)
+        elif exploration.is_timed:
+            tokens = plan.tokens
+            if plan.threshold is None:
+                tokens = self.fixed(num_rows, best.groups, plan.length).tokens
+            self.back_off.settle(exploration.name, tokens / took > rate, self._now)
+
+    def state(self) -> dict[str, object]:
+        """For ``GET /speculation``: builtins."""
+        best = self.best
+        if best is None:
+            return {"on": None, "why": "no step has run yet"}
+        tokens, seconds, plain_tokens, plain_seconds, rows, drafted = self._report
+        return {
+            "on": best.active.length > 0,
+            "why": why(best),
+            "draft_length": {"last": self.plan.length, "recent_mean": round(drafted / max(rows, 1), 2)},
+            "early_exit": {
+                "on": best.active.threshold is not None,
+                "acceptance_by_confidence": {group.name: group.confidence.state() for group in best.groups},
+            },
+            "predicted_speedup": round(best.active.rate / best.plain.rate, 3),
+            "tokens_per_second": {
+                "achieved": round(tokens / seconds, 1) if seconds else 0.0,
+                "plain": round(plain_tokens / plain_seconds, 1) if plain_seconds else 0.0,
+            },
+            "costs": self.costs.state(),
+            "explorations": self.back_off.num_settled,
+        }
+
+
+def why(best: Best) -> str:
+    """What drafting is expected to bring, in a sentence."""
+    plan = best.active if best.active.length else best.drafting
+    if plan is best.plain:
+        return "off: no row drafts with the draft model"
+    return (
+        f"{'on' if best.active.length else 'off: the best draft does not pay'}: drafting "
+        f"{plan.shape.num_drafted:.3g} tokens for {plan.shape.num_rows} rows is expected to give "
+        f"{plan.tokens / best.plain.tokens:.2f} times the tokens of a plain round in "
+        f"{plan.seconds / best.plain.seconds:.2f} times its time"
+    )

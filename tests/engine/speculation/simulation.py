@@ -1,0 +1,403 @@
+"""An engine without models: real sequences, plans and results, a clock of its own, and dice for verdicts.
+
+Times are noisy and the process is descheduled now and then. What is compared are expected tokens, given what
+was drafted, per noiseless second, so that luck in the drawing does not decide.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.core.planning import DraftChoice, Planner
+from engine.core.sequence import Sequence
+from engine.core.step import (
+    CONFIDENCE_BINS,
+    EarlyExit,
+    PhaseSeconds,
+    Round,
+    RowNeeds,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+)
+from engine.messages import SamplingParams, Source
+from engine.speculation.costs import MAX_LENGTH, Costs, PassCosts
+from engine.speculation.planner import SpeculationPlanner
+
+UNIT = 0.01
+CALIBRATED_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 144)
+MAX_BATCHED_TOKENS = 1024
+FEW_MISSING = 32
+
+Shape = Callable[[float], float]
+
+
+def interpolate(points: list[tuple[float, float]]) -> Shape:
+    def shape(size: float) -> float:
+        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+            if size <= x1:
+                return y0 + (size - x0) / (x1 - x0) * (y1 - y0)
+        (x0, y0), (x1, y1) = points[-2:]
+        return y1 + (size - x1) * (y1 - y0) / (x1 - x0)
+
+    return shape
+
+
+PACKED_CPU = interpolate([(1, 1), (2, 1.25), (5, 1.3), (9, 1.6), (16, 2.125)])
+NAIVE_CPU = interpolate([(1, 1), (2, 2), (5, 3.2), (9, 3.3), (16, 4.1)])
+PROPORTIONAL = interpolate([(1, 1), (2, 2)])
+GPU = interpolate([(1, 1), (60, 1.02), (120, 2.0), (180, 3.0)])
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``unit`` seconds of a target pass over one token. ``step_seconds`` > 0: short rounds share steps, whose
+    first round takes ``cold`` times as long as the others."""
+
+    name: str
+    target: Shape
+    draft: Shape
+    draft_cost: float
+    draft_start: float = 0.0
+    unit: float = UNIT
+    host: float = 0.02
+    host_per_row: float = 0.003
+    step_seconds: float = 0.0
+    cold: float = 1.0
+
+    def score_seconds(self, size: float) -> float:
+        return self.unit * self.target(size)
+
+    def draft_seconds(self, size: float) -> float:
+        return self.unit * self.draft_cost * self.draft(size)
+
+    def host_seconds(self, num_rows: int) -> float:
+        return self.unit * (self.host + self.host_per_row * num_rows)
+
+    def costs(self, rng: random.Random | None = None, error: float = 0.08) -> Costs:
+        """As measured at start: not quite the truth."""
+        rng = rng or random.Random(1)
+        score, draft = (
+            PassCosts({size: seconds(size) * rng.uniform(1 - error, 1 + error) for size in CALIBRATED_SIZES})
+            for seconds in (self.score_seconds, self.draft_seconds)
+        )
+        return Costs(score, draft, self.step_seconds)
+
+
+MACHINES = [
+    Machine("packed CPU", PACKED_CPU, PACKED_CPU, 0.1),
+    Machine("packed CPU, costly draft", PACKED_CPU, PACKED_CPU, 0.5),
+    Machine("naive CPU", NAIVE_CPU, NAIVE_CPU, 0.1),
+    Machine("proportional", PROPORTIONAL, PROPORTIONAL, 0.1),
+    Machine("GPU", GPU, GPU, 0.1),
+    Machine("GPU, tiny draft", GPU, GPU, 0.02),
+    Machine("packed CPU, drafts start slowly", PACKED_CPU, PACKED_CPU, 0.03, draft_start=0.15),
+]
+# A small model on a CPU: rounds of a millisecond share steps.
+SMALL = Machine("small", PACKED_CPU, PACKED_CPU, 0.12, unit=0.0008, host=0.25, host_per_row=0.03,
+                step_seconds=0.02, cold=1.4)  # fmt: skip
+
+
+class FixedPlanner:
+    """Every row drafts ``length`` tokens."""
+
+    def __init__(self, length: int, machine: Machine) -> None:
+        self.length = length
+        self.max_rounds = 16 if machine.step_seconds else 1
+        self.num_speculative_tokens = float(length)
+
+    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
+        return {
+            sequence: DraftChoice(
+                "draft_model",
+                min(self.length, sequence.max_num_tokens - len(sequence) - 1),
+                max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens),
+            )
+            for sequence in decoding
+        }
+
+    def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
+        return DraftChoice()
+
+    def prefills_draft(self, sequence: Sequence) -> bool:
+        return self.length > 0
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        pass
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def state(self) -> dict[str, object]:
+        return {}
+
+
+def always(value: float) -> Callable[[float, int], float]:
+    return lambda *_: value
+
+
+@dataclass
+class Step:
+    """What a step came to: expected tokens, noiseless seconds, mean draft length, rounds."""
+
+    now: float
+    tokens: float
+    seconds: float
+    length: float
+    num_rounds: int
+    num_rows: int
+    source: str
+
+
+@dataclass
+class Simulation:
+    """``acceptance`` of a draft's tokens by seconds and row; ``num_rows`` by seconds. ``text`` is what a
+    sequence's target says after a prompt. ``spread``: the draft model's confidence tells tokens apart, whose
+    acceptance is up to so much above or below."""
+
+    machine: Machine
+    planner: Planner
+    acceptance: Callable[[float, int], float]
+    num_rows: Callable[[float], int]
+    seed: int = 1
+    position_decay: float = 0.97
+    spread: float = 0.0
+    num_tokens: int = 300
+    num_prompt_tokens: int = 1
+    sources: tuple[Source, ...] = ("draft_model",)
+    text: Callable[[random.Random, int], list[int]] | None = None
+    speed: Callable[[float], float] = lambda _: 1.0
+    noise: float = 0.05
+    temperature: Callable[[int], float] = lambda _: 1.0
+    steps: list[Step] = field(default_factory=list)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.running: list[Sequence] = []
+        self.texts: dict[Sequence, list[int]] = {}
+        self.num_started = 0
+
+    def run(self, seconds: float = math.inf, num_rounds: float = math.inf) -> "Simulation":
+        end, rounds = self.now + seconds, 0
+        while self.now < end and rounds < num_rounds:
+            self.step()
+            rounds += self.steps[-1].num_rounds
+        return self
+
+    def step(self) -> None:
+        wanted = self.num_rows(self.now)
+        for sequence in self.running[wanted:]:
+            self._finish(sequence)
+        while len(self.running) < wanted:
+            self.running.append(self._new_sequence())
+        plan = self._plan()
+        rounds, true_seconds, expected = self._rounds(plan)
+        num_rows = len(plan.rows)
+        host = self.machine.host_seconds(num_rows) * self.speed(self.now)
+        result = StepResult(rounds, None, host * self._noise())
+        length = sum(sum(one.num_drafted) for one in rounds) / num_rows / len(rounds)
+        source = max((part.source for part in plan.rows if part.num_draft_tokens), default="none")
+        self.steps.append(
+            Step(self.now, expected, true_seconds + host, length, len(rounds), num_rows, source)
+        )
+        self.now += true_seconds + host
+        for sequence in list(self.running):
+            if len(sequence) >= sequence.max_num_tokens:
+                self._finish(sequence)
+        self.planner.observe(plan, result)
+
+    def rate(self, start: float = 0.0, end: float = math.inf) -> float:
+        """Expected tokens per noiseless second."""
+        part = [step for step in self.steps if start <= step.now < end]
+        return sum(step.tokens for step in part) / sum(step.seconds for step in part)
+
+    def mean_length(self, start: float = 0.0, end: float = math.inf) -> float:
+        part = [step for step in self.steps if start <= step.now < end]
+        return sum(s.length * s.num_rounds for s in part) / sum(s.num_rounds for s in part)
+
+    def _new_sequence(self) -> Sequence:
+        self.num_started += 1
+        prompt = [-self.num_started * 10000 - i for i in range(self.num_prompt_tokens)]
+        text = self.text(self.rng, self.num_started) if self.text else []
+        if self.text:
+            prompt, text = text[: self.num_prompt_tokens], text[self.num_prompt_tokens :]
+        sequence = Sequence(
+            request_id=str(self.num_started),
+            index=0,
+            params=SamplingParams(max_tokens=self.num_tokens, temperature=self.temperature(self.num_started)),
+            seed=1,
+            verification="rejection",
+            sources=self.sources,
+            num_speculative_tokens=32,
+            fixed_draft_length=False,
+            stop_token_ids=frozenset(),
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            max_num_tokens=len(prompt) + self.num_tokens,
+            combines=True,
+        )
+        self.texts[sequence] = text
+        return sequence
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        del self.texts[sequence]
+        self.planner.forget(sequence)
+
+    def _plan(self) -> StepPlan:
+        decoding = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
+        choices = self.planner.choose(decoding) if decoding else {}
+        needs, budget = RowNeeds.NONE, MAX_BATCHED_TOKENS
+        rows = []
+        for sequence in self.running:
+            choice = choices.get(sequence)
+            if choice is None:
+                needs |= RowNeeds.PROMPT
+                prefills = self.planner.prefills_draft(sequence)
+                num_tokens = sequence.num_uncomputed_tokens
+                rows.append(ScheduledSequence(sequence, num_tokens, True, prefill_draft=prefills))
+                continue
+            part = ScheduledSequence(sequence, 1, True, choice.num_tokens, choice.source)
+            part.early_exit, part.draft_ids = choice.early_exit, choice.draft_ids
+            if choice.source == "draft_model" and choice.num_tokens:
+                part.num_catch_up_tokens = min(choice.num_missing, budget)
+                budget -= part.num_catch_up_tokens
+                if part.num_catch_up_tokens < choice.num_missing:
+                    part.num_draft_tokens = 0
+                if choice.num_missing > FEW_MISSING:
+                    needs |= RowNeeds.CATCH_UP
+            rows.append(part)
+        max_rounds = 1 if RowNeeds.PROMPT in needs else self.planner.max_rounds
+        return StepPlan(rows, rows, needs, max_rounds, self.now)
+
+    def _rounds(self, plan: StepPlan) -> tuple[list[Round], float, float]:
+        rounds: list[Round] = []
+        total, expected = 0.0, 0.0
+        while len(rounds) < plan.max_rounds:
+            if rounds and total + total / len(rounds) > self.machine.step_seconds:
+                break
+            one, seconds, tokens = self._round(plan, is_first=not rounds)
+            total, expected = total + seconds, expected + tokens
+            rounds.append(one)
+            if any(len(part.sequence) >= part.sequence.max_num_tokens for part in plan.rows):
+                break
+        return rounds, total, expected
+
+    def _round(self, plan: StepPlan, is_first: bool) -> tuple[Round, float, float]:
+        machine = self.machine
+        one = Round([], [], [], PhaseSeconds(0.0, 0.0, 0.0), confidences=[])
+        assert isinstance(one.confidences, list)
+        passes: list[int] = []
+        expected, num_scored, num_caught_up = 0.0, 0, 0
+        for place, part in enumerate(plan.rows):
+            sequence = part.sequence
+            kept, num_passes, rates, confidences = self._draft(part, place)
+            passes.append(num_passes)
+            is_model = part.source == "draft_model"
+            if is_model and (part.num_catch_up_tokens or kept):
+                behind = len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens
+                num_caught_up += min(behind, part.num_catch_up_tokens) if is_first else behind
+            accepted = next((i for i, rate in enumerate(rates) if self.rng.random() >= rate), kept)
+            survival = 1.0
+            for rate in rates:
+                survival *= rate
+                expected += survival
+            expected += 1
+            num_new = part.num_tokens if is_first else 1
+            num_scored += num_new + kept
+            emitted = self._emit(part, accepted)
+            if is_first and part.num_tokens > 1 and part.prefill_draft:
+                sequence.draft_blocks.num_computed_tokens = len(sequence)
+                num_caught_up += part.num_tokens
+            one.num_drafted.append(kept)
+            one.num_accepted.append(accepted)
+            one.emitted.append(emitted)
+            one.confidences.append(confidences)
+            before = len(sequence)
+            sequence.token_ids += emitted[: sequence.max_num_tokens - before]
+            sequence.target_blocks.num_computed_tokens = len(sequence) - 1
+            if is_model and kept:
+                sequence.draft_blocks.num_computed_tokens = before + min(accepted, kept - 1)
+            elif is_model and is_first and part.num_catch_up_tokens:
+                sequence.draft_blocks.num_computed_tokens += part.num_catch_up_tokens
+        drafting = machine.unit * machine.draft_start if any(passes) else 0.0
+        for position in range(max(passes)):
+            active = sum(count > position for count in passes)
+            drafting += machine.draft_seconds(active + (num_caught_up if position == 0 else 0))
+        if num_caught_up and not any(passes):
+            drafting += machine.draft_seconds(num_caught_up)
+        factor = self.speed(self.now)
+        if is_first and plan.max_rounds > 1:
+            factor *= machine.cold
+        drafting, scoring = drafting * factor, machine.score_seconds(num_scored) * factor
+        one.seconds = PhaseSeconds(drafting * self._noise(), scoring * self._noise(), 0.0)
+        return one, drafting + scoring, expected
+
+    def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float], list[float] | None]:
+        """Tokens kept, draft passes, acceptance rates of the kept ones, confidences."""
+        sequence = part.sequence
+        length = min(part.num_draft_tokens, sequence.max_num_tokens - len(sequence) - 1)
+        if part.draft_ids:
+            text = self._upcoming(sequence)
+            rates = [float(a == b) for a, b in zip(part.draft_ids[:length], text, strict=False)]
+            return length, 0, rates, None
+        alpha = self.acceptance(self.now, place)
+        decay = 1.0 if alpha == 1.0 else self.position_decay
+        rates = [
+            min(1.0, max(0.0, alpha * decay**i + self.spread * self.rng.uniform(-1, 1)))
+            for i in range(length)
+        ]
+        if part.early_exit is None:
+            return length, length, rates, None
+        kept = keep(part.early_exit, rates)
+        return kept, min(kept + 1, length), rates[:kept], rates[: kept + 1]
+
+    def _upcoming(self, sequence: Sequence) -> list[int]:
+        text = self.texts[sequence]
+        start = len(sequence) - sequence.num_prompt_tokens
+        while len(text) < start + 64:
+            text.append(self.rng.randrange(1 << 40))
+        return text[start:]
+
+    def _emit(self, part: ScheduledSequence, num_accepted: int) -> list[int]:
+        return self._upcoming(part.sequence)[: num_accepted + 1]
+
+    def _noise(self) -> float:
+        if not self.noise:
+            return 1.0
+        return math.exp(self.rng.gauss(0, self.noise)) * (10 if self.rng.random() < 0.01 else 1)
+
+
+def keep(early_exit: EarlyExit, confidences: list[float]) -> int:
+    """How many tokens a draft of such ``confidences`` keeps."""
+    product = 1.0
+    for count, confidence in enumerate(confidences):
+        bin_ = max(i for i, low in enumerate(CONFIDENCE_BINS) if confidence >= low)
+        product *= early_exit.rates[bin_]
+        if product < early_exit.threshold:
+            return count
+    return len(confidences)
+
+
+def auto(machine: Machine, seed: int = 1, error: float = 0.08, **arguments: object) -> SpeculationPlanner:
+    return SpeculationPlanner(
+        machine.costs(random.Random(seed), error),
+        max_draft_len=1 << 30,
+        **arguments,  # type: ignore[arg-type]
+    )
+
+
+def fixed_rates(
+    machine: Machine, acceptance: Callable[[float, int], float], num_rows: int, **arguments: object
+) -> list[float]:
+    """Expected tokens per second of every fixed length, none first."""
+    rates = []
+    for length in range(MAX_LENGTH + 1):
+        simulation = Simulation(
+            machine, FixedPlanner(length, machine), acceptance, lambda _: num_rows, noise=0.0,
+            **arguments,  # type: ignore[arg-type]
+        )  # fmt: skip
+        rates.append(simulation.run(num_rounds=100).rate())
+    return rates
