@@ -217,7 +217,8 @@ def _assert_same(one: Round, other: Round) -> None:
     assert one.emitted == other.emitted
     assert one.logprobs == other.logprobs
     assert other.failed is None
-    assert _as_lists(one) == _as_lists(other)
+    if other.confidences is not None:  # phases drop them where no model's draft has kept a token
+        assert _as_lists(one) == _as_lists(other)
 
 
 def _as_lists(one: Round) -> list[list[float] | None] | None:
