@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-import torch
-
 from engine.core.scheduler import Scheduled
 from engine.core.sequence import Sequence
+from engine.host_to_device import on_device
 from engine.messages import Source
 from engine.sampling.sampler import Drafts, Sampler
 
@@ -23,7 +22,7 @@ def look_up_drafts(
         if part.completes
     ]
     width = max(map(len, drafted), default=0)
-    token_ids = torch.tensor(
-        [ids + [0] * (width - len(ids)) for ids in drafted], dtype=torch.int64, device=sampler.device
-    ).view(len(drafted), width)
+    if width == 0:
+        return Drafts.empty(len(drafted), sampler.device)
+    token_ids = on_device([ids + [0] * (width - len(ids)) for ids in drafted], sampler.device)
     return Drafts(token_ids, None, [len(ids) for ids in drafted])

@@ -197,10 +197,10 @@ class DraftPasses:
         proposer = core.proposer.proposers["draft_model"]
         honest = proposer.model.forward  # type: ignore[attr-defined]
 
-        def forward(spans: list[Span]) -> torch.Tensor:
+        def forward(spans: list[Span], *arguments: Any) -> torch.Tensor:
             if spans:
                 self.steps[-1].append(sum(len(span.token_ids) for span in spans))
-            result: torch.Tensor = honest(spans)
+            result: torch.Tensor = honest(spans, *arguments)
             return result
 
         proposer.model.forward = forward  # type: ignore[attr-defined]
