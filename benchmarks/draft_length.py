@@ -20,6 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.draft_length.policy import DraftLengthPolicy
+from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
+from engine.draft_planner import DraftPlanner
 from pydantic import ByteSize
 
 from benchmarks import synthetic_pair as synthetic
@@ -42,9 +45,6 @@ from engine.config import BUNDLED_PAIR, EngineConfig
 from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
 from engine.core.scheduler import Scheduler
-from engine.draft_length.policy import DraftLengthPolicy
-from engine.draft_length.sources import AUTO_LIMITS, CalibratedCosts, FollowedCosts, SourceChooser
-from engine.draft_planner import DraftPlanner
 from engine.worker import keep_loaded
 
 SYNTHETIC = {f"synthetic {share:g}": share for share in (0.1, 0.5, 0.8, 0.95)}

@@ -26,11 +26,6 @@ from engine.native.draws import NativeDraws, native_draws
 from engine.native.runner import NativeRunner
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
-<<<<<<< HEAD
-from engine.proposers.look_up import NgramProposer, PredictionProposer
-from engine.proposers.routed import RoutedProposer
-from engine.proposers.translated import TranslatedDraftProposer
-=======
 from engine.proposers.ngram import NgramProposer
 from engine.proposers.prediction import PredictionProposer
 from engine.proposers.translated.pairing import Pairing, pair_models
@@ -38,7 +33,6 @@ from engine.proposers.translated.proposer import TranslatedDraftProposer
 from engine.runtime.base import Runner
 from engine.runtime.calibrate import calibrate
 from engine.runtime.phases import PhaseRunner
->>>>>>> core2
 from engine.sampling.draws import Draws, TorchDraws
 from engine.speculation.costs import Costs
 from engine.speculation.planner import SpeculationPlanner

@@ -22,7 +22,7 @@ from engine.core.engine import EngineCore
 from engine.llm import Completion
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
-from engine.sampling.random import sequence_seed
+from engine.sampling.splitmix import sequence_seed
 from tests import naive
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, save_perturbed, save_random_llama, stepped

@@ -13,7 +13,7 @@ from engine.core.planning import AUTO_LIMITS
 from engine.core.sequence import Sequence
 from engine.messages import Generate, Method, SamplingParams, Source, Verification
 from engine.proposers.prediction import Prediction, PredictionCursor
-from engine.sampling.random import sequence_seed
+from engine.sampling.splitmix import sequence_seed
 
 # Who may draft with method auto; whoever is not there is left out.
 AUTO_SOURCES: tuple[Source, ...] = ("prediction", "ngram", "draft_model")

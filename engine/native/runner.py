@@ -149,7 +149,7 @@ class _Results:
         num_rows, size = self.num_rows, self.size
         numbers, seconds = self.numbers.tolist(), self.seconds.tolist()
         starts = [0] * num_rows
-        rounds = []
+        rounds: list[Round] = []
         for first in range(0, num_done * num_rows, num_rows):
             num_accepted = numbers[size + first : size + first + num_rows]
             own = emitted

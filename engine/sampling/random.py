@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-MASK_64 = (1 << 64) - 1
-WEYL = 0x9E3779B97F4A7C15
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
+from engine.sampling.splitmix import MASK_64, MIX_1, MIX_2, WEYL, mix
+
 # On a CPU so few numbers are computed one by one: thirty operations on small arrays take longer.
 FEW = 16
 
@@ -29,14 +27,6 @@ class Stream(IntEnum):
     RECOVER = 3  # draws the recovered or bonus token
     RACE = 4  # exponential noise over the vocabulary, under the coupled rule
     ROUND = 5  # seeds of rounds, under the block rule
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """The seed of choice ``index`` of a request: the request's own for 0, unrelated ones after it.
-
-    Those have 53 bits, which every JSON parser keeps.
-    """
-    return seed if index == 0 else _mix_int(seed + index * WEYL) >> 11
 
 
 def round_seeds(seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
@@ -56,7 +46,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> tor
     """
     if _are_few(seeds, positions):
         keys, shape = _few_keys(seeds, positions, stream)
-        numbers = [((_mix_int(key) >> 12) + 0.5) * 2.0**-52 for key in keys]
+        numbers = [((mix(key) >> 12) + 0.5) * 2.0**-52 for key in keys]
         return torch.tensor(numbers, dtype=torch.float64).view(shape)
     with np.errstate(over="ignore"):  # numpy's scalars warn where its arrays wrap
         return _to_unit_interval(_mix(_keys(_integers(seeds), _integers(positions), stream)))
@@ -88,7 +78,7 @@ def _few_keys(
     """As ``_keys``, but one by one and unsigned; and their shape."""
     shape = np.broadcast_shapes(seeds.shape, positions.shape)
     pairs = zip(*(x.expand(shape).flatten().tolist() for x in (seeds, positions)), strict=True)
-    keys = [_mix_int(_mix_int(seed + stream * WEYL) + position * WEYL) for seed, position in pairs]
+    keys = [mix(mix(seed + stream * WEYL) + position * WEYL) for seed, position in pairs]
     return keys, shape
 
 
@@ -129,13 +119,6 @@ def _to_unit_interval(x: Any) -> torch.Tensor:
     """The top 52 bits, centred: all exact in float64, and neither 0 nor 1 can occur."""
     top = torch.as_tensor(_shift(x, 12))
     return top.double().add_(0.5).mul_(2.0**-52)
-
-
-def _mix_int(x: int) -> int:
-    x &= MASK_64
-    x = (x ^ (x >> 30)) * MIX_1 & MASK_64
-    x = (x ^ (x >> 27)) * MIX_2 & MASK_64
-    return x ^ (x >> 31)
 
 
 def _signed(x: int) -> int:

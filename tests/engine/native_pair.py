@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.engine import EngineCore
-from engine.models.decoder_only import DecoderModel
-from engine.proposers.draft_model import DraftModelProposer
+from engine.core.step import EarlyExit
+from engine.native.decoder import NativeDecoder
+from engine.native.runner import NativeRunner
+from tests.engine.planners import FixedPlanner, phases_of, use_planner
 from tests.models import make_engine, save_perturbed, save_random_llama
 
 VOCAB_SIZE = 40
+# More seconds than any of these takes.
+LONG = 1000.0
 
 
 def save_pair(folder: Path, draft_vocab_size: int = VOCAB_SIZE) -> tuple[str, str]:
@@ -20,17 +24,27 @@ def save_pair(folder: Path, draft_vocab_size: int = VOCAB_SIZE) -> tuple[str, st
     return target, draft
 
 
-def draft_model(core: EngineCore) -> DecoderModel:
-    proposer = core.proposer.proposers["draft_model"]
-    assert isinstance(proposer, DraftModelProposer)
-    return proposer.model
+def native_runner(core: EngineCore, step_seconds: float = LONG, max_draft_len: int = 1000) -> NativeRunner:
+    """For the engine's models, with phases as a fallback."""
+    target, draft = core.target.whole_pass, None if core.draft is None else core.draft.whole_pass
+    assert isinstance(target, NativeDecoder)
+    assert draft is None or isinstance(draft, NativeDecoder)
+    return NativeRunner(target, draft, phases_of(core), True, step_seconds, max_draft_len)
 
 
-def make_twins(target: str, draft: str, **config: Any) -> tuple[EngineCore, EngineCore]:
-    """An engine with passes and rounds of drafts in one call each, and one that makes them one by one."""
-    whole, stepwise = (make_engine(target, draft, **config) for _ in range(2))
-    whole.whole_rounds = stepwise.whole_rounds = None
-    for model in (stepwise.target, draft_model(stepwise)):
-        assert model.whole_pass is not None
-        model.whole_pass = None
-    return whole, stepwise
+def make_twins(
+    target: str,
+    draft: str,
+    max_rounds: int = 5,
+    early_exit: EarlyExit | None = None,
+    max_draft_len: int = 1000,
+    **config: Any,
+) -> tuple[EngineCore, EngineCore]:
+    """An engine whose rounds run in C, several a step, and one that takes them phase by phase."""
+    native, phased = (make_engine(target, draft, **config) for _ in range(2))
+    native.runner = native_runner(native, max_draft_len=max_draft_len)
+    phased.runner = phases_of(phased)
+    for core, rounds in ((native, max_rounds), (phased, 1)):
+        planner = FixedPlanner(max_draft_len=max_draft_len, max_rounds=rounds, early_exit=early_exit)
+        use_planner(core, planner)
+    return native, phased

@@ -121,11 +121,16 @@ KINDS: dict[str, list[RowPlan]] = {
 
 
 def run_twins(
-    folder: Path, rows: list[RowPlan], max_rounds: int, draft_vocab_size: int = 40, max_draft_len: int = 1000
+    folder: Path,
+    rows: list[RowPlan],
+    max_rounds: int,
+    draft_vocab_size: int = 40,
+    max_draft_len: int = 1000,
+    phases_every: int = 0,
 ) -> list[Round]:
     pair = save_pair(folder, draft_vocab_size)
-    native, phases = (Side(make_engine(*pair), rows) for _ in range(2))
-    return compare(native, phases, max_rounds, max_draft_len)
+    ours, theirs = (Side(make_engine(*pair), rows, max_draft_len) for _ in range(2))
+    return compare(ours, theirs, max_rounds, phases_every)
 
 
 @pytest.mark.parametrize("max_rounds", [1, 5])

@@ -1,0 +1,22 @@
+"""The hash behind all random numbers: splitmix64 (Steele, Lea and Flood 2014, the finaliser by Stafford)."""
+
+MASK_64 = (1 << 64) - 1
+WEYL = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+
+
+def mix(x: int) -> int:
+    """A 64-bit integer from any other; ``random`` has the same for tensors."""
+    x &= MASK_64
+    x = (x ^ (x >> 30)) * MIX_1 & MASK_64
+    x = (x ^ (x >> 27)) * MIX_2 & MASK_64
+    return x ^ (x >> 31)
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of choice ``index`` of a request: the request's own for 0, unrelated ones after it.
+
+    Those have 53 bits, which every JSON parser keeps.
+    """
+    return seed if index == 0 else mix(seed + index * WEYL) >> 11
