@@ -1,6 +1,6 @@
 """What the engine can be told: models, device, speculation, cache, scheduling.
 
-Imported by both processes, so it knows nothing of torch. ``server.config.Settings`` inherits these fields
+Imported by both processes, so it knows nothing of torch. ``server.settings.Settings`` inherits these fields
 and adds HTTP's own. Each class is a group of settings: its docstring's first line is the group's title, and
 the descriptions become ``--help`` and ``docs/configuration.md``.
 """
@@ -145,6 +145,11 @@ class BatchingSettings(BaseModel):
     )
 
 
+def _expanded(model: str) -> str:
+    """A shell does this for flags, but not for YAML files and ``--target=~/model``."""
+    return str(Path(model).expanduser()) if model.startswith("~") else model
+
+
 class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
     """Settings of one worker. ``target`` None means the bundled pair."""
 
@@ -157,4 +162,6 @@ class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
             self.draft = self.draft or str(BUNDLED_PAIR / "draft")
         if self.draft == "none":
             self.draft = None
+        self.target = _expanded(self.target)
+        self.draft = None if self.draft is None else _expanded(self.draft)
         return self

@@ -238,8 +238,14 @@ class SpeculationState(msgspec.Struct, frozen=True, tag=True):
     state: dict[str, Any]
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The worker lives; its loop has been in the same step for ``step_seconds``. On a socket of its own."""
+
+    step_seconds: float
+
+
 ToWorker = Generate | Abort | Shutdown
-FromWorker = Ready | StepOutput | SpeculationState | Failed
+FromWorker = Ready | StepOutput | SpeculationState | Failed | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

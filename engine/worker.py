@@ -17,10 +17,12 @@ import time
 import zmq
 from transformers.utils import logging as transformers_logging
 
+from engine import lifeline
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
+from engine.heartbeat import Heartbeats
 from engine.messages import (
     Abort,
     EncoderDecoderLengths,
@@ -55,11 +57,13 @@ class Worker:
         self.outbox = outbox
         self.running = True
         self.next_state = 0.0
+        self.heartbeat = Heartbeats()
 
     def run(self) -> None:
-        parent = os.getppid()
+        parent = lifeline.parent()
         try:
             while self.running and os.getppid() == parent:
+                self.heartbeat.beat()
                 self._drain_inbox()
                 if self.core.has_work:
                     self._send_step(self.core.step())
@@ -149,6 +153,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     config = EngineConfig.model_validate_json(args.config)
+    heartbeat = Heartbeats()
+    heartbeat.start(args.socket)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.linger = LINGER_MILLISECONDS
         socket.connect(args.socket)
@@ -161,7 +167,9 @@ def main() -> int:
             return 2
         keep_loaded()
         socket.send(encode(ready))
-        Worker(core, socket, Outbox(config.stream_interval)).run()
+        worker = Worker(core, socket, Outbox(config.stream_interval))
+        worker.heartbeat = heartbeat
+        worker.run()
     return 0
 
 

@@ -13,21 +13,21 @@ from starlette.middleware.cors import CORSMiddleware
 
 from server.auth import BearerAuthMiddleware
 from server.body_limit import BodyLimitMiddleware
-from server.config import Settings
-from server.engine_client import EngineClient
+from server.engine_client import WorkerClient
 from server.errors import install_error_handlers
 from server.metrics import Metrics
 from server.openapi import DESCRIPTION, TAGS, install_openapi
 from server.request_id import RequestIdMiddleware
 from server.routes import chat, completions, models, ops, responses, tokenize
 from server.services import Services, TokenizerLoader
+from server.settings import Settings
 from server.tokenizer import load_tokenizer
 from server.version import package_version
 
 
 def create_app(
     settings: Settings,
-    engine: EngineClient,
+    engine: WorkerClient,
     metrics: Metrics,
     load: TokenizerLoader | None = None,
 ) -> FastAPI:
@@ -64,7 +64,9 @@ def create_app(
 
 def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Innermost first: a preflight must pass CORS without a key, and every answer gets a request id."""
-    app.add_middleware(BodyLimitMiddleware, max_body_size=settings.max_body_size)
+    app.add_middleware(
+        BodyLimitMiddleware, max_body_size=settings.max_body_size, timeout=settings.body_timeout
+    )
     if settings.api_keys:
         keys = [key.get_secret_value() for key in settings.api_keys]
         app.add_middleware(BearerAuthMiddleware, api_keys=keys, count_error=metrics.count_error)
@@ -76,4 +78,9 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-foretoken-ignored", "retry-after"],
         )
-    app.add_middleware(RequestIdMiddleware, count_error=metrics.count_error)
+    app.add_middleware(
+        RequestIdMiddleware,
+        root_path=settings.root_path,
+        count_error=metrics.count_error,
+        count_answer=metrics.count_answer,
+    )

@@ -4,7 +4,7 @@ Decides where the choice ends (by a stop string, before the engine knows) and gi
 log-probability out together with its text. ``server.generation`` has one ``ChoiceReader`` per choice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -28,6 +28,7 @@ class ChoiceDelta:
     scored: list[ScoredToken] = field(default_factory=list)
     prompt_scored: list[TokenLogprob | None] | None = None
     num_rounds: int = 0
+    stop_reason: str | int | None = None
 
     def __add__(self, later: Self) -> "ChoiceDelta":
         return ChoiceDelta(
@@ -38,6 +39,7 @@ class ChoiceDelta:
             scored=self.scored + later.scored,
             prompt_scored=self.prompt_scored,
             num_rounds=self.num_rounds + later.num_rounds,
+            stop_reason=later.stop_reason,
         )
 
 
@@ -49,11 +51,13 @@ class FinishedChoice:
     finish_reason: FinishReason | None = None
     scored: list[ScoredToken] = field(default_factory=list)
     prompt_scored: list[TokenLogprob | None] | None = None
+    stop_reason: str | int | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
         self.scored += delta.scored
         self.prompt_scored = self.prompt_scored or delta.prompt_scored
 
@@ -72,16 +76,17 @@ class SpeculationCounts(NamedTuple):
 
 
 class PredictionCount:
-    """Which of the prediction's tokens appeared in a choice, and which were only tried."""
+    """Which of the prediction's ``length`` tokens appeared in a choice. Without a use nothing counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
+        self._length = length
         self._appeared: set[int] = set()
-        self._tried: set[int] = set()
+        self._is_used = False
 
     def add(self, use: PredictionUse, num_tokens: int) -> None:
         """One round; only its first ``num_tokens`` are part of the choice."""
         self._appeared.update(index for index in use.matched[:num_tokens] if index >= 0)
-        self._tried.update(range(use.first_drafted, use.first_drafted + use.num_drafted))
+        self._is_used = True
 
     @property
     def num_accepted(self) -> int:
@@ -89,20 +94,28 @@ class PredictionCount:
 
     @property
     def num_rejected(self) -> int:
-        return len(self._tried - self._appeared)
+        return self._length - len(self._appeared) if self._is_used else 0
 
 
 class ChoiceReader:
     """``text_start`` is where the choice's own text starts: after the echoed prompt."""
 
     def __init__(
-        self, index: int, detokenizer: Detokenizer, *, include_stop_string: bool, text_start: int
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        *,
+        include_stop_string: bool,
+        text_start: int,
+        stop_token_ids: Container[int] = (),
+        prediction_length: int = 0,
     ) -> None:
         self.index = index
         self.finish_reason: FinishReason | None = None
         self.seed: int | None = None
         self.trace: list[RoundTrace] = []
-        self.predicted = PredictionCount()
+        self.predicted = PredictionCount(prediction_length)
+        self._stop_token_ids = stop_token_ids
         self.speculation = SpeculationCounts()
         self._detokenizer = detokenizer
         self._include_stop_string = include_stop_string
@@ -127,6 +140,7 @@ class ChoiceReader:
         piece = self._detokenizer.push(output.token_ids[:-1] if ended_by_token else output.token_ids)
         text, offsets, num_shown = piece.text, piece.offsets, piece.num_shown
         self.finish_reason = "stop" if piece.stopped else output.finish_reason
+        stop_reason: str | int | None = piece.stop_string
         if output.finish_reason is not None and not piece.stopped:
             last = self._detokenizer.finish()
             text += last.text
@@ -135,7 +149,9 @@ class ChoiceReader:
                 offsets.append(self._detokenizer.num_characters)
                 num_shown += 1
             if last.stopped:
-                self.finish_reason = "stop"
+                self.finish_reason, stop_reason = "stop", last.stop_string
+            elif output.finish_reason == "stop" and output.token_ids[-1] in self._stop_token_ids:
+                stop_reason = output.token_ids[-1]
         self._remember(output, len(offsets))
         return ChoiceDelta(
             index=self.index,
@@ -145,6 +161,7 @@ class ChoiceReader:
             scored=self._show(output, offsets, num_shown),
             prompt_scored=output.prompt_logprobs,
             num_rounds=output.num_rounds,
+            stop_reason=stop_reason,
         )
 
     def read_prompt(self, output: TokenOutput) -> ChoiceDelta:

@@ -4,12 +4,15 @@
 this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prometheus_client import disable_created_metrics
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
-from server.config import ConfigError, load_settings
+from server.config import ConfigError, describe, load_settings, with_config_file
 from server.engine_client import WorkerFailedError
 from server.help import serve_help
 from server.launch import StartError, launch
@@ -27,7 +30,7 @@ commands:
   generate        generate text in the terminal, without a server
   check           test a pair of models before it is deployed: exactness, acceptance, speed-up
   verify-trace    replay a traced answer and confirm every decision in it
-  bench           put load on a running server, of any make: throughput, latencies, acceptance
+  bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
 
 options:
   --version       print the version
@@ -56,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["generate", *flags]:
             from engine.commands.generate import main as generate
 
-            return generate(flags)
+            return in_terminal("generate", generate, flags)
         case ["check", *flags]:
             from engine.commands.check import main as check
 
-            return check(flags)
+            return in_terminal("check", check, flags)
         case ["verify-trace", *flags]:
             from engine.commands.verify_trace import main as verify_trace
 
-            return verify_trace(flags)
+            return in_terminal("verify-trace", verify_trace, flags)
         case ["bench", *flags]:
             return bench(flags)
         case ["--version" | "-V"]:
@@ -87,13 +90,25 @@ def serve(flags: Sequence[str]) -> int:
     # The *_created series would double the size of /metrics for nothing.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
-        launch(settings)
+        return launch(settings)
     except (StartError, WorkerFailedError, TokenizerFailedError) as error:
         _complain("foretoken serve", str(error))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    return OK
+
+
+def in_terminal(name: str, run: Callable[[list[str]], int], flags: Sequence[str]) -> int:
+    """A command that runs the engine here. It takes the engine's settings of a YAML file, too."""
+    try:
+        return run(with_config_file(flags, os.environ))
+    except ConfigError as error:
+        _complain(f"foretoken {name}", str(error))
+    except ValidationError as error:
+        _complain(f"foretoken {name}", describe(error))
+    except SettingsError as error:
+        _complain(f"foretoken {name}", str(error))
+    return WRONG_USAGE
 
 
 def bench(flags: Sequence[str]) -> int:

@@ -1,145 +1,31 @@
-"""What the whole server can be told: the engine's settings and HTTP's own, declared once.
+"""Reads the settings from where they come: flags, environment, a YAML file, in this order of rank.
 
-Flags, ``FORETOKEN_*`` environment, a YAML file and ``--help`` all come from the ``Settings`` declaration.
-``load_settings`` ranks the sources: flags, environment, YAML, defaults. Called by ``server.cli``.
+Every failure is a ``ConfigError`` that names the setting at fault. Called by ``server.cli``.
 """
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, Field, SecretStr, ValidationError, model_validator
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic_settings import SettingsError
 
-from engine.config import BUNDLED_PAIR, EngineConfig
-
-ENV_PREFIX = "FORETOKEN_"
-BUNDLED_MODEL_NAME = "foretoken-demo"
+from engine.config import EngineConfig
+from server.settings import ENV_PREFIX, Settings
 
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message is meant for the person who wrote it."""
 
 
-def _split_commas(value: object) -> object:
-    """Let flags and environment give a list as ``a,b``; YAML gives real lists."""
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        return value
-    return [item.strip() for part in parts for item in (part.split(",") if isinstance(part, str) else [part])]
-
-
-class ServerSettings(BaseModel):
-    """Server"""
-
-    config: Path | None = Field(
-        None, description="YAML file with any of these settings (keys written with underscores)."
-    )
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all interfaces.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    served_model_name: str = Field(
-        "", description="Name that requests use in 'model'. Default: the target's folder name or hub id."
-    )
-    chat_template: Path | None = Field(
-        None, description="Jinja chat template that replaces, or supplies, the model's own."
-    )
-    drain_timeout: float = Field(
-        30,
-        ge=0,
-        description="Seconds that running requests get to finish when the server is told to stop, "
-        "while new ones get 503. A second signal stops it at once.",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe message that is logged; info includes one line per request."
-    )
-
-
-class AccessSettings(BaseModel):
-    """Access"""
-
-    api_keys: Annotated[list[SecretStr], NoDecode, BeforeValidator(_split_commas)] = Field(
-        [], description="Bearer keys that may use the API, comma-separated. Default: no authentication."
-    )
-    cors_origins: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
-        [], description="Web origins that may call the API from a browser, comma-separated. Default: none."
-    )
-
-
-class RequestSettings(BaseModel):
-    """Requests and limits"""
-
-    strict_parameters: bool = Field(
-        False, description="Refuse unknown request fields instead of listing them in x-foretoken-ignored."
-    )
-    max_logprobs: int = Field(
-        5, ge=5, description="Largest 'logprobs' on completions; above 20, chats and prompts may have it too."
-    )
-    max_body_size: ByteSize = Field(
-        ByteSize(8 << 20), description="Largest request body; a larger one gets 413."
-    )
-    max_queued_requests: int = Field(
-        256, ge=1, description="Prompts that may wait for their first token; more get 429."
-    )
-    max_queued_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Prompt tokens that may wait for their first token; more get 429, "
-        "but a request that finds nothing waiting is always taken. Default: no limit.",
-    )
-    request_timeout: float | None = Field(
-        None,
-        gt=0,
-        description="Seconds until an unfinished request ends with 504, or a stream with an error event. "
-        "Default: no limit.",
-    )
-
-
-class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, ServerSettings):
-    """Settings of ``foretoken serve``."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        env_prefix=ENV_PREFIX,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Rank constructor values (the YAML file's) below the environment; flags always rank first."""
-        return env_settings, init_settings
-
-    @model_validator(mode="after")
-    def _name_the_model(self) -> Self:
-        if not self.served_model_name:
-            self.served_model_name = _default_model_name(str(self.target))
-        return self
-
-    def engine_config(self) -> EngineConfig:
-        return EngineConfig.model_validate(self.model_dump(include=set(EngineConfig.model_fields)))
-
-
 def load_settings(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
     """Merge all sources, or raise ``ConfigError`` with a message that names the setting at fault."""
     environ = os.environ if environ is None else environ
+    flags = _spell_out(flags)
     check_flags(flags)
     check_environment(environ)
     path = _config_path(flags, environ)
@@ -147,11 +33,35 @@ def load_settings(flags: Sequence[str], environ: Mapping[str, str] | None = None
     try:
         return Settings(_cli_parse_args=list(flags), _cli_exit_on_error=False, **yaml_values)
     except ValidationError as error:
-        # One line for each setting: a setting of several types is refused once for each of them.
-        first = {detail["loc"][:1]: detail for detail in reversed(error.errors())}
-        raise ConfigError("\n".join(map(_describe, reversed(first.values())))) from None
+        raise ConfigError(describe(error)) from None
     except SettingsError as error:
         raise ConfigError(str(error)) from None
+
+
+def _spell_out(flags: Sequence[str]) -> list[str]:
+    """Usual short forms: the target first and without a flag, and ``--api-key`` for one key."""
+    spelled = ["--target", *flags] if flags and not flags[0].startswith("-") else list(flags)
+    return [
+        f"--api-keys{flag.removeprefix('--api-key')}" if flag.partition("=")[0] == "--api-key" else flag
+        for flag in spelled
+    ]
+
+
+def with_config_file(flags: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
+    """For commands that have the engine's settings only: put those of the file of ``--config`` into the
+    environment, where flags win over them, and return the other flags."""
+    path = _config_path(flags, environ)
+    if path is None:
+        return list(flags)
+    for name, value in read_yaml(path).items():
+        if name in EngineConfig.model_fields and value is not None:
+            environ.setdefault(f"{ENV_PREFIX}{name.upper()}", str(value))
+    others = list(flags)
+    for position, flag in enumerate(flags):
+        if flag.partition("=")[0] == "--config":
+            del others[position : position + (1 if "=" in flag else 2)]
+            break
+    return others
 
 
 def check_flags(flags: Sequence[str]) -> None:
@@ -216,14 +126,16 @@ def _config_path(flags: Sequence[str], environ: Mapping[str, str]) -> Path | Non
     return Path(path) if path else None
 
 
-def _default_model_name(target: str) -> str:
-    if Path(target).is_relative_to(BUNDLED_PAIR):
-        return BUNDLED_MODEL_NAME
-    return Path(target).resolve().name if Path(target).exists() else target
+def describe(error: ValidationError) -> str:
+    """One line for each setting: a setting of several types is refused once for each of them."""
+    first = {detail["loc"][:1]: detail for detail in reversed(error.errors())}
+    return "\n".join(map(_describe, reversed(first.values())))
 
 
 def _describe(error: ErrorDetails) -> str:
-    name = str(error["loc"][0]) if error["loc"] else "settings"
+    if not error["loc"]:  # several settings together, which the message names
+        return f"{error['msg'].removeprefix('Value error, ')}."
+    name = str(error["loc"][0])
     given = error.get("input")
     shown = f", not {given!r}" if isinstance(given, str | int | float) and name != "api_keys" else ""
-    return f"{name}: {error['msg']}{shown}."
+    return f"{name}: {error['msg'].removeprefix('Value error, ')}{shown}."

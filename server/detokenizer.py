@@ -38,7 +38,11 @@ class Piece(NamedTuple):
     text: str
     offsets: list[int]
     num_shown: int
-    stopped: bool
+    stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
 
 class Detokenizer:
@@ -75,7 +79,7 @@ class Detokenizer:
             if match is not None:
                 return self._end(match, offsets)
         text = self._release()
-        return Piece(text, offsets, self._count_shown(), stopped=False)
+        return Piece(text, offsets, self._count_shown())
 
     def finish(self) -> Piece:
         """Release everything: no further token can complete a character or a stop string."""
@@ -98,11 +102,12 @@ class Detokenizer:
 
     def _end(self, match: StopMatch | None, offsets: list[int]) -> Piece:
         """The last piece: the text up to the match, or all of it."""
+        found = None if match is None else self._held[match.start : match.end]
         end = None if match is None else match.end if self._include_stop_string else match.start
         text, num_shown = self._free + self._held[:end], len(self._ends)
         self._free = self._held = ""
         self._ends.clear()
-        return Piece(text, offsets, num_shown, stopped=match is not None)
+        return Piece(text, offsets, num_shown, found)
 
     def _release(self) -> str:
         split = len(self._held) - longest_stop_prefix(self._held, self._stop_strings)

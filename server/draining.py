@@ -24,11 +24,18 @@ class Server(uvicorn.Server):
     """Counts signals, for ``drain_when_told``; a third one is obeyed on the spot. SIGINT is like SIGTERM."""
 
     num_signals = 0
+    last_signal = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        super().handle_exit(sig, frame)
+        """uvicorn's own would remember the signal and raise it again after an orderly end."""
         self.num_signals += 1
+        self.last_signal = sig
         self.should_exit = self.force_exit = self.num_signals > 2
+
+    @property
+    def exit_code(self) -> int:
+        """0 after an orderly end, which one signal asks for; a second one kills, as shells write it."""
+        return 0 if self.num_signals < 2 else 128 + self.last_signal
 
     @property
     def num_running(self) -> int:
@@ -42,7 +49,7 @@ async def drain_when_told(server: Server, services: Services) -> None:
         await asyncio.sleep(POLL_SECONDS)
     services.drain()
     timeout = services.settings.drain_timeout
-    logger.info("Told to stop. %d requests get %g s to finish.", server.num_running, timeout)
+    logger.info("Shutting down: waiting up to %g s for %d requests.", timeout, server.num_running)
     try:
         async with asyncio.timeout(timeout):
             while server.num_running and server.num_signals == 1:

@@ -1,17 +1,19 @@
 """The front end's side of the engine: submit requests, fan outputs out, keep a worker alive.
 
-``EngineClient`` is what the rest of the server sees; ``WorkerClient`` implements it with a supervised
-worker process. Knows token ids and processes, neither text nor HTTP routes. Built by ``server.launch``.
+The worker process is started again when it dies, and killed first when it hangs. Knows token ids and
+processes, neither text nor HTTP routes. Built by ``server.launch``.
 """
 
 import asyncio
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn
+
+import msgspec
 
 from engine.config import EngineConfig
 from engine.messages import (
@@ -30,19 +32,25 @@ from server.errors import (
     EngineError,
     InvalidRequestError,
     NotReadyError,
+    ShuttingDownError,
     WorkerLostError,
 )
-from server.open_requests import OpenRequests
-from server.worker_process import WorkerProcess
+from server.metrics import Metrics
+from server.open_requests import OpenRequests, QueueLimits
+from server.worker_process import Patience, WorkerHungError, WorkerProcess
 
 logger = logging.getLogger("foretoken.worker")
 
-WORKER_COMMAND = (sys.executable, "-m", "engine.worker")
+# -P: the current folder is no place to import from; an engine.py there is not ours.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "engine.spawned")
 
 # Codes of ``Failed`` that say that the request cannot be served as it is.
 REFUSAL_CODES = frozenset(
     {"context_length_exceeded", "empty_prompt", "invalid_token_id", "speculation_unavailable"}
 )
+
+# Above every place in a line of ``FairShare``, and small enough for priorities of 32 bits.
+MAX_PLACE = 2**31
 
 # A worker that served this long before it died is restarted without delay.
 STABLE_SECONDS = 60.0
@@ -57,83 +65,41 @@ class EngineState:
     worker: Ready | None = None
 
 
-class EngineObserver(Protocol):
-    """Told what happens to the worker; implemented by ``server.metrics``."""
-
-    def worker_ready(self, ready: Ready) -> None: ...
-
-    def worker_lost(self) -> None: ...
-
-    def stats(self, stats: Stats) -> None: ...
-
-    def speculation(self, state: Mapping[str, Any]) -> None: ...
-
-
-class EngineClient(Protocol):
-    @property
-    def state(self) -> EngineState: ...
-
-    @property
-    def num_requests(self) -> int:
-        """Requests the engine has not finished."""
-        ...
-
-    @property
-    def speculation(self) -> dict[str, Any]:
-        """What the worker last said of its draft lengths; empty before the first step."""
-        ...
-
-    @property
-    def stats(self) -> Stats | None:
-        """What the worker last counted; None before its first step."""
-        ...
-
-    async def start(self) -> None: ...
-
-    async def wait_until_ready(self) -> Ready:
-        """Wait for the first load; raise ``WorkerFailedError`` if that fails."""
-        ...
-
-    async def stop(self) -> None: ...
-
-    def abandon(self) -> None:
-        """End every request with an error."""
-        ...
-
-    def submit(self, requests: Sequence[Generate]) -> EngineStream:
-        """Hand over the prompts of one HTTP request, or raise ``NotReadyError`` or ``QueueFullError``."""
-        ...
-
-
 class WorkerFailedError(Exception):
     """The worker could not load, so the server cannot start."""
 
 
 class WorkerClient:
+    """Keeps a worker process alive and hands requests to it."""
+
     def __init__(
         self,
         config: EngineConfig,
-        observer: EngineObserver,
+        observer: Metrics,
         *,
-        max_queued_requests: int,
-        max_queued_tokens: int | None = None,
+        limits: QueueLimits | None = None,
         worker_command: Sequence[str] = WORKER_COMMAND,
+        patience: Patience | None = None,
+        max_restarts: int = 5,
         first_backoff_seconds: float = 0.5,
         max_backoff_seconds: float = 30.0,
     ) -> None:
         self._config = config
         self._observer = observer
         self._worker_command = worker_command
+        self._patience = patience
+        self._max_restarts = max_restarts
         self._first_backoff_seconds = first_backoff_seconds
         self._max_backoff_seconds = max_backoff_seconds
         self._state = EngineState("loading", "The models are loading.")
         self._first_load_over = asyncio.Event()
+        self._has_failed = asyncio.Event()
         self._worker: WorkerProcess | None = None
         self._load_error = ""
         self._speculation: dict[str, Any] = {}
         self._stats: Stats | None = None
         self._supervision: asyncio.Task[None] | None = None
-        self._requests = OpenRequests(max_queued_requests, max_queued_tokens)
+        self._requests = OpenRequests(limits or QueueLimits())
 
     @property
     def state(self) -> EngineState:
@@ -151,6 +117,20 @@ class WorkerClient:
     def stats(self) -> Stats | None:
         return self._stats
 
+    @property
+    def num_running(self) -> int:
+        """HTTP requests of which a token has come back."""
+        return self._requests.num_http_requests - self._requests.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """HTTP requests that wait for their first token."""
+        return self._requests.num_waiting
+
+    @property
+    def worker_pid(self) -> int | None:
+        return None if self._worker is None else self._worker.pid
+
     async def start(self) -> None:
         self._supervision = asyncio.create_task(self._supervise())
 
@@ -160,10 +140,16 @@ class WorkerClient:
             raise WorkerFailedError(self._state.reason)
         return self._state.worker
 
+    async def wait_until_failed(self) -> NoReturn:
+        """Raise ``WorkerFailedError`` once no further worker will be started."""
+        await self._has_failed.wait()
+        raise WorkerFailedError(self._state.reason)
+
     async def stop(self) -> None:
+        was_ready = self._state.status == "ready"
         self._state = EngineState("stopped", "The server is shutting down.")
         if self._worker is not None:
-            await self._worker.stop()
+            await self._worker.stop(at_once=not was_ready)
         if self._supervision is not None:
             self._supervision.cancel()
             with suppress(asyncio.CancelledError):
@@ -172,13 +158,18 @@ class WorkerClient:
         self.abandon()
 
     def abandon(self) -> None:
-        self._requests.fail_all(WorkerLostError("The server is shutting down."))
+        self._requests.fail_all(ShuttingDownError("The server is shutting down."))
 
-    def submit(self, requests: Sequence[Generate]) -> EngineStream:
+    def check_room(self, num_sequences: int, num_tokens: int = 0, key: str = "") -> None:
+        self._requests.check_room(num_sequences, num_tokens, key)
+
+    def submit(self, requests: Sequence[Generate], key: str = "") -> EngineStream:
         if self._state.status != "ready" or self._worker is None:
             raise NotReadyError(self._state.reason)
-        self._requests.check_room(requests)
-        stream = EngineStream(requests, self._abort)
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.check_room(sum(request.n for request in requests), num_tokens, key)
+        requests = [self._in_line(request, key) for request in requests]
+        stream = EngineStream(requests, self._abort, key)
         try:
             for request in requests:
                 self._requests.add(request, stream)
@@ -188,15 +179,22 @@ class WorkerClient:
             raise
         return stream
 
+    def _in_line(self, request: Generate, key: str) -> Generate:
+        """With the request's own priority first, and then its key's place."""
+        place = self._requests.priority(request, key)
+        if not place:
+            return request
+        return msgspec.structs.replace(request, priority=request.priority * MAX_PLACE + place)
+
     def _abort(self, request_id: str, index: int | None) -> None:
         if self._worker is not None and request_id in self._requests:
             self._worker.send(Abort(request_id, index))
         self._requests.forget_if_finished(request_id)
 
     async def _supervise(self) -> None:
-        """Run worker after worker; give up only if the very first never becomes ready."""
+        """Run worker after worker; give up if the first never becomes ready, or if too many die in a row."""
         backoff = self._first_backoff_seconds
-        number = 0
+        number = num_in_a_row = 0
         while True:
             started = time.monotonic()
             reason = await self._run_worker(number)
@@ -211,10 +209,19 @@ class WorkerClient:
                 self._state = EngineState("failed", reason)
                 self._first_load_over.set()
                 return
-            self._state = EngineState("restarting", f"{reason} It is being restarted.")
             self._observer.worker_lost()
             if time.monotonic() - started >= STABLE_SECONDS:
-                backoff = self._first_backoff_seconds
+                backoff, num_in_a_row = self._first_backoff_seconds, 0
+            num_in_a_row += 1
+            if num_in_a_row > self._max_restarts:
+                self._state = EngineState(
+                    "failed",
+                    f"{reason} It had been restarted {self._max_restarts} times (max_worker_restarts).",
+                )
+                self._requests.fail_all(lost)
+                self._has_failed.set()
+                return
+            self._state = EngineState("restarting", f"{reason} It is being restarted.")
             logger.error("%s Restarting in %.1f s.", reason, backoff)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._max_backoff_seconds)
@@ -225,7 +232,9 @@ class WorkerClient:
         self._load_error = ""
         try:
             self._worker = await WorkerProcess.start(self._worker_command, self._config, number)
-            exit_code = await self._worker.run(self._receive)
+            exit_code = await self._worker.run(self._receive, self._patience)
+        except WorkerHungError as error:
+            return str(error)
         except Exception as error:
             logger.exception("The connection to the worker broke")
             return f"The worker could not be run: {error}."

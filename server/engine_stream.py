@@ -20,8 +20,10 @@ class EngineStream:
     Ends when every sequence has finished or was stopped.
     """
 
-    def __init__(self, requests: Sequence[Generate], abort: AbortSequence) -> None:
+    def __init__(self, requests: Sequence[Generate], abort: AbortSequence, key: str = "") -> None:
         self.requests = requests
+        self.key = key  # the API key that it counts for; empty without keys
+        self._by_id = {request.request_id: request for request in requests}
         self.has_output = False
         self.num_submissions = 1
         self._abort = abort
@@ -50,6 +52,12 @@ class EngineStream:
 
     def has_open_sequences(self, request_id: str) -> bool:
         return request_id in self._open
+
+    def open_sequences(self, request_id: str) -> set[int]:
+        return self._open.get(request_id, set())
+
+    def request(self, request_id: str) -> Generate:
+        return self._by_id[request_id]
 
     def stop(self, request_id: str, index: int) -> None:
         """The caller needs no more of this sequence (its stop string is complete)."""

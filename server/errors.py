@@ -4,13 +4,13 @@ Raise an ``ApiError`` anywhere below a route; ``install_error_handlers`` turns i
 errors and unknown routes into ``{"error": {message, type, param, code}}``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 ErrorBody = dict[str, dict[str, str | None]]
@@ -86,6 +86,12 @@ class ModelNotFoundError(ApiError):
     code = "model_not_found"
 
 
+class RequestTooLargeError(ApiError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
 class UnsupportedMediaTypeError(ApiError):
     status = 415
     type = "invalid_request_error"
@@ -96,6 +102,15 @@ class QueueFullError(ApiError):
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+    retry_after = 1
+
+
+class TooManyRequestsError(ApiError):
+    """One key has as many requests open as a key may have."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "too_many_requests"
     retry_after = 1
 
 
@@ -120,6 +135,15 @@ class WorkerLostError(ApiError):
     status = 503
     type = "service_unavailable_error"
     code = "worker_lost"
+    retry_after = 2
+
+
+class ShuttingDownError(ApiError):
+    """The server ends before the request has; another one may take it."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "shutting_down"
     retry_after = 2
 
 
@@ -164,6 +188,7 @@ def internal_error(request_id: str) -> InternalError:
 _FRAMEWORK_CODES = {
     404: "not_found",
     405: "method_not_allowed",
+    408: "body_timeout",
     413: "request_too_large",
 }
 
@@ -189,7 +214,8 @@ def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> 
 
     async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return respond(_from_validation(error))
+        first: dict[str, Any] = error.errors()[0]
+        return respond(_from_validation(first, first["loc"][1:], error.body))
 
     async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -207,16 +233,24 @@ def _framework_message(error: HTTPException, request: Request) -> str:
         return f"Unknown path: {request.method} {request.url.path}"
     if error.status_code == 405:
         return f"{request.method} is not allowed for {request.url.path}"
+    if error.status_code == 408:
+        return "The request's body did not arrive in time (body_timeout)."
     if error.status_code == 413:
         return "The request body is larger than this server accepts (max_body_size)."
     return str(error.detail)
 
 
-def _from_validation(error: RequestValidationError) -> InvalidRequestError:
-    """Report the first problem only; there may be thousands."""
-    first: dict[str, Any] = error.errors()[0]
+def invalid_body(error: ValidationError, body: Any) -> InvalidRequestError:
+    """The first problem of a body. Lists and mappings stop at their first one, so there are few."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return _from_validation(first, first["loc"], body)
+
+
+def _from_validation(
+    first: Mapping[str, Any], location: Sequence[str | int], body: Any
+) -> InvalidRequestError:
     kind = str(first["type"])
-    param = ".".join(_path(first["loc"][1:], error.body)) or None
+    param = ".".join(_path(location, body)) or None
     code = _VALIDATION_CODES.get(kind, "invalid_type" if kind.endswith(("_type", "_parsing")) else None)
     message = str(first["msg"]).removeprefix("Value error, ")
     return InvalidRequestError(f"{param or 'body'}: {message}", param=param, code=code)

@@ -14,13 +14,16 @@ import msgspec
 from engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
 from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
 from server.detokenizer import Detokenizer
-from server.engine_client import EngineClient
+from server.engine_client import WorkerClient
 from server.engine_stream import EngineStream
 from server.errors import RequestTimeoutError
 from server.metrics import Metrics, RequestTimer
 from server.prompt import TokenPrompt
-from server.schemas.common import CompletionTokensDetails, PromptTokensDetails, Usage
+from server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from server.tokenizer import Tokenizer
+
+# Values in an answer up to which it is written at once: some milliseconds.
+SMALL_ANSWER = 5000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class Job:
     priority: int
     cache_prompt: bool
     cache_salt: str
+    key: str
     prediction_token_ids: list[int] | None
     stop_strings: list[str]
     include_stop_string: bool
@@ -44,6 +48,13 @@ class Job:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def may_be_large(self) -> bool:
+        """Whether writing the answer may take long enough for others to notice."""
+        per_token = max(self.params.logprobs or 0, self.params.prompt_logprobs or 0) + 1
+        num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts) + self.params.max_tokens
+        return self.num_choices * num_tokens * per_token > SMALL_ANSWER
 
     @property
     def wants_tokens(self) -> bool:
@@ -88,10 +99,10 @@ class Job:
 class Generation:
     """``start`` it, read ``deltas`` or ``collect``, and always ``close`` it."""
 
-    def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(self, job: Job, engine: WorkerClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
         self.job = job
         self._engine = engine
-        self._timer = RequestTimer(metrics.requests, job.endpoint, self._num_prompt_tokens())
+        self._timer = RequestTimer(metrics.requests, self._num_prompt_tokens())
         self._stream: EngineStream | None = None
         self.choices = [_reader(job, index, tokenizer) for index in range(job.num_choices)]
         self._num_tokens = 0
@@ -114,7 +125,7 @@ class Generation:
         After ``timeout`` seconds whatever reads the deltas gets ``RequestTimeoutError``.
         """
         if requests := self.job.engine_requests():
-            self._stream = self._engine.submit(requests)
+            self._stream = self._engine.submit(requests, self.job.key)
             if timeout is not None:
                 late = RequestTimeoutError(f"The request was not finished within {timeout:g} seconds.")
                 loop = asyncio.get_running_loop()
@@ -209,4 +220,6 @@ def _reader(job: Job, index: int, tokenizer: Tokenizer) -> ChoiceReader:
         detokenizer,
         include_stop_string=job.include_stop_string,
         text_start=len(job.prompt_of(index).text) if job.echo else 0,
+        stop_token_ids=job.params.stop_token_ids,
+        prediction_length=len(job.prediction_token_ids or ()),
     )

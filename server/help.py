@@ -12,13 +12,13 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from server.config import ENV_PREFIX, Settings
+from server.settings import ENV_PREFIX, Settings
 
 WIDTH = 100
 INDENT = 30
 
 INTRODUCTION = """\
-usage: foretoken serve [OPTIONS]
+usage: foretoken serve [TARGET] [OPTIONS]
 
 Start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000.
 
@@ -35,7 +35,7 @@ defaults. Lists are comma-separated in flags and variables and real lists in YAM
 or in bytes. An unknown key or flag is an error that names the nearest known one, and so is a variable that is
 nearly one of these. Example files are in [configs/](../configs).
 
-This page is written from the declarations in `engine/config.py` and `server/config.py` by
+This page is written from the declarations in `engine/config.py` and `server/settings.py` by
 `python -m tools.write_configuration`.
 """
 
@@ -45,7 +45,7 @@ TABLE_HEAD = "| key | flag | environment | default | what it does |\n|---|---|--
 PLACEHOLDERS: Mapping[type, str] = {
     ByteSize: "SIZE",
     int: "N",
-    float: "SECONDS",
+    float: "NUMBER",
     Path: "PATH",
     str: "TEXT",
 }
@@ -99,7 +99,10 @@ def _flag(name: str, field: FieldInfo) -> str:
     words = name.replace("_", "-")
     if field.annotation is bool:
         return f"--[no-]{words}"
-    return f"--{words} {_placeholder(field.annotation)}"
+    shown = _placeholder(field.annotation)
+    if shown == "NUMBER" and "econds" in str(field.description):
+        shown = "SECONDS"
+    return f"--{words} {shown}"
 
 
 def _placeholder(annotation: Any) -> str:

@@ -5,6 +5,7 @@ The one place where engine client, app and uvicorn meet. Called by ``server.cli`
 
 import asyncio
 import gc
+import signal
 import socket
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,17 +14,20 @@ import uvicorn
 
 from engine.messages import Ready
 from server.app import create_app
-from server.config import Settings
 from server.draining import CLOSING_SECONDS, Server, drain_when_told
 from server.engine_client import WorkerClient
 from server.metrics import Metrics
+from server.open_requests import QueueLimits
 from server.sampling_params import longest_request
 from server.services import Services
+from server.settings import Settings
+from server.temp_folders import sweep
 from server.version import package_version
+from server.worker_process import Patience
 
 # Who drafts, in words.
 DRAFTERS = {
-    "auto": "whoever is expected to give most",
+    "auto": "draft model or n-grams, by expected speed",
     "draft_model": "the draft model",
     "ngram": "n-grams of the text so far",
 }
@@ -33,16 +37,21 @@ class StartError(Exception):
     """The server cannot start; the message says what to do about it."""
 
 
-def launch(settings: Settings) -> None:
-    """Serve until a signal comes. Raises ``StartError`` or, if a model does not load, that error."""
+def launch(settings: Settings) -> int:
+    """Serve until a signal comes; returns the exit code.
+
+    Raises ``StartError`` or, if a model does not load or the worker keeps dying, that error.
+    """
     check_models(settings)
-    with bind(settings.host, settings.port) as listener:
-        metrics = Metrics()
+    sweep()
+    with _listen(settings) as listener:
+        metrics = Metrics(settings.metrics_prefix, settings.model_name)
         engine = WorkerClient(
             settings.engine_config(),
             metrics,
-            max_queued_requests=settings.max_queued_requests,
-            max_queued_tokens=settings.max_queued_tokens,
+            limits=QueueLimits.of(settings),
+            patience=Patience(settings.heartbeat_timeout, settings.step_timeout),
+            max_restarts=settings.max_worker_restarts,
         )
         app = create_app(settings, engine, metrics)
         config = uvicorn.Config(
@@ -50,11 +59,15 @@ def launch(settings: Settings) -> None:
             log_config=None,
             lifespan="on",
             server_header=False,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         _say(_introduction(settings, listener))
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_serve(Server(config), listener, app.state.services))
+            server = Server(config)
+            runner.run(_serve(server, listener, app.state.services))
+            return server.exit_code
 
 
 def check_models(settings: Settings) -> None:
@@ -62,8 +75,41 @@ def check_models(settings: Settings) -> None:
     for role, model in (("target", settings.target), ("draft", settings.draft)):
         if model is None or Path(model).is_dir():
             continue
+        if Path(model).is_file():
+            raise StartError(
+                f"The {role} model {model} is a file; a folder with config.json and safetensors is needed. "
+                "GGUF files are not supported."
+            )
         if Path(model).is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
             raise StartError(f"The {role} model folder {model} does not exist. Set --{role}.")
+
+
+def _listen(settings: Settings) -> socket.socket:
+    if settings.uds is not None:
+        return bind_unix(settings.uds)
+    listener = bind(settings.host, settings.port)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Connections inherit it. The kernel ends one whose client takes nothing of what waits for it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, settings.send_timeout * 1000)
+    return listener
+
+
+def bind_unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_served(path):
+            path.unlink()  # of a server that was killed
+        listener.bind(str(path))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StartError(f"Cannot listen on {path}: {error.strerror}. Choose another with --uds.") from error
+    return listener
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(str(path)) == 0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -87,17 +133,27 @@ def bind(host: str, port: int) -> socket.socket:
 async def _serve(server: Server, listener: socket.socket, services: Services) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(services, server))
+    failing = asyncio.create_task(services.engine.wait_until_failed())
     draining = asyncio.create_task(drain_when_told(server, services))
+    _end_with_the_terminal(server)
     try:
         await asyncio.wait({serving, announcing}, return_when=asyncio.FIRST_COMPLETED)
-        if announcing.done() and announcing.exception() is not None:
-            server.should_exit = True
+        if announcing.done() and announcing.exception() is None:
+            await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True  # one of them has failed, or serving is over anyhow
         await serving
-        if announcing.done():
-            announcing.result()
+        for task in (announcing, failing):
+            if task.done() and not server.num_signals:  # after a signal, the end of the worker is no failure
+                task.result()
     finally:
-        announcing.cancel()
-        draining.cancel()
+        for task in (announcing, failing, draining):
+            task.cancel()
+
+
+def _end_with_the_terminal(server: Server) -> None:
+    """A closed terminal (SIGHUP) ends the server in order, unless it was started to survive that (nohup)."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.handle_exit, signal.SIGHUP, None)
 
 
 async def _announce(services: Services, server: Server) -> None:
@@ -112,13 +168,14 @@ async def _announce(services: Services, server: Server) -> None:
 
 def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
     """What is about to run, and where."""
-    port = listener.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    where = f"unix:{settings.uds}" if settings.uds else f"{scheme}://{host}:{listener.getsockname()[1]}"
     return [
         f"Foretoken {package_version()}",
         f"  target    {settings.target}",
         f"  draft     {settings.draft or 'none'}",
-        f"  url       http://{host}:{port}/v1   (model name: {settings.served_model_name})",
+        f"  url       {where}{settings.root_path}/v1   (model name: {', '.join(settings.served_names)})",
     ]
 
 

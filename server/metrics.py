@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from engine.messages import FinishReason, Ready, Stats
 from server.choice import ChoiceDelta
+from server.metrics_registry import LabelledRegistry
+from server.settings import DEFAULT_PREFIX, public_name
 from server.version import package_version
 
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -24,15 +26,15 @@ RATE_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
 class RequestMetrics:
     """Families that grow with requests and their tokens."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"foretoken_{name}", text, buckets=buckets, registry=registry)
+            return Histogram(f"{prefix}{name}", text, buckets=buckets, registry=registry)
 
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-            return Counter(f"foretoken_{name}", text, labels, registry=registry)
+            return Counter(f"{prefix}{name}", text, labels, registry=registry)
 
         self.duration = histogram(
-            "request_duration_seconds", "From arrival to the last token.", DURATION_BUCKETS
+            "e2e_request_latency_seconds", "From arrival to the last token.", DURATION_BUCKETS
         )
         self.first_token = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", DURATION_BUCKETS
@@ -46,16 +48,19 @@ class RequestMetrics:
             "round_interval_seconds", "Between rounds of a sequence, one sample a round.", LATENCY_BUCKETS
         )
         self.queue_time = histogram(
-            "queue_time_seconds", "From the worker's queue to a sequence's first step.", DURATION_BUCKETS
+            "request_queue_time_seconds",
+            "From the worker's queue to a sequence's first step.",
+            DURATION_BUCKETS,
         )
         self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS)
         self.completion_size = histogram(
-            "request_completion_tokens", "Generated tokens per request.", TOKEN_BUCKETS
+            "request_generation_tokens", "Generated tokens per request.", TOKEN_BUCKETS
         )
         self.acceptance_rate = histogram(
             "request_acceptance_rate", "Accepted per drafted token, per request that drafted.", RATE_BUCKETS
         )
-        self.requests = counter("requests", "Finished requests.", ["endpoint", "finish_reason"])
+        self.requests = counter("request_success", "Finished requests.", ["finished_reason"])
+        self.http = counter("http_requests", "Answered HTTP requests.", ["route", "status"])
         self.errors = counter("request_errors", "Requests answered with an error.", ["code"])
         self.aborted = counter("requests_aborted", "Requests that ended early.", ["reason"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of submitted requests.")
@@ -65,48 +70,49 @@ class RequestMetrics:
 class WorkerMetrics:
     """Families that mirror the worker's ``Stats``."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-            return Counter(f"foretoken_{name}", text, labels, registry=registry)
+            return Counter(f"{prefix}{name}", text, labels, registry=registry)
 
         def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-            return Gauge(f"foretoken_{name}", text, labels, registry=registry)
+            return Gauge(f"{prefix}{name}", text, labels, registry=registry)
 
         method = ["method"]
         self.drafts = counter("spec_decode_num_drafts", "Rounds that drafted.", method)
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.", method)
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Accepted tokens.", method)
         self.drafted_at = counter(
-            "spec_decode_draft_tokens_per_position", "Tokens drafted at a position.", ["position"]
+            "spec_decode_num_draft_tokens_per_pos", "Tokens drafted at a position.", ["position"]
         )
         self.accepted_at = counter(
-            "spec_decode_accepted_tokens_per_position", "Tokens accepted at a position.", ["position"]
+            "spec_decode_num_accepted_tokens_per_pos", "Tokens accepted at a position.", ["position"]
         )
-        self.preemptions = counter("preemptions", "Sequences put back to make room in the cache.")
+        self.preemptions = counter("num_preemptions", "Sequences put back to make room in the cache.")
         self.prefix_queries = counter(
             "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
         )
         self.prefix_hits = counter("prefix_cache_hits", "Of them, those that were found there.")
         self.phase_seconds = counter("phase_seconds", "Time spent in each phase of a round.", ["phase"])
         self.restarts = counter("worker_restarts", "Workers that died and were replaced.")
-        self.running = gauge("requests_running", "Sequences that the worker is computing.")
-        self.waiting = gauge("requests_waiting", "Sequences that wait in the worker.")
-        self.cache_usage = gauge("kv_cache_usage_ratio", "Share of cache blocks in use.", ["model"])
-        self.num_speculative_tokens = gauge("num_speculative_tokens", "Draft length in force.")
+        self.running = gauge("num_requests_running", "Requests with a first token.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
+        self.cache_usage = gauge("kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1.", ["model"])
+        self.num_speculative_tokens = gauge("num_speculative_tokens", "Tokens drafted per round now.")
         self.estimated_speedup = gauge(
             "estimated_speedup", "Tokens per second over those without drafts; NaN where not estimated."
         )
         self.ready = gauge("ready", "1 when a request can be taken.")
-        self.build = Info("foretoken_build", "Version and models.", registry=registry)
+        self.build = Info(f"{prefix}build", "Version and models.", registry=registry)
 
 
 class Metrics:
     """All metrics of one server; observes the worker for ``server.engine_client``."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = DEFAULT_PREFIX, model_name: str = "") -> None:
         self.registry = CollectorRegistry()
-        self.requests = RequestMetrics(self.registry)
-        self.worker = WorkerMetrics(self.registry)
+        self.exposed = LabelledRegistry(self.registry, model_name)
+        self.requests = RequestMetrics(self.registry, prefix)
+        self.worker = WorkerMetrics(self.registry, prefix)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
         self.worker.estimated_speedup.set(math.nan)
         self.worker.build.info({"version": package_version()})
@@ -114,33 +120,30 @@ class Metrics:
     def count_error(self, code: str) -> None:
         self.requests.errors.labels(code).inc()
 
+    def count_answer(self, route: str, status: int) -> None:
+        self.requests.http.labels(route, status).inc()
+
     def worker_ready(self, ready: Ready) -> None:
         self._totals = {}
         self.worker.estimated_speedup.set(math.nan)
-        self.worker.ready.set(1)
         self.worker.build.info(
             {
                 "version": package_version(),
-                "target": ready.target,
-                "draft": ready.draft or "none",
+                "target": public_name(ready.target),
+                "draft": public_name(ready.draft) if ready.draft else "none",
                 "device": ready.device,
                 "dtype": ready.dtype,
             }
         )
 
     def worker_lost(self) -> None:
-        self.worker.ready.set(0)
         self.worker.restarts.inc()
-        self.worker.running.set(0)
-        self.worker.waiting.set(0)
 
     def speculation(self, state: Mapping[str, Any]) -> None:
         self.worker.estimated_speedup.set(state.get("predicted_speedup", math.nan))
 
     def stats(self, stats: Stats) -> None:
         worker = self.worker
-        worker.running.set(stats.num_running)
-        worker.waiting.set(stats.num_waiting)
         worker.num_speculative_tokens.set(stats.num_speculative_tokens)
         for model, usage in stats.cache_usage.items():
             worker.cache_usage.labels(model).set(usage)
@@ -157,7 +160,7 @@ class Metrics:
             self._grow(worker.phase_seconds, (phase,), seconds)
 
     def _grow_positions(self, counter: Counter, totals: Sequence[int]) -> None:
-        for position, total in enumerate(totals, start=1):
+        for position, total in enumerate(totals):
             if total:  # the worker reports every position it could draft; most are never reached
                 self._grow(counter, (position,), total)
 
@@ -174,9 +177,8 @@ class Metrics:
 class RequestTimer:
     """Observes one HTTP request from arrival to its end."""
 
-    def __init__(self, metrics: RequestMetrics, endpoint: str, num_prompt_tokens: int) -> None:
+    def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
         self._metrics = metrics
-        self._endpoint = endpoint
         self._started = time.perf_counter()
         self._last_output: dict[int, float] = {}  # choice -> time of its last round
         self._num_prompt_tokens = num_prompt_tokens
@@ -207,7 +209,7 @@ class RequestTimer:
         self._metrics.generation_tokens.inc(num_tokens)
 
     def finished(self, finish_reason: FinishReason, num_drafted: int, num_accepted: int) -> None:
-        self._metrics.requests.labels(self._endpoint, finish_reason).inc()
+        self._metrics.requests.labels(finish_reason).inc()
         self._metrics.duration.observe(time.perf_counter() - self._started)
         self._metrics.completion_size.observe(self._num_tokens)
         if num_drafted:

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from server.config import BUNDLED_MODEL_NAME, Settings
 from server.errors import ErrorAnswer
+from server.settings import BUNDLED_MODEL_NAME, Settings
 
 DESCRIPTION = """\
 An OpenAI-compatible API. Fields are honoured or refused by name with a 400; only unknown ones are ignored,
@@ -73,7 +73,7 @@ def install_openapi(app: FastAPI, settings: Settings) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = _with_model(original(), settings.served_model_name)
+            document = _with_model(original(), settings.model_name)
             if settings.api_keys:
                 schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
                 schemes["key"] = {"type": "http", "scheme": "bearer"}

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from server.errors import UnknownParameterError, UnsupportedParameterError
+from server.errors import InvalidRequestError, UnknownParameterError, UnsupportedParameterError
 from server.schemas.chat import ChatRequest, Message, OtherPart
 from server.schemas.common import SamplingRequest
 from server.schemas.completion import CompletionRequest
@@ -18,36 +18,69 @@ from server.schemas.responses import INCLUDE_LOGPROBS, InputMessage, InputText, 
 
 # Field -> values that ask for nothing. Null never asks for anything.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "add_special_tokens": (),
     "audio": (),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": (),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": ("",),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "json_schema": (),
     "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "max_new_tokens": (),
+    "mirostat": (0,),
     "modalities": (["text"],),
     "moderation": (),
+    "n_predict": (),
+    "no_repeat_ngram_size": (0,),
     "parallel_tool_calls": (True, False),
-    "reasoning_effort": (),
+    "reasoning_effort": ("none",),
+    "regex": (),
+    "repeat_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
     "structured_outputs": (),
     "suffix": ("",),
+    "tfs_z": (1,),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_a": (0,),
+    "truncation_side": ("left",),
+    "typical_p": (1,),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
+    "xtc_probability": (0,),
+}
+
+# Fields that only chats have.
+CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
 }
 
 # The same for fields that only other endpoints have.
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
+    **CHAT_FIELDS,
     "max_completion_tokens": (),
     "messages": (),
     "top_logprobs": (0,),
@@ -59,6 +92,7 @@ UNSUPPORTED_IN_CHATS: Mapping[str, tuple[object, ...]] = {
     "prompt": (),
 }
 UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
+    **CHAT_FIELDS,
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
@@ -85,8 +119,8 @@ UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "tool_calls": ([],),
 }
 
-# Fields of a message that the template may use or that only repeat an earlier answer.
-HARMLESS_IN_MESSAGE = frozenset({"annotations", "refusal", "tool_call_id"})
+# Fields of a message that only repeat an earlier answer.
+HARMLESS_IN_MESSAGE = frozenset({"annotations", "refusal"})
 HARMLESS_IN_INPUT = frozenset({"id", "phase", "status"})
 HARMLESS_IN_INPUT_TEXT = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
@@ -107,7 +141,7 @@ def check_parameters(request: SamplingRequest, *, strict: bool) -> list[str]:
             unknown = _check(extra, {**UNSUPPORTED, **UNSUPPORTED_IN_RESPONSES}, prefix="")
             unknown += _check_input(request)
         case _:
-            raise TypeError(f"nobody has said what {type(request).__name__} supports")
+            raise TypeError(f"missing support table for {type(request).__name__}")
     _refuse_unknown(unknown, strict=strict)
     return unknown
 
@@ -149,6 +183,12 @@ def _check_best_of(request: CompletionRequest) -> None:
 
 
 def _check_message(message: Message, prefix: str) -> list[str]:
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequestError(
+            f"{prefix}content is missing; only an assistant's message may have none.",
+            param=f"{prefix}content",
+            code="missing_required_parameter",
+        )
     if isinstance(message.content, list):
         for position, part in enumerate(message.content):
             if isinstance(part, OtherPart):
@@ -182,4 +222,4 @@ def _extra(model: BaseModel, harmless: frozenset[str]) -> dict[str, Any]:
 
 
 def _unsupported(name: str) -> UnsupportedParameterError:
-    return UnsupportedParameterError(f"This server does not support '{name}' with this value.", param=name)
+    return UnsupportedParameterError(f"'{name}' is not supported with this value.", param=name)

@@ -1,4 +1,4 @@
-"""Gives every HTTP request an id and answers for our own bugs.
+"""Gives every HTTP request an id, answers HEAD like GET, and answers for our own bugs.
 
 The client's ``x-request-id`` is kept if it is sane, else one is made; it is in the answer's headers and in
 the log. An exception that nobody handled becomes a 500 that tells the id and nothing else.
@@ -28,14 +28,27 @@ def request_id_of(scope: Mapping[str, Any]) -> str:
 class RequestIdMiddleware:
     """The outermost middleware, so that every answer has the header."""
 
-    def __init__(self, app: ASGIApp, count_error: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        root_path: str,
+        count_error: Callable[[str], None],
+        count_answer: Callable[[str, int], None],
+    ) -> None:
         self._app = app
+        self._root_path = root_path
+        self._count_answer = count_answer
         self._count_error = count_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # uvicorn would put the path in front of every request's, which is wrong where the proxy has not
+        # taken it away.
+        scope = {**scope, "root_path": self._root_path}
+        if scope["method"] == "HEAD":
+            scope["method"] = "GET"  # uvicorn, which has its own copy, leaves the body out
         request_id = _accept_or_make(Headers(scope=scope).get(HEADER, ""))
         scope.setdefault("state", {})["request_id"] = request_id
         has_started = False
@@ -44,6 +57,7 @@ class RequestIdMiddleware:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
+                self._count_answer(_route_of(scope), message["status"])
                 MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 
@@ -56,6 +70,11 @@ class RequestIdMiddleware:
             error = internal_error(request_id)
             self._count_error("internal_error")
             await JSONResponse(error.body(), error.status)(scope, receive, send_with_id)
+
+
+def _route_of(scope: Scope) -> str:
+    """The route's own path, so that clients cannot make up new ones; "other" where there is none."""
+    return str(getattr(scope.get("route"), "path", "other"))
 
 
 def _accept_or_make(given: str) -> str:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from server.choice import FinishedChoice
 from server.errors import ApiError, ClientDisconnectedError, internal_error
 from server.generation import Generation
+from server.large_json import write_json
 from server.request_id import request_id_of
 from server.services import get_services
 from server.sse import EventStreamResponse
@@ -52,7 +53,10 @@ async def respond_whole(
         choices = await until_disconnect(request, generation.collect())
     finally:
         generation.close()
-    answer = writer.whole(choices).model_dump_json()
+    if generation.job.may_be_large:
+        answer = await asyncio.to_thread(lambda: write_json(writer.whole(choices)))
+    else:
+        answer = writer.whole(choices).model_dump_json().encode()
     return Response(answer, headers=headers, media_type="application/json")
 
 

@@ -5,7 +5,7 @@ on the prompt's length is decided here.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine.messages import Method, Ready, SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError, UnsupportedParameterError
@@ -13,6 +13,7 @@ from server.schemas.chat import ChatRequest
 from server.schemas.common import GenerationRequest, SamplingRequest, SpeculationOptions
 from server.schemas.completion import CompletionRequest
 from server.schemas.responses import ResponsesRequest
+from server.settings import RequestSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -33,9 +34,10 @@ MAX_TOP_LOGPROBS = 20
 
 
 def build_sampling_params(
-    request: SamplingRequest, *, num_prompt_tokens: int, worker: Ready, max_logprobs: int
+    request: SamplingRequest, *, num_prompt_tokens: int, worker: Ready, limits: RequestSettings
 ) -> SamplingParams:
     """``num_prompt_tokens`` is that of the longest prompt, which leaves least room for output."""
+    max_logprobs = limits.max_logprobs
     _check_stream_options(request)
     if worker.encoder_decoder is not None:
         _check_prompt_is_not_scored(request)
@@ -58,7 +60,7 @@ def build_sampling_params(
             if request.repetition_penalty is None
             else request.repetition_penalty
         ),
-        logit_bias=_logit_bias(request.logit_bias or {}, worker.vocab_size),
+        logit_bias=_logit_bias(request.logit_bias or {}, worker.vocab_size, limits.max_logit_bias),
         min_tokens=_min_tokens(request, max_tokens),
         seed=request.seed,
         ignore_eos=bool(request.ignore_eos),
@@ -72,12 +74,45 @@ def build_sampling_params(
     )
 
 
+def check_answer_size(
+    request: SamplingRequest, params: SamplingParams, prompts: Sequence[int], n: int, limits: RequestSettings
+) -> None:
+    """Refuse an answer of more log-probabilities than one may hold; ``prompts`` are their lengths.
+
+    What a stream has sent is gone, so there only the prompts' count.
+    """
+    num_entries, name = 0, ""
+    if params.prompt_logprobs is not None:
+        num_entries, name = sum(prompts) * n * (params.prompt_logprobs + 1), "prompt_logprobs"
+    if params.logprobs is not None and not request.stream:
+        num_generated = len(prompts) * n * params.max_tokens * (params.logprobs + 1)
+        num_entries, name = num_entries + num_generated, name or "logprobs"
+    if num_entries > limits.max_answer_logprobs:
+        raise InvalidRequestError(
+            f"The answer could hold {num_entries} log-probabilities (tokens times alternatives), but at most "
+            f"{limits.max_answer_logprobs} are allowed (max_answer_logprobs). Ask for fewer tokens, prompts, "
+            "choices or alternatives.",
+            param=name,
+        )
+
+
 def longest_request(worker: Ready) -> int:
     """Tokens of prompt and output together that fit into the model's context and into the empty cache.
 
     An encoder-decoder model bounds each alone, too; see ``_max_output``.
     """
     return min(worker.max_model_len, worker.num_target_blocks * worker.block_size)
+
+
+def longest_prompt(worker: Ready) -> tuple[int, str]:
+    """Tokens of the longest prompt that leaves room for a token of output, and what bounds it."""
+    longest = longest_request(worker)
+    if (lengths := worker.encoder_decoder) is not None:
+        return lengths.max_prompt_len, f"This model's encoder reads at most {lengths.max_prompt_len} tokens"
+    if longest < worker.max_model_len:
+        return longest - 1, f"This server's cache holds {longest} tokens (setting cache_memory)"
+    # OpenAI's own words, by which clients tell this error from others.
+    return longest - 1, f"This model's maximum context length is {longest} tokens"
 
 
 def check_prediction(token_ids: list[int] | None, worker: Ready) -> None:
@@ -149,11 +184,7 @@ def _max_tokens(request: SamplingRequest, num_prompt_tokens: int, worker: Ready)
     if worker.encoder_decoder is not None:
         return _max_output(request, num_prompt_tokens, worker)
     longest = longest_request(worker)
-    if longest < worker.max_model_len:
-        limit = f"This server's cache holds {longest} tokens (setting cache_memory)"
-    else:
-        # OpenAI's own words, by which clients tell this error from others.
-        limit = f"This model's maximum context length is {longest} tokens"
+    _, limit = longest_prompt(worker)
     if num_prompt_tokens >= longest:
         raise ContextLengthError(
             f"{limit}, but the prompt has {num_prompt_tokens} tokens and at least one more is needed.",
@@ -199,7 +230,12 @@ def _min_tokens(request: SamplingRequest, max_tokens: int) -> int:
     return asked
 
 
-def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+def _logit_bias(bias: Mapping[str, float], vocab_size: int, limit: int) -> dict[int, float]:
+    if len(bias) > limit:
+        raise InvalidRequestError(
+            f"logit_bias has {len(bias)} entries, but at most {limit} are allowed (max_logit_bias).",
+            param="logit_bias",
+        )
     for key in bias:
         if not TOKEN_ID.fullmatch(key):
             raise InvalidRequestError(f"logit_bias: {key[:20]!r} is not a token id.", param="logit_bias")

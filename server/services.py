@@ -4,19 +4,26 @@ Built by ``server.app``; routes get it through ``ServicesDep``.
 """
 
 import asyncio
+import functools
+import hashlib
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
 from engine.messages import Ready
-from server.config import Settings
-from server.engine_client import EngineClient
+from server.engine_client import WorkerClient
 from server.errors import NotReadyError
 from server.metrics import Metrics
+from server.settings import Settings
 from server.tokenizer import Tokenizer
+from server.version import package_version
+
+T = TypeVar("T")
 
 TokenizerLoader = Callable[[], Tokenizer]
 
@@ -31,35 +38,44 @@ class Model:
 
     tokenizer: Tokenizer
     worker: Ready
+    fingerprint: str
 
 
 class Services:
     def __init__(
-        self, settings: Settings, engine: EngineClient, metrics: Metrics, load_tokenizer: TokenizerLoader
+        self, settings: Settings, engine: WorkerClient, metrics: Metrics, load_tokenizer: TokenizerLoader
     ) -> None:
         self.settings = settings
         self.engine = engine
         self.metrics = metrics
         self.started = int(time.time())
         self._load_tokenizer = load_tokenizer
-        self._tokenizer: asyncio.Task[Tokenizer] | None = None
+        self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self._is_draining = False
+        metrics.worker.ready.set_function(lambda: self.not_ready_reason() is None)
+        metrics.worker.running.set_function(lambda: engine.num_running)
+        metrics.worker.waiting.set_function(lambda: engine.num_waiting)
+        metrics.exposed.worker_pid = lambda: engine.worker_pid
 
     async def start(self) -> None:
         """Begin to load both; returns at once, so that the port opens before the models are there."""
-        self._tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        self._tokenizer = in_daemon_thread(self._load_tokenizer)
         await self.engine.start()
 
     async def stop(self) -> None:
         await self.engine.stop()
         if self._tokenizer is not None:
-            await asyncio.gather(self._tokenizer, return_exceptions=True)
+            self._tokenizer.cancel()
 
     async def wait_until_ready(self) -> Ready:
         """Wait for the first load; raise ``WorkerFailedError`` or ``TokenizerFailedError``."""
         assert self._tokenizer is not None
         try:
             await asyncio.shield(self._tokenizer)
+        except asyncio.CancelledError:
+            if self._tokenizer.cancelled():
+                raise TokenizerFailedError("The server is shutting down.") from None
+            raise
         except Exception as error:
             raise TokenizerFailedError(f"The tokenizer could not be loaded: {error}") from error
         return await self.engine.wait_until_ready()
@@ -90,9 +106,16 @@ class Services:
             return state.reason
         if self._tokenizer is None or not self._tokenizer.done():
             return "The tokenizer is loading."
+        if self._tokenizer.cancelled():
+            return "The server is shutting down."
         if error := self._tokenizer.exception():
             return f"The tokenizer could not be loaded: {error}"
         return None
+
+    def _fingerprint(self, worker: Ready) -> str:
+        return system_fingerprint(
+            self.settings.public_target, worker.device, worker.dtype, self.settings.generation_config
+        )
 
     def model(self) -> Model:
         """The loaded model, or ``NotReadyError``."""
@@ -100,7 +123,35 @@ class Services:
         worker = self.engine.state.worker
         if reason is not None or worker is None or self._tokenizer is None:
             raise NotReadyError(reason or "The models are loading.")
-        return Model(self._tokenizer.result(), worker)
+        return Model(self._tokenizer.result(), worker, self._fingerprint(worker))
+
+
+def in_daemon_thread(load: Callable[[], T]) -> "asyncio.Future[T]":
+    """Unlike the threads of asyncio's pool, this one does not delay a server that ends while it loads."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(set_result: Callable[[Any], None], value: object) -> None:
+        if not future.done():
+            set_result(value)
+
+    def run() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], object] = future.set_result, load()
+        except Exception as error:
+            outcome = future.set_exception, error
+        with suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(finish, *outcome)
+
+    threading.Thread(target=run, name="tokenizer", daemon=True).start()
+    return future
+
+
+@functools.cache
+def system_fingerprint(target: str, device: str, dtype: str, generation_config: str) -> str:
+    """Names what a seed's tokens depend on. Neither the draft model nor how it is used is part of that."""
+    configuration = "/".join([package_version(), target, device.partition(":")[0], dtype, generation_config])
+    return f"fp_{hashlib.sha256(configuration.encode()).hexdigest()[:12]}"
 
 
 def get_services(request: Request) -> Services:

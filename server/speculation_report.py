@@ -11,7 +11,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.messages import Method, Ready, RoundTrace, SamplingParams, Verification
 from server.generation import Generation
-from server.schemas.common import DraftedToken, SpeculationReport, TracedRound
+from server.schemas.answer import DraftedToken, SpeculationReport, TracedRound
 
 
 def speculation_report(generation: Generation, config: EngineConfig, worker: Ready) -> SpeculationReport:

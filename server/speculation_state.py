@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.messages import Ready, Stats
-from server.config import Settings
 from server.schemas.operate import PositionAcceptance, SpeculationState, Speedup
+from server.settings import Settings
 
 
 def speculation_state(

@@ -26,22 +26,25 @@ class Tokenizer:
 
     def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
         self.vocabulary = Vocabulary(fast)
+        # Characters of the longest token, as the vocabulary writes it: no fewer than its text has.
+        self.longest_token = max(map(len, fast.get_vocab()), default=1)
         self._fast = fast
         self._templates = templates
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        # As a batch of one: ``encode`` holds the interpreter's lock for as long as it takes.
+        (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def stream(self, *, skip_special_tokens: bool) -> "TokenTextStream":
         return TokenTextStream(self._fast, skip_special_tokens)
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
-    ) -> str:
-        return self._templates.render(messages, add_generation_prompt)
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        return self._templates.render(messages, {"add_generation_prompt": True} | dict(options))
 
 
 class TokenTextStream:
@@ -72,7 +75,7 @@ class ChatTemplates:
         self._hf_tokenizer = hf_tokenizer
         self._override = override
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
         if self._override is None and not self._hf_tokenizer.chat_template:
@@ -85,7 +88,7 @@ class ChatTemplates:
                 list(messages),
                 chat_template=self._override,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                **options,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # Templates are programs: a field of an unexpected type can make them fail in any of these ways.

@@ -9,7 +9,9 @@ tests.
 
 import argparse
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,6 +19,8 @@ from os.path import commonprefix
 
 import zmq
 
+from engine.heartbeat import Heartbeats
+from engine.lifeline import end_with_parent
 from engine.messages import (
     Abort,
     DraftCounts,
@@ -37,7 +41,8 @@ from engine.messages import (
     encode,
 )
 from engine.proposers.prediction import Prediction, PredictionCursor
-from tests.server.orders import DIE
+from engine.spawned import FOR_THE_FRONT_END
+from tests.server.orders import DIE, HANG
 
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 256
@@ -90,6 +95,7 @@ class FakeSequence:
     prompt: list[int]
     script: Iterator[int]
     num_cached_tokens: int
+    priority: int
     output: list[int] = field(default_factory=list)
     prediction: PredictionCursor | None = None
 
@@ -161,6 +167,7 @@ class FakeWorker:
         self.socket = socket
         self.sequences: list[FakeSequence] = []
         self.known_prompts: list[tuple[str, list[int]]] = []  # with their salts
+        self.heartbeats = Heartbeats()
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self.num_steps = 0
@@ -179,8 +186,10 @@ class FakeWorker:
         return True
 
     def run(self) -> None:
-        parent = os.getppid()  # as the real worker, it leaves with it
-        while os.getppid() == parent and self.take_messages(0 if self.may_step() else POLL_MILLISECONDS):
+        while self.take_messages(0 if self.may_step() else POLL_MILLISECONDS):
+            self.heartbeats.beat()
+            while self.order() == HANG:
+                time.sleep(0.01)
             if self.order() == DIE:
                 os._exit(7)
             if self.may_step():
@@ -227,9 +236,11 @@ class FakeWorker:
                     request.prompt_token_ids,
                     self.script(ignore_eos=request.params.ignore_eos),
                     self.take_over(request),
+                    request.priority,
                     prediction=_cursor(request),
                 )
             )
+        self.sequences.sort(key=lambda sequence: sequence.priority)  # those of one keep their order
 
     def take_over(self, request: Generate) -> int:
         """Tokens of the prompt that earlier ones of the same salt began with, in whole blocks."""
@@ -306,10 +317,14 @@ def is_meant(abort: Abort, sequence: FakeSequence) -> bool:
 
 
 def main() -> None:
+    end_with_parent()
+    for number in FOR_THE_FRONT_END:
+        signal.signal(number, signal.SIG_IGN)
     options = parse_arguments()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(options.socket)
         worker = FakeWorker(options, socket)
+        worker.heartbeats.start(options.socket)
         if options.fail_at_start:
             worker.send(Failed("", "load_failed", options.fail_at_start))
             sys.exit(3)  # once the context has sent it

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
+from server.auth import api_key_of
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, chat_logprobs
 from server.openapi import answer_or_stream
@@ -14,12 +15,13 @@ from server.routes.common import (
     CHUNK_STREAM,
     ChunkWriter,
     GenerationContext,
-    JsonRoute,
     check_request,
-    in_thread_if_long,
+    check_room,
+    prompt_limits,
     respond,
     start_generation,
 )
+from server.routes.json_route import JsonRoute, in_thread_if_long
 from server.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -47,10 +49,12 @@ async def create_chat_completion(
 ) -> Response:
     """Write the messages out by the model's chat template, and continue them."""
     headers = check_request(body, services)
-    model = services.model()
-    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer)
-    prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer)
-    context = start_generation("chat.completions", body, [prompt], model, services, prediction)
+    model, key = services.model(), api_key_of(request.scope)
+    check_room(body, 1, services, key)
+    limits = prompt_limits(services, model.worker)
+    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
+    prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
+    context = start_generation("chat.completions", body, [prompt], model, services, key, prediction)
     return await respond(request, context, ChatWriter(context, body), headers)
 
 
@@ -97,6 +101,7 @@ class ChatWriter(ChunkWriter):
             message=AssistantMessage(content=choice.text),
             logprobs=self._logprobs(choice.scored),
             finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
             token_ids=self._context.token_ids(choice.token_ids),
         )
 
@@ -106,6 +111,7 @@ class ChatWriter(ChunkWriter):
             delta=Delta(content=delta.text or None),
             logprobs=self._logprobs(delta.scored) if delta.scored else None,
             finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
             token_ids=self._context.token_ids(delta.token_ids),
         )
 

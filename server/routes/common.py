@@ -3,120 +3,67 @@
 Every error here has its real HTTP status, because nothing has been sent yet.
 """
 
-import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
-from engine.messages import TokenLogprob
+from engine.messages import Ready, TokenLogprob
 from server.errors import (
     ApiError,
-    ClientDisconnectedError,
     InvalidRequestError,
     ModelNotFoundError,
-    UnsupportedMediaTypeError,
+    UnsupportedParameterError,
 )
 from server.generation import Generation, Job
 from server.logprobs import prompt_logprobs
 from server.parameters import check_parameters
-from server.prompt import TokenPrompt
+from server.prompt import PromptLimits, TokenPrompt
 from server.responding import AnswerWriter, respond_stream, respond_whole
-from server.sampling_params import build_sampling_params, check_prediction
-from server.schemas.common import (
-    Answer,
-    ChunkStreamOptions,
-    GenerationRequest,
-    SamplingRequest,
-    SpeculationReport,
+from server.sampling_params import (
+    build_sampling_params,
+    check_answer_size,
+    check_prediction,
+    longest_prompt,
 )
+from server.schemas.answer import Answer, SpeculationReport
+from server.schemas.common import ChunkStreamOptions, GenerationRequest, SamplingRequest
 from server.schemas.completion import CompletionRequest
-from server.schemas.json_body import parse_json
 from server.schemas.logprobs import PromptLogprobs
 from server.services import Model, Services
+from server.settings import Settings
 from server.speculation_report import speculation_report
 from server.sse import DONE, chunk_event, error_event
 
 CHUNK_STREAM = "`data:` lines, each a chunk as JSON, then `data: [DONE]`."
 
-MAX_CHOICES = 1024
 MAX_HEADER_LENGTH = 1000
-
-# Bytes of a body up to which its prompt is made at once: a trip to another thread would take longer.
-SHORT_BODY = 2048
 
 # Endpoint, as metrics name it -> prefix of its ids.
 ID_PREFIXES = {"completions": "cmpl-", "chat.completions": "chatcmpl-", "responses": "resp_"}
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class JsonRequest(Request):
-    """A request whose body has been parsed already."""
-
-    parsed: Any = None
-
-    async def json(self) -> Any:
-        return self.parsed
-
-
-class JsonRoute(APIRoute):
-    """A route that takes JSON only, read by ``parse_json``; every route with a body is one."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def parse_and_handle(request: Request) -> Response:
-            _require_json(request)
-            request = JsonRequest(request.scope, request.receive)
-            try:
-                content = await request.body()
-            except ClientDisconnect as error:
-                raise ClientDisconnectedError("The client closed the connection.") from error
-            if content:  # FastAPI says what an empty body lacks
-                request.parsed = parse_json(content)
-            return await handle(request)
-
-        return parse_and_handle
-
-
-def _require_json(request: Request) -> None:
-    """Without this FastAPI would call a form body a wrong type, and a compressed one would be bad UTF-8."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    main, _, sub = media_type.partition("/")
-    if main != "application" or (sub != "json" and not sub.endswith("+json")):
-        raise UnsupportedMediaTypeError("Send the request as JSON with 'Content-Type: application/json'.")
-    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaTypeError("Send the request as it is, without a Content-Encoding.")
-
-
-async def in_thread_if_long(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Tokenize on the event loop or, for a long body, beside it, so that other requests go on meanwhile."""
-    if len(await request.body()) <= SHORT_BODY:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
-
-
 def check_request(body: SamplingRequest, services: Services) -> dict[str, str]:
     """Refuse what is not served; return the headers that report what is ignored."""
     check_model(body.model, services)
+    if body.priority and not services.settings.allow_priority:
+        raise UnsupportedParameterError(
+            "This server does not let requests choose their 'priority' (setting allow_priority).",
+            param="priority",
+        )
     return ignored_header(check_parameters(body, strict=services.settings.strict_parameters))
 
 
 def check_model(name: str, services: Services) -> None:
-    served = services.settings.served_model_name
-    if name != served:
+    served = services.settings.served_names
+    if name not in served:
         raise ModelNotFoundError(
-            f"The model '{name}' does not exist; this server has '{served}'.", param="model"
+            f"The model '{name}' does not exist; this server has '{', '.join(served)}'.", param="model"
         )
 
 
@@ -137,7 +84,12 @@ class GenerationContext:
     created: int
 
     def header(self) -> dict[str, Any]:
-        return {"id": self.generation.job.id, "created": self.created, "model": self.body.model}
+        return {
+            "id": self.generation.job.id,
+            "created": self.created,
+            "model": self.body.model,
+            "system_fingerprint": self.model.fingerprint,
+        }
 
     def totals(self) -> dict[str, Any]:
         """``usage``, and ``foretoken`` for a client that spoke of speculation."""
@@ -168,6 +120,11 @@ class GenerationContext:
         options = self.body.stream_options
         return isinstance(options, ChunkStreamOptions) and bool(options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        options = self.body.stream_options
+        return isinstance(options, ChunkStreamOptions) and bool(options.continuous_usage_stats)
+
 
 class ChunkWriter(ABC):
     """An ``AnswerWriter`` of chunks: what completions and chats have in common on the wire."""
@@ -181,11 +138,42 @@ class ChunkWriter(ABC):
     def chunks(self) -> AsyncIterator[Answer]: ...
 
     async def events(self) -> AsyncIterator[bytes]:
+        context = self._context
         async for chunk in self.chunks():
+            if context.continuous_usage:
+                chunk.usage = context.generation.usage()
             yield chunk_event(chunk, with_usage=self._context.include_usage)
 
     def failure(self, error: ApiError) -> bytes:
         return error_event(error)
+
+
+def check_room(body: SamplingRequest, num_prompts: int, services: Services, key: str) -> None:
+    """What can be refused before the prompts are tokenized: too many choices, or a full queue."""
+    num_choices, most = num_prompts * choices_per_prompt(body), services.settings.max_choices
+    if num_choices > most:
+        raise InvalidRequestError(
+            f"{num_choices} choices (prompts times n) were asked for, but at most {most} are allowed "
+            "(max_choices).",
+            param="n",
+        )
+    services.engine.check_room(num_choices, key=key)
+
+
+def choices_per_prompt(body: SamplingRequest) -> int:
+    return isinstance(body, GenerationRequest) and body.n or 1
+
+
+def prompt_limits(services: Services, worker: Ready) -> PromptLimits:
+    max_tokens, context = longest_prompt(worker)
+    return PromptLimits(services.settings.max_prompt_characters, max_tokens, context, worker.vocab_size)
+
+
+def cache_salt(body: SamplingRequest, key: str, settings: Settings) -> str:
+    """Keys have their prefixes apart: by how soon an answer comes, one could tell what another has sent."""
+    own = body.cache_salt or ""
+    is_shared = settings.share_prefixes or len(settings.api_keys) < 2
+    return own if is_shared else f"{key}/{own}"
 
 
 def start_generation(
@@ -194,27 +182,24 @@ def start_generation(
     prompts: list[TokenPrompt],
     model: Model,
     services: Services,
+    key: str,
     prediction: list[int] | None = None,
 ) -> GenerationContext:
-    n = isinstance(body, GenerationRequest) and body.n or 1
-    if len(prompts) * n > MAX_CHOICES:
-        raise InvalidRequestError(f"At most {MAX_CHOICES} choices (prompts times n) are allowed.", param="n")
+    settings, n = services.settings, choices_per_prompt(body)
     check_prediction(prediction, model.worker)
     longest = max(len(prompt.token_ids) for prompt in prompts)
+    params = build_sampling_params(body, num_prompt_tokens=longest, worker=model.worker, limits=settings)
+    check_answer_size(body, params, [len(prompt.token_ids) for prompt in prompts], n, settings)
     job = Job(
         id=f"{ID_PREFIXES[endpoint]}{uuid.uuid4().hex}",
         endpoint=endpoint,
         prompts=prompts,
-        params=build_sampling_params(
-            body,
-            num_prompt_tokens=longest,
-            worker=model.worker,
-            max_logprobs=services.settings.max_logprobs,
-        ),
+        params=params,
         n=n,
         priority=body.priority or 0,
         cache_prompt=body.cache_prompt is not False,
-        cache_salt=body.cache_salt or "",
+        cache_salt=cache_salt(body, key, settings),
+        key=key,
         prediction_token_ids=prediction,
         stop_strings=body.stop or [],
         include_stop_string=bool(body.include_stop_str_in_output),
@@ -222,7 +207,7 @@ def start_generation(
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)
-    generation.start(services.settings.request_timeout)
+    generation.start(settings.request_timeout)
     return GenerationContext(body, generation, model, services, created=int(time.time()))
 
 

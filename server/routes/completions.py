@@ -1,5 +1,6 @@
 """``POST /v1/completions``: check, tokenize, submit, answer."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -7,20 +8,22 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from engine.messages import TokenLogprob
+from server.auth import api_key_of
 from server.choice import ChoiceDelta, FinishedChoice
 from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
 from server.openapi import answer_or_stream
-from server.prompt import completion_prompts, predicted_tokens
+from server.prompt import completion_prompts, num_prompts, predicted_tokens
 from server.routes.common import (
     CHUNK_STREAM,
     ChunkWriter,
     GenerationContext,
-    JsonRoute,
     check_request,
-    in_thread_if_long,
+    check_room,
+    prompt_limits,
     respond,
     start_generation,
 )
+from server.routes.json_route import JsonRoute, in_thread_if_long
 from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
 from server.schemas.examples import COMPLETIONS
 from server.schemas.logprobs import CompletionLogprobs
@@ -42,12 +45,12 @@ async def create_completion(
 ) -> Response:
     """Continue one or several prompts, given as text or token ids."""
     headers = check_request(body, services)
-    model = services.model()
-    prompts = await in_thread_if_long(
-        request, completion_prompts, body, model.tokenizer, model.worker.vocab_size
-    )
-    prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer)
-    context = start_generation("completions", body, prompts, model, services, prediction)
+    model, key = services.model(), api_key_of(request.scope)
+    check_room(body, num_prompts(body), services, key)
+    limits = prompt_limits(services, model.worker)
+    prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
+    prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
+    context = start_generation("completions", body, prompts, model, services, key, prediction)
     return await respond(request, context, CompletionWriter(context, body), headers)
 
 
@@ -69,7 +72,11 @@ class CompletionWriter(ChunkWriter):
         async for delta in context.generation.deltas():
             is_first = delta.index not in seen
             seen.add(delta.index)
-            choice = self._chunk_choice(delta, is_first)
+            if is_first and self._echo and self._num_top_logprobs is not None:
+                # The prompt may be long, and all of its log-probabilities are in this chunk.
+                choice = await asyncio.to_thread(self._chunk_choice, delta, is_first)
+            else:
+                choice = self._chunk_choice(delta, is_first)
             if choice.text or choice.token_ids or choice.finish_reason:
                 yield Completion(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:
@@ -81,6 +88,7 @@ class CompletionWriter(ChunkWriter):
             text=self._echoed(choice.index) + choice.text,
             logprobs=self._logprobs(self._echoed_tokens(choice.index, choice.prompt_scored) + choice.scored),
             finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
             token_ids=self._context.token_ids(choice.token_ids),
             prompt_logprobs=self._context.prompt_logprobs(choice.prompt_scored),
             prompt_token_ids=self._prompt_token_ids(choice.index),
@@ -94,6 +102,7 @@ class CompletionWriter(ChunkWriter):
             text=(self._echoed(delta.index) if is_first else "") + delta.text,
             logprobs=self._logprobs(scored) if scored else None,
             finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
             token_ids=self._context.token_ids(delta.token_ids),
             prompt_token_ids=self._prompt_token_ids(delta.index) if is_first else None,
         )

@@ -1,11 +1,13 @@
-"""``GET /v1/models`` and ``GET /v1/models/{id}``: the one served name."""
+"""``GET /v1/models`` and ``GET /v1/models/{id}``: the served names."""
 
 from typing import Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from server.errors import ErrorAnswer, ModelNotFoundError
+from server.errors import ErrorAnswer
+from server.routes.common import check_model
+from server.sampling_params import longest_request
 from server.services import Services, ServicesDep
 
 router = APIRouter(tags=["models"])
@@ -16,6 +18,11 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "foretoken"
+    root: str = Field(description="The target's hub id or folder name.")
+    parent: None = None
+    max_model_len: int | None = Field(
+        description="Tokens of prompt and output together; null until the model is loaded."
+    )
 
 
 class ModelList(BaseModel):
@@ -23,10 +30,10 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-@router.get("/v1/models", summary="List the model")
+@router.get("/v1/models", summary="List the model's names")
 async def list_models(services: ServicesDep) -> ModelList:
-    """A list of one."""
-    return ModelList(data=[_card(services)])
+    """The served names, all of the same model."""
+    return ModelList(data=[_card(name, services) for name in services.settings.served_names])
 
 
 # Hub ids hold a slash, so the id is the rest of the path.
@@ -39,12 +46,16 @@ async def list_models(services: ServicesDep) -> ModelList:
     },
 )
 async def get_model(model_id: str, services: ServicesDep) -> ModelCard:
-    """The model, if it is the served one."""
-    card = _card(services)
-    if model_id != card.id:
-        raise ModelNotFoundError(f"The model '{model_id}' does not exist; this server has '{card.id}'.")
-    return card
+    """The model, if it is served by this name."""
+    check_model(model_id, services)
+    return _card(model_id, services)
 
 
-def _card(services: Services) -> ModelCard:
-    return ModelCard(id=services.settings.served_model_name, created=services.started)
+def _card(name: str, services: Services) -> ModelCard:
+    worker = services.engine.state.worker
+    return ModelCard(
+        id=name,
+        created=services.started,
+        root=services.settings.public_target,
+        max_model_len=longest_request(worker) if worker else None,
+    )

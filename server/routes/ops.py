@@ -1,19 +1,26 @@
 """What operators and probes ask: ``/health``, ``/ready``, ``/metrics``, ``/version``, ``/speculation``."""
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from server.errors import NotReadyError
 from server.schemas.operate import Health, Readiness, SpeculationState, Version
 from server.services import ServicesDep
+from server.settings import public_name
 from server.speculation_state import speculation_state
 from server.version import package_version
 
 router = APIRouter(tags=["operate"])
 
 
-@router.get("/health", summary="Does the front end live?")
+@router.get("/", include_in_schema=False)
+async def root(request: Request) -> RedirectResponse:
+    """A relative redirect, which also holds behind a proxy that serves this below a path."""
+    return RedirectResponse(f"{request.scope.get('root_path', '')}/docs")
+
+
+@router.get("/health", summary="Liveness")
 async def health() -> Health:
     """200 while this process lives, whatever the worker does."""
     return Health()
@@ -21,7 +28,7 @@ async def health() -> Health:
 
 @router.get(
     "/ready",
-    summary="Can a request be taken?",
+    summary="Readiness",
     response_model=Readiness,
     responses={503: {"model": Readiness, "description": "Loading, restarting, draining or failed."}},
 )
@@ -34,21 +41,21 @@ async def ready(services: ServicesDep) -> JSONResponse:
     return JSONResponse(body, NotReadyError.status, {"retry-after": str(NotReadyError.retry_after)})
 
 
-@router.get("/version", summary="What runs here")
+@router.get("/version", summary="Version")
 async def version(services: ServicesDep) -> Version:
     """Version, models, device and dtype."""
     settings, worker = services.settings, services.engine.state.worker
     return Version(
         version=package_version(),
-        model=settings.served_model_name,
-        target=str(settings.target),
-        draft=settings.draft,
+        model=settings.model_name,
+        target=settings.public_target,
+        draft=public_name(settings.draft) if settings.draft else None,
         device=worker.device if worker else None,
         dtype=worker.dtype if worker else None,
     )
 
 
-@router.get("/speculation", summary="How speculation goes, and why")
+@router.get("/speculation", summary="Speculation status")
 async def speculation(services: ServicesDep) -> SpeculationState:
     """Who drafts, how much is accepted at which position, what it gains, and why it is on or off."""
     engine = services.engine
@@ -64,4 +71,4 @@ async def speculation(services: ServicesDep) -> SpeculationState:
 async def metrics(request: Request, services: ServicesDep) -> Response:
     """Prometheus text, or OpenMetrics for a client that accepts it."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    return Response(encode(services.metrics.registry), media_type=content_type)
+    return Response(encode(services.metrics.exposed), media_type=content_type)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
+from server.auth import api_key_of
 from server.choice import FinishedChoice
 from server.errors import ApiError
 from server.logprobs import ScoredToken, chat_logprobs
@@ -14,12 +15,13 @@ from server.openapi import answer_or_stream
 from server.prompt import chat_prompt
 from server.routes.common import (
     GenerationContext,
-    JsonRoute,
     check_request,
-    in_thread_if_long,
+    check_room,
+    prompt_limits,
     respond,
     start_generation,
 )
+from server.routes.json_route import JsonRoute, in_thread_if_long
 from server.schemas.examples import RESPONSES
 from server.schemas.logprobs import ChatTokenLogprob
 from server.schemas.responses import (
@@ -58,9 +60,11 @@ async def create_response(
     """OpenAI's newer endpoint, as far as it is text in and text out. Nothing is stored: the client keeps the
     conversation, and `previous_response_id`, `conversation`, `store: true` and `background` are refused."""
     headers = check_request(body, services)
-    model = services.model()
-    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer)
-    context = start_generation("responses", body, [prompt], model, services)
+    model, key = services.model(), api_key_of(request.scope)
+    check_room(body, 1, services, key)
+    limits = prompt_limits(services, model.worker)
+    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
+    context = start_generation("responses", body, [prompt], model, services, key)
     return await respond(request, context, ResponsesWriter(context, body), headers)
 
 

@@ -1,10 +1,11 @@
 """``/v1/chat/completions``: request, response and chunk."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from server.schemas.common import Answer, Choice, GenerationRequest, TextPart, is_none, kind_of_content
+from server.schemas.answer import Answer, Choice, is_none
+from server.schemas.common import GenerationRequest, TextPart, kind_of_content
 from server.schemas.logprobs import ChatLogprobs, PromptLogprobs
 
 
@@ -26,7 +27,7 @@ ContentPart = Annotated[
 
 
 Content = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[ContentPart], Tag("parts")],
+    Annotated[str, Tag("string")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("parts")],
     Discriminator(
         kind_of_content,
         custom_error_type="content_type",
@@ -47,12 +48,64 @@ class Message(BaseModel):
         None, description="A string, or text parts, which are joined by newlines."
     )
     name: str | None = Field(None, description="Given to the chat template, which may use it.")
+    tool_call_id: str | None = Field(None, description="The same.")
+    reasoning_content: str | None = Field(
+        None, description="The same: what the model thought before an earlier answer."
+    )
 
 
-class ChatRequest(GenerationRequest):
+# What transformers takes beside a template's own variables; those may be anything else.
+RESERVED_IN_TEMPLATES = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
+    | {"max_length", "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask"}
+    | {"return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"}
+)
+
+
+def _not_reserved(values: dict[str, Any]) -> dict[str, Any]:
+    for name in values:
+        if name in RESERVED_IN_TEMPLATES:
+            raise ValueError(f"'{name}' is not a variable of chat templates that requests may set")
+    return values
+
+
+class TemplateFields(BaseModel):
+    """How the chat template writes the messages."""
+
+    add_generation_prompt: bool | None = Field(
+        None, description="End with the beginning of the answer. Default true, unless continue_final_message."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Leave the last message open, so that the answer goes on with it. Default false."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] | None = Field(
+        None, description="Variables for the chat template, such as `enable_thinking`."
+    )
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
+        None, description="Given to the chat template, which may use it."
+    )
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+        return self
+
+    def template_options(self) -> dict[str, Any]:
+        """As transformers' ``apply_chat_template`` takes them."""
+        is_open = bool(self.continue_final_message)
+        asked = self.add_generation_prompt
+        return (self.chat_template_kwargs or {}) | {
+            "add_generation_prompt": not is_open if asked is None else asked,
+            "continue_final_message": is_open,
+            "documents": self.documents,
+        }
+
+
+class ChatRequest(TemplateFields, GenerationRequest):
     prompt_field: ClassVar[str] = "messages"
 
-    messages: list[Message] = Field(
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
         min_length=1, description="The conversation so far, written out by the model's chat template."
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")

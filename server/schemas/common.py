@@ -1,11 +1,10 @@
-"""Request fields and answer parts that the generating endpoints share, with OpenAI's ranges.
+"""Request fields that the generating endpoints share, with OpenAI's ranges.
 
 Every field may be null, which means "not given": defaults are filled in by ``server.sampling_params``,
 their only home. Unknown fields are kept in ``model_extra`` and judged by ``server.parameters``.
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,12 +15,13 @@ from pydantic import (
     Field,
     Tag,
     WithJsonSchema,
+    model_validator,
 )
 
-from engine.messages import FinishReason, Verification
-from server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
+from engine.messages import Verification
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 NonEmptyString = Annotated[str, Field(min_length=1)]
 
@@ -51,6 +51,16 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_key(cls, value: Any) -> Any:
+        """One unknown key is enough for the error; pydantic would make an error of each of a million."""
+        if not isinstance(value, dict):
+            return value
+        unknown = [name for name in value if name not in cls.model_fields]
+        shown = {*cls.model_fields, *unknown[:1]}
+        return {name: item for name, item in value.items() if name in shown} if len(unknown) > 1 else value
+
 
 class TextPart(StrictModel):
     type: Literal["text"]
@@ -69,7 +79,7 @@ class Prediction(StrictModel):
 
     type: Literal["content"]
     content: Annotated[
-        Annotated[str, Tag("string")] | Annotated[list[TextPart], Tag("parts")],
+        Annotated[str, Tag("string")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
         Discriminator(
             kind_of_content,
             custom_error_type="content_type",
@@ -94,6 +104,15 @@ class ChunkStreamOptions(StreamOptions):
     """Of completions and chats."""
 
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: every chunk has the usage so far."
+    )
+
+    @model_validator(mode="after")
+    def _only_with_usage(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats is only allowed with include_usage: true")
+        return self
 
 
 class SpeculationOptions(StrictModel):
@@ -136,9 +155,9 @@ class SamplingRequest(BaseModel):
     repetition_penalty: float | None = Field(
         None, ge=0.01, le=10, description="Divides the logit of every token that has occurred. Default 1."
     )
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="Added to logits, by token id."
-    )
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(fail_fast=True)] | None
+    ) = Field(None, description="Added to logits, by token id.")
     seed: int | None = Field(
         None,
         ge=INT64_MIN,
@@ -146,11 +165,11 @@ class SamplingRequest(BaseModel):
         description="With the same seed and parameters the same tokens come out, whatever else runs.",
     )
     stop: Annotated[
-        list[NonEmptyString] | None,
+        Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
         Field(max_length=4),
         BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
     ] = Field(None, description="Up to 4 strings that end the text; they are not part of it.")
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = Field(
         None, description="Tokens that end the text, besides the model's own end-of-sequence tokens."
     )
     include_stop_str_in_output: bool | None = Field(
@@ -173,7 +192,10 @@ class SamplingRequest(BaseModel):
         description="How to speculate; the answer then has a `foretoken` object.",
     )
     priority: int | None = Field(
-        None, ge=INT64_MIN, le=INT64_MAX, description="Lower goes first, whoever came first. Default 0."
+        None,
+        ge=INT32_MIN,
+        le=INT32_MAX,
+        description="Lower goes first. Only with `allow_priority`. Default 0.",
     )
     cache_prompt: bool | None = Field(
         None, description="Share what is computed of the prompt with other requests. Default true."
@@ -207,104 +229,3 @@ class GenerationRequest(SamplingRequest):
     prediction: Prediction | None = Field(
         None, description="What the answer is expected to be: makes it come sooner, never another one."
     )
-
-
-class PromptTokensDetails(BaseModel):
-    """``cached_tokens`` were taken over from earlier requests, counted once per prompt.
-
-    Choices of one prompt may take over different numbers, as the first computes what the others share: what
-    counts is each prompt's first choice, summed over the prompts, as in ``prompt_tokens``.
-    """
-
-    cached_tokens: int = 0
-    audio_tokens: int = 0
-
-
-class CompletionTokensDetails(BaseModel):
-    """The prediction counts are about the client's ``prediction`` only, never about other drafts.
-
-    Accepted are its tokens that appeared in the completion, each counted once per choice; rejected are those
-    that were tried and did not. Its other tokens count as neither. Unlike OpenAI's, ``completion_tokens``
-    does not include rejected ones: it is what was generated.
-    """
-
-    reasoning_tokens: int = 0
-    audio_tokens: int = 0
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
-    completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
-
-
-def is_none(value: object) -> bool:
-    return value is None
-
-
-class DraftedToken(BaseModel):
-    """Probabilities are as processed by the request's parameters; one-hot at temperature 0."""
-
-    id: int
-    target_prob: float
-    draft_prob: float
-    accepted: bool
-
-
-class TracedRound(BaseModel):
-    """``position`` is the index of the round's first token in prompt plus output."""
-
-    position: int
-    source: str
-    rule: str
-    drafted: list[DraftedToken]
-    next_token: int
-
-
-class SpeculationReport(BaseModel):
-    """The ``foretoken`` object beside ``usage``. Only rounds that drafted something count.
-
-    ``seeds`` are the choices' own, given or drawn: with ``seed`` and ``verification`` set to these the
-    choice can be had again. The last three are there only with ``trace``, and are what replaying takes:
-    rounds per choice, token ids per prompt, and the parameters as the engine took them.
-    """
-
-    rounds: int
-    drafted_tokens: int
-    accepted_tokens: int
-    acceptance_rate: float | None
-    acceptance_length: float
-    method: str
-    verification: str
-    seeds: list[int | None]
-    trace: list[list[TracedRound]] | None = Field(None, exclude_if=is_none)
-    prompt_token_ids: list[list[int]] | None = Field(None, exclude_if=is_none)
-    sampling_params: dict[str, Any] | None = Field(None, exclude_if=is_none)
-
-
-class Choice(BaseModel):
-    """``token_ids`` is there only with ``return_token_ids``."""
-
-    index: int
-    logprobs: CompletionLogprobs | ChatLogprobs | None = None
-    finish_reason: FinishReason | None
-    token_ids: list[int] | None = Field(None, exclude_if=is_none)
-
-
-class Answer(BaseModel):
-    """Top level of every completion, chat completion and chunk, in OpenAI's order.
-
-    A chunk leaves ``usage`` out unless the client asked for it; see ``server.sse``.
-    """
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: Sequence[Choice]
-    usage: Usage | None = None
-    foretoken: SpeculationReport | None = Field(None, exclude_if=is_none)

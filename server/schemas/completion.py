@@ -4,7 +4,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from server.schemas.common import Answer, Choice, GenerationRequest, is_none
+from server.schemas.answer import Answer, Choice, is_none
+from server.schemas.common import GenerationRequest
 from server.schemas.logprobs import CompletionLogprobs, PromptLogprobs
 
 TokenId = Annotated[int, Field(ge=0)]
@@ -21,9 +22,11 @@ def _kind_of_prompt(value: Any) -> str | None:
 
 Prompt = Annotated[
     Annotated[str, Tag("string")]
-    | Annotated[list[str], Tag("strings")]
-    | Annotated[list[TokenId], Tag("tokens")]
-    | Annotated[list[list[TokenId]], Tag("token_lists")],
+    | Annotated[list[str], Field(fail_fast=True), Tag("strings")]
+    | Annotated[list[TokenId], Field(fail_fast=True), Tag("tokens")]
+    | Annotated[
+        list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True), Tag("token_lists")
+    ],
     Discriminator(
         _kind_of_prompt,
         custom_error_type="prompt_type",

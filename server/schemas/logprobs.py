@@ -1,6 +1,7 @@
 """Log-probabilities as the two endpoints shape them, and vLLM's shape for those of the prompt."""
 
 from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 
 class CompletionLogprobs(BaseModel):
@@ -33,8 +34,11 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
-class PromptLogprob(BaseModel):
-    """``rank`` 1 is the likeliest; null for a prompt token that is not among the likeliest asked for."""
+class PromptLogprob(TypedDict):
+    """``rank`` 1 is the likeliest; null for a prompt token that is not among the likeliest asked for.
+
+    There may be a million: as plain dictionaries they cost garbage collections nothing.
+    """
 
     logprob: float
     rank: int | None

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from engine.messages import Method, Source
-from server.schemas.common import is_none
+from server.schemas.answer import is_none
 
 
 class Health(BaseModel):

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from server.schemas.common import SamplingRequest, SpeculationReport, is_none
+from server.schemas.answer import SpeculationReport, is_none
+from server.schemas.common import SamplingRequest
 from server.schemas.logprobs import ChatTokenLogprob
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -58,7 +59,7 @@ class InputMessage(BaseModel):
         description="Who speaks; `developer` is written as `system`."
     )
     content: Annotated[
-        Annotated[str, Tag("string")] | Annotated[list[InputPart], Tag("parts")],
+        Annotated[str, Tag("string")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("parts")],
         Discriminator(
             _kind_of_content,
             custom_error_type="content_type",
@@ -91,7 +92,8 @@ class ResponsesRequest(SamplingRequest):
     logprobs_switch: ClassVar[str] = f"include: ['{INCLUDE_LOGPROBS}']"
 
     input: Annotated[
-        Annotated[str, Tag("string")] | Annotated[list[InputItem], Field(min_length=1), Tag("items")],
+        Annotated[str, Tag("string")]
+        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("items")],
         Discriminator(
             _kind_of_input,
             custom_error_type="input_type",
@@ -100,11 +102,15 @@ class ResponsesRequest(SamplingRequest):
     ] = Field(description="What the user says, or the conversation so far.")
     instructions: str | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
-    include: list[str] | None = Field(None, description=f"Only `{INCLUDE_LOGPROBS}`.")
+    include: Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        None, description=f"Only `{INCLUDE_LOGPROBS}`."
+    )
     top_logprobs: int | None = Field(
         None, ge=0, description="With the log-probabilities: the likeliest tokens too, this many at each."
     )
-    metadata: dict[str, str] | None = Field(None, description="Repeated in the answer, not kept.")
+    metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = Field(
+        None, description="Repeated in the answer, not kept."
+    )
 
     @property
     def wants_logprobs(self) -> bool:

@@ -4,23 +4,23 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from server.schemas.chat import Message
-from server.schemas.common import StrictModel, is_none
+from server.schemas.answer import is_none
+from server.schemas.chat import Message, TemplateFields
+from server.schemas.common import StrictModel
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(TemplateFields, StrictModel):
     """A text as completions would take it, or messages as chats would. One of the two."""
 
     model: str | None = Field(None, description="The served name; may be left out.")
     prompt: str | None = Field(None, description="A text.")
-    messages: list[Message] | None = Field(None, min_length=1, description="A conversation.")
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
+        None, min_length=1, description="A conversation."
+    )
     add_special_tokens: bool | None = Field(
         None,
         description="Add the tokens that the tokenizer puts around a text. Default: true for a prompt, false "
         "for messages, whose template has written them; so the count is what a request would be charged.",
-    )
-    add_generation_prompt: bool | None = Field(
-        None, description="With messages: end with the beginning of the answer. Default true, as chats do."
     )
     return_token_strs: bool | None = Field(None, description="Give each token's text too. Default false.")
 
@@ -36,7 +36,9 @@ class TokenizeAnswer(BaseModel):
 
 class DetokenizeRequest(StrictModel):
     model: str | None = Field(None, description="The served name; may be left out.")
-    tokens: list[Annotated[int, Field(ge=0)]] = Field(description="Token ids.")
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = Field(
+        description="Token ids."
+    )
 
 
 class DetokenizeAnswer(BaseModel):

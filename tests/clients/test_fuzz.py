@@ -27,11 +27,11 @@ from schemathesis.specs.openapi.checks import (
 
 from engine.config import EngineConfig
 from server.app import create_app
-from server.config import Settings
 from server.engine_client import WorkerClient
 from server.metrics import Metrics
 from server.schemas.chat import ChatChunk
 from server.schemas.completion import Completion
+from server.settings import Settings
 from server.tokenizer import load_tokenizer
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
@@ -41,9 +41,7 @@ CASES_PER_ROUTE = 500
 TIMEOUT_SECONDS = 60
 MAX_CHOICES = 3  # more would only cost time
 
-app = create_app(
-    Settings(target="tiny-model"), WorkerClient(EngineConfig(), Metrics(), max_queued_requests=1), Metrics()
-)
+app = create_app(Settings(target="tiny-model"), WorkerClient(EngineConfig(), Metrics()), Metrics())
 schema = schemathesis.openapi.from_dict(app.openapi())
 schema.config.max_stream_events = 10_000  # of its own accord it stops reading a stream long before its end
 CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatChunk}

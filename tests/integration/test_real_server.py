@@ -145,7 +145,7 @@ def test_shared_beginning_is_computed_once(server: Server) -> None:
         )
 
     hits = server.metric("foretoken_prefix_cache_hits_total")
-    first, again, alone, salted = ask(), ask(priority=-1), ask(cache_prompt=False), ask(cache_salt="mine")
+    first, again, alone, salted = ask(), ask(priority=0), ask(cache_prompt=False), ask(cache_salt="mine")
     assert len({answer.choices[0].text for answer in (first, again, alone, salted)}) == 1
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (first, again, alone, salted)]
     assert cached[0] == cached[2] == cached[3] == 0
@@ -175,11 +175,11 @@ def test_a_client_that_leaves_frees_its_sequence(server: Server) -> None:
     for _ in range(100):
         with server.stream("/v1/completions", body) as response:
             next(response.iter_lines())
-        wait_for(lambda: server.metric("foretoken_requests_running") == 0, "the end")
+        wait_for(lambda: server.metric("foretoken_num_requests_running") == 0, "the end")
         if server.metric("foretoken_requests_aborted_total") > aborted:
             break
     assert server.metric("foretoken_requests_aborted_total") == aborted + 1
-    assert server.metric("foretoken_kv_cache_usage_ratio") == 0
+    assert server.metric("foretoken_kv_cache_usage_perc") == 0
 
 
 def test_speculation_is_told(server: Server) -> None:

@@ -174,4 +174,4 @@ def test_speculation_says_everything(server: Server, sdk: openai.OpenAI) -> None
     assert 0 < state["acceptance_rate"] < 1
     assert set(state["phase_seconds"]) == {"draft", "score", "verify", "host"}
     assert state["policy"]["policy"] == "auto"
-    assert server.metric("foretoken_queue_time_seconds_count") > 0
+    assert server.metric("foretoken_request_queue_time_seconds_count") > 0

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 DIE = "die"
+HANG = "hang"
 
 
 class WorkerOrders:
@@ -23,6 +24,10 @@ class WorkerOrders:
     def die(self) -> None:
         """A worker that runs dies, and none becomes ready until there is another order."""
         self._write(DIE)
+
+    def hang(self) -> None:
+        """The worker's loop stands still; its process lives."""
+        self._write(HANG)
 
     def go_on(self) -> None:
         self.path.unlink(missing_ok=True)

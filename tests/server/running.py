@@ -20,12 +20,14 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.app import create_app
-from server.config import Settings
 from server.engine_client import WorkerClient
 from server.launch import bind
 from server.metrics import Metrics
+from server.open_requests import QueueLimits
 from server.services import Services
+from server.settings import Settings
 from server.tokenizer import Tokenizer
+from server.worker_process import Patience
 from tests.server.orders import WorkerOrders
 
 MODEL = "tiny-model"
@@ -67,7 +69,7 @@ class RunningServer:
         """Value of one sample; a sample that is not there yet counts as 0."""
         for family in text_string_to_metric_families(self.get("/metrics").text):
             for sample in family.samples:
-                if sample.name == name and sample.labels == labels:
+                if sample.name == name and sample.labels == {"model_name": MODEL} | labels:
                     return sample.value
         return 0.0
 
@@ -147,12 +149,13 @@ def run_server(
     files = ("--log", str(worker_log), "--orders", str(orders.path))
     command = (sys.executable, "-m", "tests.fake_worker", *files, *worker_options)
     configured = Settings(target=str(model_folder), **settings)
-    metrics = Metrics()
+    metrics = Metrics(configured.metrics_prefix, configured.model_name)
     engine = WorkerClient(
         configured.engine_config(),
         metrics,
-        max_queued_requests=configured.max_queued_requests,
-        max_queued_tokens=configured.max_queued_tokens,
+        limits=QueueLimits.of(configured),
+        patience=Patience(configured.heartbeat_timeout, configured.step_timeout),
+        max_restarts=configured.max_worker_restarts,
         worker_command=command,
         first_backoff_seconds=0.2,
     )

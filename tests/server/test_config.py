@@ -7,8 +7,9 @@ import pytest
 
 from engine.config import EngineConfig
 from server.cli import main
-from server.config import ConfigError, Settings, load_settings
+from server.config import ConfigError, load_settings
 from server.help import configuration_page, setting_groups
+from server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +68,7 @@ def test_lists_and_sizes(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ),
         (["--config"], "--config needs the path of a YAML file."),
         (["--config", "/no/such/file"], "Cannot read the configuration file /no/such/file"),
-        (["stray"], "stray"),
+        (["--port", "1", "stray"], "stray"),
         (["--port"], "port"),
     ],
 )

@@ -15,7 +15,7 @@ from server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.server.running import RunningServer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
-WORDS = set(re.findall(r"[a-z_]+", PAGE))
+WORDS = set(re.findall(r"[a-z0-9_]+", PAGE))
 
 # Of /tokenize and the relatives of prompt_cache_key, which the OpenAPI document explains.
 ELSEWHERE = {"add_special_tokens", "add_generation_prompt", "return_token_strs", "tokens"}

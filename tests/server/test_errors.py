@@ -281,7 +281,7 @@ def test_our_own_bugs_tell_nothing_but_the_id(
 
 
 def test_full_queue(start_server: StartServer) -> None:
-    with start_server(max_queued_requests=1) as server:
+    with start_server(max_queued_sequences=1) as server:
         server.worker.at_most(1)
         body = {"model": MODEL, "prompt": "x", "max_tokens": 100, "stream": True}
         with server.client.stream("POST", COMPLETIONS, json=body) as first:
@@ -308,7 +308,7 @@ def test_authentication(start_server: StartServer) -> None:
             assert response.status_code == 401
             assert error_of(response)["code"] == "invalid_api_key"
         assert server.get("/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
-        assert server.get("/docs").status_code == 401
+        assert server.get("/speculation").status_code == 401
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", max_retries=0) as sdk:
             assert sdk.completions.create(model=MODEL, prompt="x").choices
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.config import Settings
 from server.engine_client import WorkerClient
 from server.metrics import Metrics
+from server.settings import Settings
 from tests.server.conftest import StartServer
 from tests.server.refusals import refused_raw
 from tests.server.running import MODEL, RunningServer
@@ -31,7 +31,7 @@ each_route = pytest.mark.parametrize("path", sorted(VALID))
 
 def test_no_route_is_left_out() -> None:
     metrics = Metrics()
-    engine = WorkerClient(Settings().engine_config(), metrics, max_queued_requests=1)
+    engine = WorkerClient(Settings().engine_config(), metrics)
     paths = create_app(Settings(), engine, metrics).openapi()["paths"]
     assert {path for path, methods in paths.items() if "post" in methods} == set(VALID)
 

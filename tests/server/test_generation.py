@@ -27,7 +27,7 @@ class HandDrivenEngine:
 
     aborted: list[tuple[str, int | None]] = field(default_factory=list)
 
-    def submit(self, requests: Sequence[Generate]) -> EngineStream:
+    def submit(self, requests: Sequence[Generate], key: str = "") -> EngineStream:
         self.stream = EngineStream(requests, lambda *sequence: self.aborted.append(sequence))
         return self.stream
 
@@ -48,6 +48,7 @@ def job(num_prompts: int, n: int) -> Job:
         params=SamplingParams(max_tokens=99, logprobs=0),
         n=n,
         priority=0,
+        key="",
         cache_prompt=True,
         cache_salt="",
         prediction_token_ids=None,
@@ -196,7 +197,7 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
             outputs = outputs[count:]
             await let_read()
         await reading
-        names = ("round_interval", "inter_token_latency", "time_to_first_token", "queue_time")
+        names = ("round_interval", "inter_token_latency", "time_to_first_token", "request_queue_time")
         samples = metrics.registry.get_sample_value
         rounds, tokens = (samples(f"foretoken_{name}_seconds_sum") for name in names[:2])
         assert rounds == pytest.approx(tokens)
@@ -206,7 +207,7 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
         "round_interval": 10.0,
         "inter_token_latency": 10.0,
         "time_to_first_token": 1.0,
-        "queue_time": 1.0,
+        "request_queue_time": 1.0,
     }
     assert asyncio.run(read([1, 1, 1, 1, 1, 1])) == expected
     assert asyncio.run(read([1, 3, 2])) == expected

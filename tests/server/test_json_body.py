@@ -46,7 +46,7 @@ def test_byte_order_mark_is_skipped(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("field", ["metadata", "unknown", "prompt", "stop", "logit_bias", "speculation"])
 @pytest.mark.parametrize(("before", "after"), [("[", "]"), ('{"a": ', "}")], ids=["lists", "objects"])
-@pytest.mark.parametrize("depth", [101, 500, 100_000])
+@pytest.mark.parametrize("depth", [101, 500, 40_000])
 def test_deep_nesting(server: RunningServer, field: str, before: str, after: str, depth: int) -> None:
     nested = f"{before * depth}1{after * depth}"
     content = body('"n": 1', prompt=nested) if field == "prompt" else body(f'"{field}": {nested}')
@@ -89,10 +89,10 @@ def test_equal_keys_of_different_objects() -> None:
 
 
 def test_many_keys_do_not_take_long() -> None:
-    content = b"{" + b", ".join(b'"%d": 1' % number for number in range(100_000)) + b"}"
-    assert len(parse_json(content)) == 100_000
-    with pytest.raises(InvalidRequestError, match="'99999' twice"):
-        parse_json(content[:-1] + b', "99999": 2}')
+    content = b"{" + b", ".join(b'"%d": 1' % number for number in range(90_000)) + b"}"
+    assert len(parse_json(content)) == 90_000
+    with pytest.raises(InvalidRequestError, match="'89999' twice"):
+        parse_json(content[:-1] + b', "89999": 2}')
 
 
 @pytest.mark.parametrize(

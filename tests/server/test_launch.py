@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from engine.messages import EncoderDecoderLengths, Ready
-from server.config import Settings
 from server.errors import ContextLengthError
 from server.launch import capacity
 from server.sampling_params import build_sampling_params, longest_request
 from server.schemas.completion import CompletionRequest
+from server.settings import RequestSettings, Settings
 from server.tokenizer import load_tokenizer
 
 WORKER = Ready(
@@ -51,7 +51,7 @@ def test_cache_smaller_than_the_context() -> None:
     assert longest_request(small) == 1600
     request = CompletionRequest(model="m", prompt="p", max_tokens=601)
     with pytest.raises(ContextLengthError, match=r"cache holds 1600 tokens .*but 1000 .* and 601"):
-        build_sampling_params(request, num_prompt_tokens=1000, worker=small, max_logprobs=5)
+        build_sampling_params(request, num_prompt_tokens=1000, worker=small, limits=RequestSettings())
 
 
 def test_requests_at_once_are_limited_by_the_setting_too() -> None:
@@ -86,7 +86,9 @@ def output_room(num_prompt_tokens: int, *, num_target_blocks: int = 2000, **fiel
     """``max_tokens`` as an encoder-decoder worker is told it."""
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
     told = worker(encoder_decoder=ENCODER_DECODER, num_target_blocks=num_target_blocks)
-    params = build_sampling_params(request, num_prompt_tokens=num_prompt_tokens, worker=told, max_logprobs=5)
+    params = build_sampling_params(
+        request, num_prompt_tokens=num_prompt_tokens, worker=told, limits=RequestSettings()
+    )
     return params.max_tokens
 
 

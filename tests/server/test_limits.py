@@ -106,7 +106,7 @@ def test_queued_tokens_are_limited(start_server: StartServer) -> None:
 def test_sdk_comes_back_when_the_queue_was_full(start_server: StartServer) -> None:
     """It waits as long as Retry-After says, and again where that was not long enough."""
     with (
-        start_server(max_queued_requests=1) as server,
+        start_server(max_queued_sequences=1) as server,
         ThreadPoolExecutor() as threads,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=30) as sdk,
     ):
@@ -125,7 +125,7 @@ def test_sdk_comes_back_when_the_queue_was_full(start_server: StartServer) -> No
 
 def test_sdk_names_the_refusal(start_server: StartServer) -> None:
     with (
-        start_server(max_queued_requests=1) as server,
+        start_server(max_queued_sequences=1) as server,
         ThreadPoolExecutor() as threads,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk,
     ):

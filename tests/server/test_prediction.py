@@ -36,14 +36,13 @@ def counts(server: RunningServer, path: str, body: dict[str, Any]) -> tuple[int,
 
 @endpoints
 @ways_to_answer
-def test_what_appeared_and_what_was_only_tried(server: RunningServer, path: str, way: dict[str, Any]) -> None:
+def test_what_appeared_and_what_did_not(server: RunningServer, path: str, way: dict[str, Any]) -> None:
     assert counts(server, path, way) == (0, 0)
     assert counts(server, path, way | predicted("Hello, w")) == (8, 0)
-    assert counts(server, path, way | predicted("Hello, world")) == (8, 0)
-    assert counts(server, path, way | predicted("Hello; world and more")) == (7, 1)
+    assert counts(server, path, way | predicted("Hello, world")) == (8, 4)
+    assert counts(server, path, way | predicted("Hello; world and more")) == (7, 14)
     assert counts(server, path, way | predicted("")) == (0, 0)
-    accepted, rejected = counts(server, path, way | predicted("@" * 20))
-    assert accepted == 0 < rejected <= 6
+    assert counts(server, path, way | predicted("@" * 20)) == (0, 20)
 
 
 @endpoints

@@ -27,13 +27,14 @@ def cached_tokens(response: httpx.Response) -> int:
             {"priority": None, "cache_prompt": None, "cache_salt": None},
             "priority=0, cache_prompt=True, cache_salt=''",
         ),
-        ({"priority": -3}, "priority=-3, cache_prompt=True, cache_salt=''"),
         ({"cache_prompt": False}, "priority=0, cache_prompt=False, cache_salt=''"),
         ({"cache_salt": "mine"}, "priority=0, cache_prompt=True, cache_salt='mine'"),
     ],
 )
 def test_fields_reach_the_engine(server: RunningServer, path: str, fields: dict[str, Any], sent: str) -> None:
-    prompt: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user"}]}
+    prompt: dict[str, Any] = (
+        {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    )
     response = server.post(path, {"max_tokens": 1} | prompt | fields)
     assert response.status_code == 200
     assert "x-foretoken-ignored" not in response.headers
@@ -46,7 +47,7 @@ def test_fields_reach_the_engine(server: RunningServer, path: str, fields: dict[
         ({"priority": 1.5}, "priority"),
         ({"priority": "high"}, "priority"),
         ({"priority": True}, "priority"),
-        ({"priority": 2**63}, "priority"),
+        ({"priority": 2**31}, "priority"),
         ({"cache_prompt": 1}, "cache_prompt"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": 5}, "cache_salt"),
@@ -54,7 +55,9 @@ def test_fields_reach_the_engine(server: RunningServer, path: str, fields: dict[
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_invalid_values(server: RunningServer, path: str, fields: dict[str, Any], param: str) -> None:
-    prompt: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user"}]}
+    prompt: dict[str, Any] = (
+        {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    )
     response = server.post(path, prompt | fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param

@@ -9,6 +9,7 @@ from engine.messages import Ready, SamplingParams
 from server.sampling_params import build_sampling_params
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
+from server.settings import RequestSettings
 
 WITH_DRAFT = Ready(
     "target", "draft", "cpu", "float32", 100, 50, 4, 4, 16, ["draft_model", "ngram"], "draft_model"
@@ -18,13 +19,13 @@ WITHOUT_DRAFT = Ready("target", None, "cpu", "float32", 100, 50, 4, 0, 16, ["ngr
 
 def completion(*, worker: Ready = WITH_DRAFT, **fields: Any) -> SamplingParams:
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
-    return build_sampling_params(request, num_prompt_tokens=10, worker=worker, max_logprobs=5)
+    return build_sampling_params(request, num_prompt_tokens=10, worker=worker, limits=RequestSettings())
 
 
 def chat(**fields: Any) -> SamplingParams:
     messages = [{"role": "user", "content": "p"}]
     request = ChatRequest.model_validate({"model": "m", "messages": messages} | fields)
-    return build_sampling_params(request, num_prompt_tokens=10, worker=WITH_DRAFT, max_logprobs=5)
+    return build_sampling_params(request, num_prompt_tokens=10, worker=WITH_DRAFT, limits=RequestSettings())
 
 
 def test_defaults() -> None:
@@ -128,9 +129,13 @@ def test_generation_config_gives_the_defaults() -> None:
     )
     assert completion(worker=RECOMMENDED) == expected
     request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "p"}]})
-    params = build_sampling_params(request, num_prompt_tokens=10, worker=RECOMMENDED, max_logprobs=5)
+    params = build_sampling_params(
+        request, num_prompt_tokens=10, worker=RECOMMENDED, limits=RequestSettings()
+    )
     assert params == msgspec.structs.replace(expected, max_tokens=30)
-    params = build_sampling_params(request, num_prompt_tokens=35, worker=RECOMMENDED, max_logprobs=5)
+    params = build_sampling_params(
+        request, num_prompt_tokens=35, worker=RECOMMENDED, limits=RequestSettings()
+    )
     assert params.max_tokens == 15  # no more than fits
 
 

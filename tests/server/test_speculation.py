@@ -14,7 +14,9 @@ ways_to_answer = pytest.mark.parametrize("way", [{}, {"stream": True}, WITH_USAG
 
 def report(server: RunningServer, body: dict[str, Any], path: str = COMPLETIONS) -> Any:
     """It is in the last chunk, and in no other one."""
-    prompt: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user"}]}
+    prompt: dict[str, Any] = (
+        {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    )
     *chunks, last = answers(server, path, prompt | {"max_tokens": 8} | body)
     assert not any("foretoken" in chunk for chunk in chunks)
     return last["foretoken"]

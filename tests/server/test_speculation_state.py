@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from engine.messages import DraftCounts, Stats
-from server.config import Settings
 from server.metrics import Metrics
+from server.settings import Settings
 from server.speculation_state import speculation_state
 from tests.server.test_launch import worker
 

@@ -82,8 +82,9 @@ def test_failing_events_close_the_stream() -> None:
 
 
 def test_frames() -> None:
-    chunk = Completion(id="cmpl-1", created=1, model="m", choices=[])
-    head = b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[]'
+    chunk = Completion(id="cmpl-1", system_fingerprint="fp", created=1, model="m", choices=[])
+    head = b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m",'
+    head += b'"system_fingerprint":"fp","choices":[]'
     assert chunk_event(chunk, with_usage=False) == head + b"}\n\n"
     assert chunk_event(chunk, with_usage=True) == head + b',"usage":null}\n\n'
     assert DONE == b"data: [DONE]\n\n"

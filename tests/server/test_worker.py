@@ -26,9 +26,9 @@ def test_client_that_leaves_a_stream_frees_its_sequences(start_server: StartServ
         server.wait_for_requests(0)
         aborted = partial(server.metric, "foretoken_requests_aborted_total", reason="disconnect")
         wait_for(lambda: aborted() == 1, "the count")
-        usage = partial(server.metric, "foretoken_kv_cache_usage_ratio", model="target")
+        usage = partial(server.metric, "foretoken_kv_cache_usage_perc", model="target")
         wait_for(lambda: usage() == 0, "the worker's word that nothing is in use")
-        assert server.metric("foretoken_requests_running") == 0
+        assert server.metric("foretoken_num_requests_running") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -200,23 +200,22 @@ def test_metrics_are_exact(start_server: StartServer) -> None:
             server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 40})
         assert server.metric("foretoken_generation_tokens_total") == 40
         assert server.metric("foretoken_prompt_tokens_total") == 3
-        labels = {"endpoint": "completions", "finish_reason": "length"}
-        assert server.metric("foretoken_requests_total", **labels) == 1
+        assert server.metric("foretoken_request_success_total", finished_reason="length") == 1
         assert server.metric("foretoken_time_to_first_token_seconds_count") == 1
-        assert server.metric("foretoken_queue_time_seconds_count") == 1
-        assert server.metric("foretoken_queue_time_seconds_sum") == QUEUE_SECONDS
-        assert server.metric("foretoken_request_duration_seconds_count") == 1
+        assert server.metric("foretoken_request_queue_time_seconds_count") == 1
+        assert server.metric("foretoken_request_queue_time_seconds_sum") == QUEUE_SECONDS
+        assert server.metric("foretoken_e2e_request_latency_seconds_count") == 1
         # Ten rounds of four tokens: the first one has nothing before it.
         assert server.metric("foretoken_round_interval_seconds_count") == 9
         assert server.metric("foretoken_inter_token_latency_seconds_count") == 36
         interval = server.metric("foretoken_round_interval_seconds_sum")
         assert server.metric("foretoken_inter_token_latency_seconds_sum") == pytest.approx(interval)
-        assert server.metric("foretoken_request_completion_tokens_sum") == 40
+        assert server.metric("foretoken_request_generation_tokens_sum") == 40
         assert server.metric("foretoken_request_acceptance_rate_count") == 1
         assert server.metric("foretoken_spec_decode_num_draft_tokens_total", method="draft_model") == 30
         assert server.metric("foretoken_spec_decode_num_accepted_tokens_total", method="draft_model") == 30
-        assert server.metric("foretoken_spec_decode_draft_tokens_per_position_total", position="1") == 10
-        assert server.metric("foretoken_kv_cache_usage_ratio", model="target") == 0
+        assert server.metric("foretoken_spec_decode_num_draft_tokens_per_pos_total", position="0") == 10
+        assert server.metric("foretoken_kv_cache_usage_perc", model="target") == 0
         assert server.metric("foretoken_phase_seconds_total", phase="score") == 1.0
 
 
@@ -226,7 +225,7 @@ def test_stop_string_counts_only_what_counts(start_server: StartServer) -> None:
         answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 40, "stop": "o"}).json()
         assert answer["usage"]["completion_tokens"] == 5
         assert server.metric("foretoken_generation_tokens_total") == 5
-        assert server.metric("foretoken_requests_total", endpoint="completions", finish_reason="stop") == 1
+        assert server.metric("foretoken_request_success_total", finished_reason="stop") == 1
 
 
 def test_metrics_formats(server: RunningServer) -> None:

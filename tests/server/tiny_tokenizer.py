@@ -8,6 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 
 CHAT_TEMPLATE = """\
+{% for document in documents or [] %}[{{ document.title }}]{% endfor %}\
+{% if enable_thinking is false %}<no thoughts>{% endif %}\
 {% for message in messages %}{% if message['role'] == 'tool' and not message['tool_call_id'] %}\
 {{ raise_exception('a tool message needs tool_call_id') }}{% endif %}\
 <|im_start|>{{ message['role'] }}

@@ -1,0 +1,31 @@
+"""Ties a process's life to its parent's, from its first line on: no worker outlives its front end.
+
+Imports nothing that takes time. Used by ``engine.spawned`` before the engine is imported.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+# The front end's process id, in the worker's environment: by the time the worker looks, its parent may be
+# another process.
+PARENT_VARIABLE = "FORETOKEN_WORKER_PARENT"
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux), and leave if it has died already.
+
+    Elsewhere the worker's loop notices by ``parent``, once it runs.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent():
+        sys.exit(1)
+
+
+def parent() -> int:
+    """Process id of the front end."""
+    return int(os.environ.get(PARENT_VARIABLE) or os.getppid())

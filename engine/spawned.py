@@ -1,0 +1,26 @@
+"""Start of the worker process, with the arguments of ``engine.worker``: ``python -P -m engine.spawned``.
+
+Importing the engine takes seconds, in which the front end may already be gone; so this comes first.
+"""
+
+import signal
+import sys
+
+from engine.lifeline import end_with_parent
+
+# Ctrl-C and a service manager's SIGTERM reach all processes of a group or service. When to leave is the front
+# end's decision, and the kernel's when that is gone.
+FOR_THE_FRONT_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> int:
+    end_with_parent()
+    for number in FOR_THE_FRONT_END:
+        signal.signal(number, signal.SIG_IGN)
+    from engine.worker import main as run_worker
+
+    return run_worker()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

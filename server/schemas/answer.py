@@ -1,0 +1,115 @@
+"""Answer parts that the generating endpoints share: usage, choices, the report about speculation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from engine.messages import FinishReason
+from server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
+
+
+class PromptTokensDetails(BaseModel):
+    """``cached_tokens`` were taken over from earlier requests, counted once per prompt.
+
+    Choices of one prompt may take over different numbers, as the first computes what the others share: what
+    counts is each prompt's first choice, summed over the prompts, as in ``prompt_tokens``.
+    """
+
+    cached_tokens: int = 0
+    audio_tokens: int = 0
+
+
+class CompletionTokensDetails(BaseModel):
+    """The prediction counts are about the client's ``prediction`` only, never about other drafts.
+
+    Accepted are its tokens that appeared in the completion, each counted once per choice; rejected are the
+    others. Unlike OpenAI's, ``completion_tokens`` does not include rejected ones: it is what was generated.
+    """
+
+    reasoning_tokens: int = 0
+    audio_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
+    completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
+
+
+def is_none(value: object) -> bool:
+    return value is None
+
+
+class DraftedToken(BaseModel):
+    """Probabilities are as processed by the request's parameters; one-hot at temperature 0."""
+
+    id: int
+    target_prob: float
+    draft_prob: float
+    accepted: bool
+
+
+class TracedRound(BaseModel):
+    """``position`` is the index of the round's first token in prompt plus output."""
+
+    position: int
+    source: str
+    rule: str
+    drafted: list[DraftedToken]
+    next_token: int
+
+
+class SpeculationReport(BaseModel):
+    """The ``foretoken`` object beside ``usage``. Only rounds that drafted something count.
+
+    ``seeds`` are the choices' own, given or drawn: with ``seed`` and ``verification`` set to these the
+    choice can be had again. The last three are there only with ``trace``, and are what replaying takes:
+    rounds per choice, token ids per prompt, and the parameters as the engine took them.
+    """
+
+    rounds: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float | None
+    acceptance_length: float
+    method: str
+    verification: str
+    seeds: list[int | None]
+    trace: list[list[TracedRound]] | None = Field(None, exclude_if=is_none)
+    prompt_token_ids: list[list[int]] | None = Field(None, exclude_if=is_none)
+    sampling_params: dict[str, Any] | None = Field(None, exclude_if=is_none)
+
+
+class Choice(BaseModel):
+    """``token_ids`` is there only with ``return_token_ids``."""
+
+    index: int
+    logprobs: CompletionLogprobs | ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = Field(
+        None,
+        exclude_if=is_none,
+        description="The stop string or stop token that ended the text; absent for other ends.",
+    )
+    token_ids: list[int] | None = Field(None, exclude_if=is_none)
+
+
+class Answer(BaseModel):
+    """Top level of every completion, chat completion and chunk, in OpenAI's order.
+
+    A chunk leaves ``usage`` out unless the client asked for it; see ``server.sse``.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: Sequence[Choice]
+    usage: Usage | None = None
+    foretoken: SpeculationReport | None = Field(None, exclude_if=is_none)

@@ -1,0 +1,264 @@
+"""What the whole server can be told: the engine's settings and HTTP's own, declared once.
+
+Flags, ``FORETOKEN_*`` environment, a YAML file and ``--help`` all come from the ``Settings`` declaration;
+``server.config`` reads them.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    SecretStr,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from engine.config import BUNDLED_PAIR, EngineConfig
+
+ENV_PREFIX = "FORETOKEN_"
+BUNDLED_MODEL_NAME = "foretoken-demo"
+DEFAULT_PREFIX = "foretoken_"
+
+
+def _split_commas(value: object) -> object:
+    """Let flags and environment give a list as ``a,b``; YAML gives real lists."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        return value
+    return [item.strip() for part in parts for item in (part.split(",") if isinstance(part, str) else [part])]
+
+
+def _check_keys(keys: list[SecretStr]) -> list[SecretStr]:
+    """An empty key would let everybody in, and headers hold ASCII only."""
+    for key in keys:
+        secret = key.get_secret_value()
+        if not secret:
+            raise ValueError(
+                "one of the keys is empty; leave the setting out to serve without authentication"
+            )
+        if not secret.isascii() or not secret.isprintable():
+            raise ValueError("a key may have printable ASCII characters only")
+    return keys
+
+
+class ServerSettings(BaseModel):
+    """Server"""
+
+    config: Path | None = Field(
+        None, description="YAML file with any of these settings (keys written with underscores)."
+    )
+    uds: Path | None = Field(None, description="Unix domain socket to listen on instead of host and port.")
+    root_path: str = Field(
+        "", description="Path below which a proxy serves this server, such as /llm; it may strip it or not."
+    )
+    ssl_certfile: Path | None = Field(None, description="TLS certificate chain in PEM; with ssl_keyfile.")
+    ssl_keyfile: Path | None = Field(None, description="TLS private key in PEM; with ssl_certfile.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for all interfaces.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    served_model_name: str = Field(
+        "",
+        description="Name that requests use in 'model', or several, comma-separated. "
+        "Default: the target's folder name or hub id.",
+    )
+    chat_template: Path | None = Field(
+        None, description="Jinja chat template that replaces, or supplies, the model's own."
+    )
+    drain_timeout: float = Field(
+        30,
+        ge=0,
+        description="Seconds that running requests get to finish when the server is told to stop, "
+        "while new ones get 503. A second signal stops it at once.",
+    )
+    heartbeat_timeout: float = Field(
+        30, gt=0, description="Seconds without a sign of life after which the worker is killed and replaced."
+    )
+    step_timeout: float = Field(
+        600, gt=0, description="Seconds that one step may take before the worker is killed and replaced."
+    )
+    max_worker_restarts: int = Field(
+        5,
+        ge=0,
+        description="Restarts in a row, of workers that served for less than a minute, after which the "
+        "server gives up and exits with an error.",
+    )
+    metrics_prefix: str = Field(
+        DEFAULT_PREFIX,
+        pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$",
+        description="What metric names begin with. With 'vllm:' boards and autoscalers made for vLLM work.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe message that is logged; info includes one line per request."
+    )
+
+
+class AccessSettings(BaseModel):
+    """Access"""
+
+    api_keys: Annotated[
+        list[SecretStr], NoDecode, BeforeValidator(_split_commas), AfterValidator(_check_keys)
+    ] = Field(
+        [], description="Bearer keys that may use the API, comma-separated. Default: no authentication."
+    )
+    api_key_file: Path | None = Field(
+        None, description="File with further keys, one a line; empty lines and lines with # are skipped."
+    )
+    cors_origins: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
+        [], description="Web origins that may call the API from a browser, comma-separated. Default: none."
+    )
+
+
+class RequestSettings(BaseModel):
+    """Requests and limits"""
+
+    strict_parameters: bool = Field(
+        False, description="Refuse unknown request fields instead of listing them in x-foretoken-ignored."
+    )
+    max_logprobs: int = Field(
+        5, ge=5, description="Largest 'logprobs' on completions; above 20, chats and prompts may have it too."
+    )
+    max_body_size: ByteSize = Field(
+        ByteSize(8 << 20), description="Largest request body; a larger one gets 413."
+    )
+    max_prompt_characters: int = Field(
+        4_000_000,
+        ge=1,
+        description="Characters that the prompts of one request may have together; more get 413 before they "
+        "are tokenized.",
+    )
+    max_choices: int = Field(
+        1024, ge=1, description="Choices (prompts times n) that one request may ask for; more get 400."
+    )
+    max_answer_logprobs: int = Field(
+        1_000_000,
+        ge=1,
+        description="Log-probabilities that one answer may hold: tokens times the alternatives asked for at "
+        "each, plus one. A request for more gets 400. Of a stream only the prompts' count.",
+    )
+    max_logit_bias: int = Field(1024, ge=0, description="Entries that 'logit_bias' may have; more get 400.")
+    max_queued_sequences: int = Field(
+        256,
+        ge=1,
+        description="Sequences (prompts times n) that may wait for their first token; more get 429, "
+        "but a request that finds nothing waiting is always taken.",
+    )
+    max_queued_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Prompt tokens that may wait for their first token; more get 429, "
+        "but a request that finds nothing waiting is always taken. Default: no limit.",
+    )
+    max_concurrent_per_key: int | None = Field(
+        None, ge=1, description="Requests that one API key may have open; more get 429. Default: no limit."
+    )
+    allow_priority: bool = Field(
+        False, description="Honour 'priority' in requests; off: a request that has one gets 400."
+    )
+    share_prefixes: bool = Field(
+        False,
+        description="With several API keys: let requests of one key take over prompts computed for another, "
+        "which tells by its speed and 'cached_tokens' what others have sent. Off: each key has its own.",
+    )
+    body_timeout: float = Field(
+        60,
+        gt=0,
+        description="Seconds that a client may take to send a request's body; a slower one gets 408.",
+    )
+    send_timeout: int = Field(
+        60,
+        ge=1,
+        description="Seconds after which a connection is closed whose client reads nothing of what waits "
+        "for it (Linux).",
+    )
+    request_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds until an unfinished request ends with 504, or a stream with an error event. "
+        "Default: no limit.",
+    )
+
+
+class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, ServerSettings):
+    """Settings of ``foretoken serve``."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        env_prefix=ENV_PREFIX,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Rank constructor values (the YAML file's) below the environment; flags always rank first."""
+        return env_settings, init_settings
+
+    @model_validator(mode="after")
+    def _read_key_file(self) -> Self:
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.expanduser().read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"api_key_file: cannot read {self.api_key_file}: {error}") from None
+            keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            if not keys:
+                raise ValueError(f"api_key_file: {self.api_key_file} holds no key")
+            self.api_keys = _check_keys([*self.api_keys, *map(SecretStr, keys)])
+        return self
+
+    @model_validator(mode="after")
+    def _check_transport(self) -> Self:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile need each other")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError("root_path must start with a slash and not end with one")
+        return self
+
+    @model_validator(mode="after")
+    def _name_the_model(self) -> Self:
+        if not self.served_model_name:
+            self.served_model_name = _default_model_name(str(self.target))
+        return self
+
+    @property
+    def served_names(self) -> list[str]:
+        return [name.strip() for name in self.served_model_name.split(",")]
+
+    @property
+    def model_name(self) -> str:
+        """The first of them."""
+        return self.served_names[0]
+
+    @property
+    def public_target(self) -> str:
+        """The target's hub id or folder name: its path stays inside."""
+        return public_name(str(self.target))
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig.model_validate(self.model_dump(include=set(EngineConfig.model_fields)))
+
+
+def _default_model_name(target: str) -> str:
+    return BUNDLED_MODEL_NAME if Path(target).is_relative_to(BUNDLED_PAIR) else public_name(target)
+
+
+def public_name(model: str) -> str:
+    """A model's hub id, or the name of its folder without the path."""
+    return Path(model).resolve().name if Path(model).exists() or Path(model).is_absolute() else model

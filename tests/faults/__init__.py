@@ -1,0 +1,1 @@
+"""The server at odd moments, with the real worker: faults, hostile inputs."""

@@ -1,0 +1,147 @@
+"""How long ``/health`` stalls while the server handles inputs that are made to be expensive.
+
+    python -m tests.faults.hostile_inputs
+
+Starts the real server with the bundled pair, sends one input after the other, and prints a table: the answer,
+how long it took, the longest stall of ``/health`` and the server's peak memory. Exit code 1 if a stall is
+over the limit.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.integration.conftest import Server, serving
+
+MODEL = "foretoken-demo"
+LIMIT_SECONDS = 0.3
+SIZE = 7_900_000  # bytes of a body, below max_body_size
+
+# A process of its own: this one is busy sending.
+PROBE = """
+import http.client, sys, time
+connection = http.client.HTTPConnection(sys.argv[1], timeout=600)
+print("started", flush=True)
+worst = 0.0
+import select
+while not select.select([sys.stdin], [], [], 0.005)[0]:
+    started = time.perf_counter()
+    connection.request("GET", "/health")
+    connection.getresponse().read()
+    worst = max(worst, time.perf_counter() - started)
+print(worst)
+"""
+
+
+def body(field: str, value: str, **more: Any) -> bytes:
+    head = json.dumps({"model": MODEL} | more)[:-1]
+    return f'{head}, "{field}": {value}}}'.encode()
+
+
+def inputs() -> Iterator[tuple[str, str, bytes]]:
+    completions = "/v1/completions"
+
+    def filled(item: str) -> str:
+        return "[" + ",".join([item] * (SIZE // (len(item) + 1) - 20)) + "]"
+
+    yield "wrong types in a list", completions, body("prompt", "[1," + filled('"a"')[1:])
+    yield "token ids", completions, body("prompt", filled("1"))
+    yield "five-digit token ids", completions, body("prompt", filled("12345"))
+    yield "lists of lists", completions, body("prompt", filled("[1]"))
+    yield "empty objects", completions, body("prompt", filled("{}"))
+    yield "strings", completions, body("prompt", filled('"a"'))
+    text = json.dumps("a b c " * (SIZE // 6))
+    yield "a text", completions, body("prompt", text)
+    yield "a text, truncated", completions, body("prompt", text[:3_900_000] + '"', truncate_prompt_tokens=5)
+    yield (
+        "a text in a message",
+        "/v1/chat/completions",
+        body("messages", f'[{{"role":"user","content":{text}}}]'),
+    )
+    yield "tokenize", "/tokenize", body("prompt", text[:3_900_000] + '"', return_token_strs=True)
+    yield "detokenize", "/detokenize", body("tokens", filled("1234"))
+    bias = "{" + ",".join(f'"{number}":"x"' for number in range(90_000)) + "}"
+    yield "logit_bias of strings", completions, body("logit_bias", bias, prompt="x")
+    bias = "{" + ",".join(f'"{number}":1' for number in range(90_000)) + "}"
+    yield "logit_bias", completions, body("logit_bias", bias, prompt="x")
+    unknown = ",".join(f'"x{number}":1' for number in range(90_000))
+    yield "unknown keys", completions, f'{{"model":"{MODEL}","prompt":"x","max_tokens":1,{unknown}}}'.encode()
+    prompts = json.dumps([[5 + number % 900] * 450 for number in range(64)])
+    yield (
+        "prompt_logprobs, 64 prompts",
+        completions,
+        body("prompt", prompts, prompt_logprobs=20, max_tokens=1),
+    )
+    prompts = json.dumps([[5 + number % 900] * 450 for number in range(1000)])
+    yield "prompt_logprobs, 1000 prompts", completions, body("prompt", prompts, prompt_logprobs=20)
+    echoed = json.dumps([7] * 1000)
+    yield (
+        "echo with logprobs",
+        completions,
+        body("prompt", echoed, echo=True, logprobs=5, max_tokens=1, stream=True),
+    )
+
+
+def measured(url: str, send: Callable[[], httpx.Response]) -> tuple[httpx.Response, float, float]:
+    """The answer, its time, and the longest that ``/health`` took meanwhile."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROBE, url.removeprefix("http://")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as probe:
+        assert probe.stdout is not None
+        probe.stdout.readline()
+        time.sleep(0.2)
+        started = time.perf_counter()
+        answer = send()
+        seconds = time.perf_counter() - started
+        stall, _ = probe.communicate("\n")
+    return answer, seconds, float(stall)
+
+
+def peak_memory(server: Server) -> float:
+    """GB of the front end, since its start."""
+    port = server.url.rpartition(":")[2]
+    listed = subprocess.run(["ss", "-ltnp"], capture_output=True, text=True, check=False).stdout
+    pid = re.search(rf":{port}\b.*pid=(\d+)", listed)
+    if pid is None:
+        return float("nan")
+    status = Path(f"/proc/{pid[1]}/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1e6
+
+
+def main() -> int:
+    worst = 0.0
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
+        httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=600)
+        print(f"{'input':32}{'MB':>6}{'status':>8}{'answer MB':>11}{'s':>8}{'stall s':>9}{'peak GB':>9}")
+        for name, path, content in inputs():
+            headers = {"content-type": "application/json"}
+
+            def send(path: str = path, content: bytes = content, headers: Any = headers) -> httpx.Response:
+                return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=600)
+
+            answer, seconds, stall = measured(server.url, send)
+            worst = max(worst, stall)
+            print(
+                f"{name:32}{len(content) / 1e6:6.1f}{answer.status_code:8}{len(answer.content) / 1e6:11.2f}"
+                f"{seconds:8.2f}{stall:9.3f}{peak_memory(server):9.2f}",
+                flush=True,
+            )
+        assert threading.active_count() == 1
+    print(f"longest stall: {worst:.3f} s")
+    return worst > LIMIT_SECONDS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Forms of settings that people bring from other servers, and the mistakes that must not pass."""
+
+from pathlib import Path
+
+import pytest
+
+import server.cli
+from engine.config import EngineConfig
+from server.config import ConfigError, load_settings, with_config_file
+from server.help import serve_help
+
+
+def keys(*flags: str) -> list[str]:
+    return [key.get_secret_value() for key in load_settings(flags).api_keys]
+
+
+@pytest.mark.parametrize("given", ["", "k1,", ",k1", "k1,,k2", " "])
+def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """It would let in whoever sends ``Authorization: Bearer`` and nothing else."""
+    with pytest.raises(ConfigError, match="api_keys: one of the keys is empty"):
+        load_settings([f"--api-keys={given}"])
+    monkeypatch.setenv("FORETOKEN_API_KEYS", given)
+    with pytest.raises(ConfigError, match="api_keys: one of the keys is empty"):
+        load_settings([])
+
+
+def test_keys_are_ascii() -> None:
+    with pytest.raises(ConfigError, match="printable ASCII") as caught:
+        load_settings(["--api-keys", "schlüssel"])
+    assert "schlüssel" not in str(caught.value)
+
+
+def test_forms_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nthree\n\n  four\n")
+    assert keys("--api-key", "one") == ["one"]
+    assert keys("--api-key=one", "--api-key-file", str(file)) == ["one", "three", "four"]
+    file.write_text("# none yet\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        load_settings(["--api-key-file", str(file)])
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_settings(["--api-key-file", str(tmp_path / "other")])
+
+
+def test_the_target_may_come_first(tmp_path: Path) -> None:
+    settings = load_settings([str(tmp_path), "--port", "1"])
+    assert (settings.target, settings.port) == (str(tmp_path), 1)
+
+
+def test_a_home_folder_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "c.yaml"
+    file.write_text("target: ~/model\ndraft: ~/draft\n")
+    settings = load_settings(["--config", str(file)])
+    assert (settings.target, settings.draft) == (f"{tmp_path}/model", f"{tmp_path}/draft")
+    assert EngineConfig(target="a/~b").target == "a/~b"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ssl-keyfile", "k.pem"], "ssl_certfile and ssl_keyfile need each other"),
+        (["--root-path", "llm"], "root_path must start with a slash"),
+        (["--metrics-prefix", "a b"], "metrics_prefix"),
+    ],
+)
+def test_what_does_not_fit_together(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_settings(flags)
+
+
+def test_help_names_units() -> None:
+    text = serve_help()
+    assert "--cache-memory-share NUMBER" in text
+    assert "--drain-timeout SECONDS" in text
+
+
+def test_a_file_is_no_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    assert server.cli.main(["serve", str(model), "--port", "0"]) == 1
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_a_file_of_settings_for_commands_without_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("target: /models/a\nport: 9\nmax_num_sequences: 4\ndraft: null\n")
+    environ = {"FORETOKEN_MAX_NUM_SEQUENCES": "5"}
+    assert with_config_file(["hi", "--config", str(file), "--seed", "1"], environ) == ["hi", "--seed", "1"]
+    assert environ == {"FORETOKEN_MAX_NUM_SEQUENCES": "5", "FORETOKEN_TARGET": "/models/a"}
+    assert with_config_file([f"--config={file}"], {}) == []
+
+
+def test_a_wrong_value_of_a_terminal_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert server.cli.main(["generate", "hi", "--temperature", "5"]) == 2
+    assert capsys.readouterr().err.startswith("foretoken generate: error: temperature: Input should be less")

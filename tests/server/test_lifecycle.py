@@ -1,0 +1,252 @@
+"""Processes at odd moments: hung, stopped, killed or signalled ones leave nothing behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from engine.lifeline import PARENT_VARIABLE
+from server.engine_client import WORKER_COMMAND
+from server.temp_folders import SocketFolder, sweep
+from server.worker_process import worker_environment
+from tests.server.conftest import StartServer
+from tests.server.refusals import COMPLETIONS
+from tests.server.running import PATIENCE_SECONDS, wait_for
+from tests.server.serve_process import ROOT, ServeProcess, body, serve_process
+
+FOR_EVER = ("--drain-timeout", "1000")
+
+
+def children(serve: ServeProcess) -> list[str]:
+    process = serve.process.pid
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
+def worker_pid(serve: ServeProcess) -> int:
+    """The only child of the server process."""
+    (pid,) = children(serve)
+    return int(pid)
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is not: its parent has yet to read its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def own_temp_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """With a short path: that of a socket may have 107 characters."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_a_stopped_worker_is_replaced(start_server: StartServer) -> None:
+    with start_server(heartbeat_timeout=2) as server:
+        stopped = server.services.engine.worker_pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for(lambda: server.services.engine.state.status == "restarting", "its replacement")
+        assert "no sign of life for 2 s" in server.services.engine.state.reason
+        assert not is_alive(stopped)
+        server.wait_until_ready()
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_hung_worker_is_replaced(start_server: StartServer) -> None:
+    """Its process lives, its heartbeats come, and its loop is in one step for ever."""
+    with start_server(step_timeout=1) as server:
+        server.worker.hang()
+        wait_for(lambda: server.services.engine.state.status == "restarting", "its replacement")
+        assert "in one step" in server.services.engine.state.reason
+        server.worker.go_on()
+        server.wait_until_ready()
+        assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_an_idle_worker_is_not_hung(start_server: StartServer) -> None:
+    with start_server(step_timeout=0.5, heartbeat_timeout=2.5) as server:
+        before = server.services.engine.worker_pid
+        time.sleep(4)
+        assert server.services.engine.worker_pid == before
+
+
+def test_a_worker_that_keeps_dying_ends_the_server(model_folder: Path, tmp_path: Path) -> None:
+    with serve_process(model_folder, tmp_path, "--max-worker-restarts", "1") as serve:
+        first = worker_pid(serve)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: serve.log.read_text().count("Restarting in") == 1, "a restart")
+
+        def next_worker() -> bool:
+            return children(serve) not in ([], [str(first)])
+
+        wait_for(next_worker, "the next worker")
+        os.kill(worker_pid(serve), signal.SIGKILL)
+        assert serve.wait() == 1
+        assert "killed by signal 9" in serve.log.read_text()
+        assert "restarted 1 times (max_worker_restarts)" in serve.log.read_text()
+        assert "Traceback" not in serve.log.read_text()
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_no_worker_outlives_a_killed_server(model_folder: Path, tmp_path: Path, is_loading: bool) -> None:
+    with serve_process(model_folder, tmp_path, wait=not is_loading) as serve:
+        wait_for(lambda: bool(children(serve)), "the worker")
+        worker = worker_pid(serve)
+        wait_for(lambda: b"fake_worker" in Path(f"/proc/{worker}/cmdline").read_bytes(), "the worker")
+        time.sleep(1)  # past its first line
+        serve.process.kill()
+        wait_for(lambda: not is_alive(worker), "the worker's end")
+
+
+def test_the_worker_ties_its_life_before_it_imports_the_engine() -> None:
+    """With another parent than the one that started it, it leaves at once, without importing torch."""
+    environment = os.environ | {PARENT_VARIABLE: "1", "PYTHONPATH": str(ROOT)}
+    program = "import sys, engine.lifeline, engine.spawned; print(sorted(sys.modules))"
+    listed = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
+    ).stdout
+    assert "'torch'" not in listed
+    assert "'zmq'" not in listed
+    result = subprocess.run(WORKER_COMMAND, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_the_worker_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    for name in ("engine", "msgspec", "argparse", "signal"):
+        (tmp_path / f"{name}.py").write_text(f"print('{name} was executed')")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), PARENT_VARIABLE: str(os.getpid())}
+    result = subprocess.run(
+        [*WORKER_COMMAND, "--help"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "executed" not in result.stdout
+    assert "--socket" in result.stdout
+
+
+def test_signals_for_the_whole_group_drain(model_folder: Path, tmp_path: Path) -> None:
+    """systemd sends SIGTERM to every process of a service; the worker leaves it to the front end."""
+    with serve_process(model_folder, tmp_path, *FOR_EVER) as serve:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(worker_pid(serve), number)
+        answer = httpx.post(f"{serve.url}{COMPLETIONS}", json=body(max_tokens=1), timeout=PATIENCE_SECONDS)
+        assert answer.status_code == 200
+        assert "Restarting" not in serve.log.read_text()
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_an_orderly_end_is_no_failure(model_folder: Path, tmp_path: Path, number: int) -> None:
+    with serve_process(model_folder, tmp_path, *FOR_EVER) as serve:
+        serve.process.send_signal(number)
+        assert serve.wait() == 0
+        assert "Traceback" not in serve.log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_end_while_loading_takes_no_time(
+    model_folder: Path, tmp_path: Path, own_temp_folder: Path, number: int
+) -> None:
+    """A worker that loads does not hear that it should leave: it is killed."""
+    with serve_process(model_folder, tmp_path, *FOR_EVER, wait=False) as serve:
+        wait_for(lambda: any(own_temp_folder.glob("foretoken-*")), "the worker's folder")
+        worker = worker_pid(serve)
+        started = time.monotonic()
+        serve.process.send_signal(number)
+        assert serve.wait() == 0
+        assert time.monotonic() - started < 4  # it used to wait 5 s for the worker alone
+        assert not is_alive(worker)
+        assert list(own_temp_folder.glob("foretoken-*")) == []
+
+
+def test_folders_of_killed_servers_are_swept(own_temp_folder: Path) -> None:
+    abandoned, other = own_temp_folder / "foretoken-abandoned", own_temp_folder / "foretoken-notes"
+    abandoned.mkdir()
+    (abandoned / "lock").touch()
+    (abandoned / "worker-0.sock").touch()
+    other.mkdir()  # has no lock: not made by this server
+    alive = SocketFolder()
+    sweep()
+    assert not abandoned.exists()
+    assert other.exists()
+    assert alive.path.exists()
+    alive.close()
+    assert not alive.path.exists()
+
+
+def test_the_workers_environment_has_no_settings() -> None:
+    environ = {
+        "FORETOKEN_API_KEYS": "secret",
+        "foretoken_api_key_file": "/keys",
+        "PATH": "/bin",
+        "HF_HOME": "x",
+    }
+    kept = worker_environment(environ)
+    assert kept == {"PATH": "/bin", "HF_HOME": "x", PARENT_VARIABLE: str(os.getpid())}
+
+
+def test_keys_are_not_in_the_workers_environment(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORETOKEN_API_KEYS", "a-secret-key")
+    with serve_process(model_folder, tmp_path) as serve:
+        process = Path(f"/proc/{worker_pid(serve)}")
+        assert b"a-secret-key" in Path(f"/proc/{serve.process.pid}/environ").read_bytes()
+        assert b"a-secret-key" not in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
+        answer = httpx.get(f"{serve.url}/v1/models", timeout=PATIENCE_SECONDS)
+        assert answer.status_code == 401
+
+
+def test_half_a_body_is_not_waited_for(start_server: StartServer) -> None:
+    with start_server(body_timeout=0.5) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"model"'.encode())
+            answer = b""
+            while piece := connection.recv(4096):
+                answer += piece
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert error["code"] == "body_timeout"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT")
+def test_a_client_that_reads_nothing_is_cut_off(model_folder: Path, tmp_path: Path) -> None:
+    """Of an answer that is larger than all buffers on the way."""
+    with serve_process(model_folder, tmp_path, "--send-timeout", "1") as serve:
+        address = urlsplit(serve.url)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((address.hostname, address.port))
+            content = json.dumps(body(prompt="x" * 2_000_000, return_token_strs=True)).encode()
+            head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+            ports = f":{address.port:04X} 0100007F:{connection.getsockname()[1]:04X} 01"
+
+            def is_open() -> bool:
+                return ports in Path("/proc/net/tcp").read_text()
+
+            assert is_open()
+            wait_for(lambda: not is_open(), "the connection's end")
+            answer = httpx.get(f"{serve.url}/health", timeout=PATIENCE_SECONDS)
+            assert answer.status_code == 200
