@@ -54,7 +54,8 @@ NUM_PROMPTS = 64
 # The default policy learns while it runs.
 DEFAULT_WARM_UP_FACTOR = 2.0
 START_SECONDS, IDLE_SECONDS = 600.0, 60.0
-_IN_WORK = re.compile(r"^foretoken_requests_(?:running|waiting) (\S+)$", re.MULTILINE)
+# Other checkouts may use the gauges' names before they became the field's.
+_IN_WORK = re.compile(r"^foretoken_(?:num_)?requests_(?:running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
 
 def parse_arguments() -> argparse.Namespace:
