@@ -42,6 +42,24 @@ class RowPlan:
     stop_token_ids: frozenset[int] = frozenset()
 
 
+def make_sequence(number: int, row: RowPlan) -> Sequence:
+    params = row.params
+    return Sequence(
+        request_id=str(number),
+        index=0,
+        params=params,
+        seed=params.seed or number,
+        verification=params.verification or "coupled",
+        sources=("draft_model",),
+        num_speculative_tokens=row.num_draft_tokens,
+        fixed_draft_length=True,
+        stop_token_ids=row.stop_token_ids,
+        token_ids=list(row.prompt),
+        num_prompt_tokens=len(row.prompt),
+        max_num_tokens=row.max_num_tokens,
+    )
+
+
 class MaskedPhases(PhaseRunner):
     def _rows_of(self, plan: StepPlan) -> list[Row]:
         return [
@@ -72,25 +90,10 @@ class Side:
         self.models: tuple[DecoderModel, DecoderModel] = core.target, core.draft  # type: ignore[assignment]
         assert core.scheduler.draft_pool is not None
         self.pools: tuple[BlockPool, BlockPool] = core.scheduler.target_pool, core.scheduler.draft_pool
-        self.sequences = [self._sequence(number, row) for number, row in enumerate(rows)]
+        self.sequences = [self._prefilled(make_sequence(*row), row[1]) for row in enumerate(rows)]
         self.rows = dict(zip(self.sequences, rows, strict=True))
 
-    def _sequence(self, number: int, row: RowPlan) -> Sequence:
-        params = row.params
-        sequence = Sequence(
-            request_id=str(number),
-            index=0,
-            params=params,
-            seed=params.seed or number,
-            verification=params.verification or "coupled",
-            sources=("draft_model",),
-            num_speculative_tokens=row.num_draft_tokens,
-            fixed_draft_length=True,
-            stop_token_ids=row.stop_token_ids,
-            token_ids=list(row.prompt),
-            num_prompt_tokens=len(row.prompt),
-            max_num_tokens=row.max_num_tokens,
-        )
+    def _prefilled(self, sequence: Sequence, row: RowPlan) -> Sequence:
         self._reserve(sequence, 0)
         num_known = len(row.prompt) - 1
         for model, table, count in zip(

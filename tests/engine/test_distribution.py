@@ -8,16 +8,15 @@ a test can fail is shown in ``test_mutants``.
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine.native.rounds import RoundsDone
 from transformers import AutoModelForCausalLM
 
-from engine import whole_rounds
+from engine.core.step import Round, StepPlan
 from engine.messages import SamplingParams
+from engine.native.runner import NativeRunner
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.reference import joint_distribution, with_temperature
@@ -98,16 +97,17 @@ def test_joint_distribution_is_the_targets(
 def test_joint_distribution_of_rounds_that_share_a_step(
     native_pair: Pair, verification: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_samples, shared = 3000, []
-    honest = whole_rounds.run_rounds
+    num_samples = 3000
+    counts: list[int] = []
+    honest = NativeRunner.run_rounds
 
-    def counted(*arguments: Any, **named: Any) -> RoundsDone | None:
-        done = honest(*arguments, **named)
-        shared.append(done)
-        return done
+    def counted(runner: NativeRunner, plan: StepPlan) -> list[Round]:
+        rounds = honest(runner, plan)
+        counts.append(len(rounds))
+        return rounds
 
-    monkeypatch.setattr(whole_rounds, "run_rounds", counted)
+    monkeypatch.setattr(NativeRunner, "run_rounds", counted)
     values = p_values(native_pair, num_samples, 1, verification, step_seconds=1000.0)
     assert min(values) > SIGNIFICANCE
-    assert len(shared) > num_samples / 2
-    assert all(shared)
+    assert len(counts) > num_samples / 2
+    assert all(counts)

@@ -1,6 +1,10 @@
 """Rounds of a step as one call of C: what the same rounds emit and store phase by phase, bit for bit."""
 
-from dataclasses import replace
+import ctypes
+import re
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +12,18 @@ import pytest
 import torch
 from msgspec.structs import replace as with_params
 
-from engine.core.step import EarlyExit, Round
-from engine.messages import SamplingParams
+from engine.core.engine import EngineCore
+from engine.core.sequence import RowNeeds
+from engine.core.step import EarlyExit, Round, StepPlan, StepResult
+from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.native import library
-from tests.engine.native_pair import save_pair
-from tests.engine.native_rounds import RowPlan, Side, compare
+from engine.native.rows import NativeRow
+from engine.native.runner import NativeRunner
+from engine.sampling.adjust import History, adjust_logits
+from tests.engine.native_pair import LONG, make_twins, native_runner, save_pair
+from tests.engine.native_rounds import RowPlan, Side, compare, make_sequence
 from tests.engine.test_native import plant
-from tests.models import make_engine
+from tests.models import make_engine, save_perturbed, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -150,17 +159,392 @@ def test_other_vocabularies(kind: str, draft_vocab_size: int, tmp_path: Path) ->
     run_twins(tmp_path, KINDS[kind], 4, draft_vocab_size)
 
 
+@pytest.mark.parametrize("kind", ["of all rules", "all adjustments", "everything at once"])
+def test_rows_that_take_some_steps_by_phases(kind: str, tmp_path: Path) -> None:
+    """Tokens that C has not emitted itself are counted, too."""
+    run_twins(tmp_path, KINDS[kind], 3, phases_every=2)
+
+
+@pytest.mark.parametrize("kind", ["of all rules", "early exits"])
+def test_sequences_outgrow_the_draft_model(kind: str, tmp_path: Path) -> None:
+    """Near its longest text it drafts less, then nothing, and the round goes on."""
+    rounds = run_twins(tmp_path, KINDS[kind], 5, max_draft_len=30)
+    lengths = [length for one in rounds for length in one.num_drafted]
+    assert lengths.count(0) > len(lengths) / 4
+
+
+@pytest.mark.parametrize("kind", ["of all rules", "all adjustments", "everything at once"])
+def test_several_threads_and_a_wide_vocabulary(kind: str, tmp_path: Path) -> None:
+    """As many rows and tokens as make C draw them on all threads."""
+    target = save_random_llama(tmp_path / "target", seed=1, vocab_size=3967, hidden=64, std=0.2)
+    draft = save_perturbed(tmp_path / "draft", target, seed=2, noise=0.01)
+    rows = [replace(row, max_num_tokens=len(row.prompt) + 12) for row in KINDS[kind]]
+    torch.set_num_threads(2)
+    try:
+        ours, theirs = (Side(make_engine(target, draft, num_threads=2), rows) for _ in range(2))
+        rounds = compare(ours, theirs, 3)
+    finally:
+        torch.set_num_threads(1)
+    assert sum(map(sum, (one.num_accepted for one in rounds))) > 0
+
+
+def test_logits_are_adjusted_as_by_torch() -> None:
+    """Bit for bit, at every position, and only for as many tokens as there are."""
+    loaded = library.load_library()
+    assert loaded is not None
+    loaded.adjust_logits.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+    loaded.count_token.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    vocab_size = 1003
+    generator = torch.Generator().manual_seed(7)
+    for trial in range(60):
+        frequency, presence, repetition, *biases = torch.randn(8, generator=generator).tolist()
+        params = with_params(
+            GREEDY,
+            frequency_penalty=frequency * (trial % 2),
+            presence_penalty=presence * (trial % 3 > 0),
+            repetition_penalty=2.0**repetition if trial % 5 else 1.0,
+            logit_bias={200 * i: 10 * bias for i, bias in enumerate(biases)} if trial % 4 else {},
+            min_tokens=trial % 7,
+        )
+        prompt = torch.randint(0, vocab_size, (200,), generator=generator).tolist() * 2
+        mask = torch.randint(-(2**31), 2**31, (3, 32), generator=generator).int() if trial % 6 == 1 else None
+        plan = RowPlan(params, prompt, max_num_tokens=500, stop_token_ids=frozenset((5, prompt[0])))
+        history = History(params, prompt, len(prompt), plan.stop_token_ids, mask=mask)
+        drafts = torch.randint(0, vocab_size, (1, 4), generator=generator)
+        logits = 5 * torch.randn(1, 5, vocab_size, generator=generator)
+        expected = adjust_logits(logits, [history], drafts, 0)
+        row = NativeRow(make_sequence(0, plan))
+        row.row.num_tokens = len(prompt)
+        row.set_mask(mask)
+        for position in range(5):
+            loaded.adjust_logits(row.address, position, logits[0, position].data_ptr(), vocab_size)
+            loaded.count_token(row.address, drafts[0, min(position, 3)])
+        assert torch.equal(logits, expected)
+
+
+class CountingPhases:
+    supports = ~RowNeeds.NONE
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        return StepResult([])
+
+
+def one_step(folder: Path, row: RowPlan, **runner: Any) -> tuple[NativeRunner, StepPlan, list[Round]]:
+    """A lone row's step of up to four rounds; ``runner``: what is different about it."""
+    side = Side(make_engine(*save_pair(folder)), [row])
+    side.native.phases = CountingPhases()
+    for name, value in runner.items():
+        setattr(side.native, name, value)
+    plan = side.plan(4)
+    return side.native, plan, side.native.run(plan).rounds
+
+
+def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
+    row = RowPlan(GREEDY, [1, 2, 3])
+    assert len(one_step(tmp_path, row)[2]) == 4
+    assert len(one_step(tmp_path, row, step_seconds=0.0)[2]) == 1
+
+
+def test_what_it_does_not_support_goes_by_phases(tmp_path: Path) -> None:
+    cases = [
+        (RowPlan(with_params(GREEDY, trace=True), [1, 2, 3]), {}),
+        (RowPlan(with_params(REJECTION, verification="block"), [1, 2, 3]), {}),
+        (RowPlan(GREEDY, list(range(40)), num_missing=39), {}),
+        (RowPlan(COUPLED, [1, 2, 3]), {"supports": RowNeeds.DRAFT_MODEL}),
+    ]
+    for row, changed in cases:
+        runner, plan, rounds = one_step(tmp_path, row, **changed)
+        assert rounds == []
+        assert isinstance(runner.phases, CountingPhases)
+        assert runner.phases.plans == [plan]
+
+
+def test_it_supports_what_its_models_and_draws_do(tmp_path: Path) -> None:
+    core = make_engine(*save_pair(tmp_path))
+    whole = native_runner(core)
+    lone = NativeRunner(whole.target, None, whole.phases, False, LONG, 0)
+    assert whole.supports & ~lone.supports == RowNeeds.DRAFT_MODEL | RowNeeds.SAMPLING
+    assert not whole.supports & (RowNeeds.TRACE | RowNeeds.PROMPT | RowNeeds.CATCH_UP | RowNeeds.BLOCK_RULE)
+
+
+def test_a_row_with_log_probabilities_bounds_the_rounds_by_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.native.runner.MAX_LOGITS_BYTES", 2 * 4 * 40 * 4)  # two rounds of four tokens
+    assert len(one_step(tmp_path, RowPlan(with_params(GREEDY, logprobs=1), [1, 2, 3]))[2]) == 2
+
+
+# Whole engines: what is emitted and counted, steps that share rounds, blocks, ends.
+
+
+@dataclass
+class Told:
+    """What an engine has reported of one prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    ended: str | None = None
+
+    def add(self, output: TokenOutput | Failed) -> None:
+        if isinstance(output, Failed):
+            self.ended = output.message
+            return
+        self.token_ids += output.token_ids
+        self.num_rounds += output.num_rounds
+        self.num_draft_tokens += output.num_draft_tokens
+        self.num_accepted_tokens += output.num_accepted_tokens
+        self.ended = output.finish_reason
+
+
+def run(
+    core: EngineCore, params: Sequences[SamplingParams], prompts: Sequences[list[int]] = PROMPTS
+) -> tuple[list[Told], int]:
+    """What is reported of each prompt, and in how many steps. The last two come later."""
+    told = [Told() for _ in prompts]
+    left = list(enumerate(zip(prompts, cycle(params), strict=False)))
+    num_steps = 0
+    while core.has_work or left:
+        while left and (num_steps > 2 or len(left) > 2 or not core.has_work):
+            i, (prompt, own) = left.pop(0)
+            core.add(Generate(request_id=str(i), prompt_token_ids=prompt, params=own))
+        for output in core.step():
+            told[int(output.request_id)].add(output)
+        num_steps += 1
+        for sequence in core.scheduler.running:
+            for share, table in core.scheduler._shares(sequence):
+                assert len(table.block_ids) <= share.blocks_for(len(sequence))
+    for pool in (core.scheduler.target_pool, core.scheduler.draft_pool):
+        assert pool is None or pool.usage == 0
+    return told, num_steps
+
+
+def shortened(params: Sequences[SamplingParams]) -> list[SamplingParams]:
+    return [with_params(own, max_tokens=min(own.max_tokens, 24)) for own in params]
+
+
+ENGINES = {
+    "greedy": [GREEDY],
+    "of all rules": ALL,
+    "some without drafts": [GREEDY, with_params(COUPLED, num_speculative_tokens=0), REJECTION],
+    "some that ask for more": [
+        GREEDY,
+        with_params(GREEDY, logprobs=2),
+        with_params(COUPLED, frequency_penalty=0.5),
+        with_params(REJECTION, logit_bias=BIAS),
+        with_params(CUT, trace=True, max_tokens=6),
+    ],
+    "the block rule": [with_params(REJECTION, verification="block"), GREEDY],
+    "with stops": [
+        with_params(GREEDY, stop_token_ids=list(range(0, 40, 3))),
+        with_params(COUPLED, stop_token_ids=[7, 8, 9, 10], min_tokens=5),
+    ],
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_engines_report_the_same(kind: str, threads: int, tmp_path: Path) -> None:
+    native, phased = make_twins(*save_pair(tmp_path), num_threads=threads, max_num_batched_tokens=64)
+    params = shortened(ENGINES[kind])
+    (ours, our_steps), (theirs, their_steps) = (run(core, params) for core in (native, phased))
+    torch.set_num_threads(1)
+    assert ours == theirs
+    assert native.stats.drafts == phased.stats.drafts
+    assert native.stats.draft_tokens_per_position == phased.stats.draft_tokens_per_position
+    assert native.stats.accepted_tokens_per_position == phased.stats.accepted_tokens_per_position
+    assert our_steps < their_steps
+
+
+@pytest.mark.parametrize("params", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"])
+def test_a_model_that_drafts_for_itself_is_always_right(params: SamplingParams, tmp_path: Path) -> None:
+    """Any slip in the draft's cache or positions shows as an acceptance below 100 %."""
+    target, _ = save_pair(tmp_path)
+    core, _ = make_twins(target, target, num_speculative_tokens=5)
+    told, num_steps = run(core, shortened([params]))
+    assert sum(one.num_rounds for one in told) > 2 * num_steps
+    assert core.stats.accepted_tokens_per_position == core.stats.draft_tokens_per_position
+
+
+def test_rounds_share_steps_up_to_the_end_of_the_context(tmp_path: Path) -> None:
+    """All that many rounds could emit would not fit, but no text becomes longer than it may."""
+    twins = make_twins(*save_pair(tmp_path), max_model_len=120, prefix_caching=False, max_rounds=9)
+    params = [with_params(GREEDY, max_tokens=40, ignore_eos=True)]
+    (ours, our_steps), (theirs, their_steps) = (run(core, params) for core in twins)
+    assert ours == theirs
+    assert all(len(told.token_ids) == 40 for told in ours)
+    assert our_steps < 0.5 * their_steps
+
+
+@pytest.mark.parametrize("num_blocks", [25, 29])
+def test_few_blocks_are_no_reason_to_preempt_more(num_blocks: int, tmp_path: Path) -> None:
+    """Rounds share a step where there is room for them all, and no sequence gives way for that."""
+    target, draft = save_pair(tmp_path)
+    core = make_engine(target, draft)
+    assert core.draft is not None
+    bytes_per_block = 4 * sum(model.cache_bytes_per_token for model in (core.target, core.draft))
+    twins = make_twins(target, draft, cache_memory=num_blocks * bytes_per_block, prefix_caching=False)
+    assert twins[0].scheduler.target_pool.num_blocks == num_blocks
+    (ours, our_steps), (theirs, their_steps) = (run(core, shortened([GREEDY, COUPLED])) for core in twins)
+    assert [told.token_ids for told in ours] == [told.token_ids for told in theirs]
+    assert our_steps < their_steps
+    assert 0 < twins[0].scheduler.num_preemptions <= twins[1].scheduler.num_preemptions + 1
+
+
+BROKEN = pytest.mark.parametrize(("params", "last"), [(GREEDY, 11), (COUPLED, 13)], ids=["greedy", "coupled"])
+
+
+@BROKEN
+def test_logits_that_are_no_distribution_end_them(params: SamplingParams, last: int, tmp_path: Path) -> None:
+    twins = make_twins(*save_pair(tmp_path))
+    for core in twins:
+        embeddings = core.target.whole_pass._kept[3]
+        assert isinstance(embeddings, torch.Tensor)
+        embeddings[last] = torch.nan  # what follows this token is nothing
+    (ours, our_steps), (theirs, their_steps) = (run(core, shortened([params]), PROMPTS[:2]) for core in twins)
+    assert ours == theirs
+    # After some rounds that were verified.
+    assert any("no distribution" in (told.ended or "") and told.num_rounds > 2 for told in ours)
+    assert our_steps < their_steps
+
+
+def test_an_aborted_request_is_gone_after_its_step(tmp_path: Path) -> None:
+    core, _ = make_twins(*save_pair(tmp_path))
+    for i in range(2):
+        params = with_params(GREEDY, max_tokens=60)
+        core.add(Generate(request_id=str(i), prompt_token_ids=[1, 2, 3 + i], params=params))
+    for _ in range(2):
+        core.step()
+    core.abort("0")
+    emitted: list[int] = []
+    while core.has_work:
+        for output in core.step():
+            assert isinstance(output, TokenOutput)
+            assert output.request_id == "1"
+            emitted += output.token_ids
+    assert emitted
+    assert core.scheduler.target_pool.usage == 0
+
+
+# The library is refused where its structures are not those of library.py.
+
+
+def test_fields_are_those_of_the_headers() -> None:
+    text = "".join(path.read_text() for path in library.HEADERS)
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    for struct in library.STRUCTS:
+        (body,) = re.findall(r"typedef struct \{([^}]*)\} " + struct.__name__ + ";", text)
+        names = [
+            name.split()[-1].lstrip("*")
+            for declaration in body.split(";")
+            if declaration.strip()
+            for name in declaration.split(",")
+        ]
+        assert names == [name for name, *_ in struct._fields_], struct.__name__
+
+
+def test_structures_of_other_sizes_are_refused(
+    fresh_library: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    planted = plant(library.SOURCES, "sizeof(Processors),", "sizeof(Processors) + 8,", tmp_path)
+    fresh_library.setattr(library, "SOURCES", planted)
+    assert library.load_library() is None
+    assert "structures" in caplog.text
+
+
 # Planted bugs: what is right, what is wrong, and rows that show it.
 BUGS = {
-    "bias at the wrong token": (
-        "logits[row->bias_ids[i]] += row->biases[i];",
-        "logits[row->bias_ids[i]] += row->biases[0];",
+    "scores a token behind": (
+        "num_computed[i] = row->num_tokens - 1;",
+        "num_computed[i] = row->num_tokens - 2;",
+        "greedy",
+    ),
+    "another row's table": ("->first_block[i] = size;", "->first_block[i] = 0;", "greedy"),
+    "another row's draft table": ("first_draft_block[i] = size;", "first_draft_block[i] = 0;", "greedy"),
+    "accepts too much": (": 1.0f) < probs[draft]", ": 1.0f) < 2.0f * probs[draft]", "rejection"),
+    "accepts by the draft's number": ("&place, ACCEPT_STREAM", "&place, DRAFT_STREAM", "rejection"),
+    "recovers from the target": ("(probs, draft_probs, 1.0,", "(probs, NULL, 1.0,", "rejection"),
+    "takes drafts from outside for drawn": (
+        "draft_probs[draft] : 1.0f",
+        "draft_probs[draft] : 0.5f",
+        "drafts from outside",
+    ),
+    "recovers drafts from outside": (
+        "draft_probs[draft] = 1.0f;",
+        "draft_probs[draft] = 0.0f;",
+        "drafts from outside",
+    ),
+    "races at the first position": (
+        "race(emitted, probs, &of->seed, &place,",
+        "race(emitted, probs, &of->seed, &of->num_tokens,",
+        "coupled",
+    ),
+    "takes rejected drafts for stored": ("= stored < valid ? stored : valid;", "= stored;", "greedy"),
+    "goes on after a stop": ("if (emitted[j] == row->stop_ids[stop]) return 0;", "", "with stops"),
+    "forgets what follows": ("= scratch->next_id[i];", "= 0;", "greedy"),
+    "keeps logits of one position": (
+        "(rounds->max_drafts + 1) + position) * vocab",
+        "(rounds->max_drafts + 1)) * vocab",
+        "log-probabilities",
+    ),
+    "biases another token": ("+= row->biases[i];", "+= row->biases[0];", "bias"),
+    "biases the first position only": (
+        "if (row->bias_ids[i] < vocab)",
+        "if (position == 0 && row->bias_ids[i] < vocab)",
         "bias",
     ),
-    "penalties that forget drafts, when they verify": (
+    "verifies with penalties that forget drafts": (
+        "        count_token(of, draft);\n    }\n"
+        "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(of, drafts[i]);",
+        "    }",
+        "frequency",
+    ),
+    "drafts with penalties that forget drafts": (
+        "count_token(rounds->rows[row], id);",
+        "",
+        "repetition",
+    ),
+    "counts accepted drafts twice": (
         "    for (int64_t i = position - 1; i >= 0; i--) uncount_token(of, drafts[i]);",
         "",
         "frequency",
+    ),
+    "drafts by raw logits": (
+        "adjust_logits(of, position, logits, known);",
+        "",
+        "all penalties",
+    ),
+    "forbids stops by the round's start": (
+        "row->num_tokens + position < row->min",
+        "row->num_tokens < row->min",
+        "a minimum",
+    ),
+    "masks all positions alike": ("row->mask + position * row->mask_words", "row->mask", "masks"),
+    "exits by the last token alone": (
+        "survival[row] *= of->rates[bin];",
+        "survival[row] = of->rates[bin];",
+        "early exits",
+    ),
+    "exits at the threshold": (
+        "survival[row] < of->threshold",
+        "survival[row] <= of->threshold",
+        "early exits",
+    ),
+    "drafts a token behind": (
+        "->num_tokens + position;\n        scratch->span",
+        "->num_tokens + position - 1;\n        scratch->span",
+        "greedy",
+    ),
+    "drafts by another row's logits": ("draft_logits + i * known", "draft_logits", "greedy"),
+    "drafts all tokens at one position": (
+        "place = of->num_tokens + position;\n    int64_t id;",
+        "place = of->num_tokens;\n    int64_t id;",
+        "coupled",
     ),
 }
 
@@ -172,3 +556,10 @@ def test_planted_bugs_are_caught(
     fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
     with pytest.raises(AssertionError):
         run_twins(tmp_path, KINDS[kind], 4)
+
+
+def test_a_verdict_on_broken_logits_is_caught(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planted = plant(library.SOURCES, "if (num_broken) break;", "", tmp_path)
+    fresh_library.setattr(library, "SOURCES", planted)
+    with pytest.raises(AssertionError):
+        test_logits_that_are_no_distribution_end_them(GREEDY, 11, tmp_path)
