@@ -1,11 +1,10 @@
 """What the shipped defaults give through HTTP, the number of record: python -m benchmarks.defaults --pair 30m
 
 One ``foretoken serve`` with no setting but its models. Closed loops of several numbers of clients, whose
-requests come and go: streamed completions of 32 to 256 tokens; a third each greedy, at temperature 0.8, and
-at 0.8 with a seed; one in ten with a penalty, log-probabilities or biases. A variant is what the requests'
-``speculation`` field says: nothing (``default``), no drafts (``none``), or a fixed draft length (``k=3``), so
-all variants share one server and get the same requests. In each cycle every variant has one block of load;
-their order changes from cycle to cycle. Ratios are taken within a cycle, then the median over the cycles.
+requests come and go (``request_mix``). A variant is what the requests' ``speculation`` field says: nothing
+(``default``), no drafts (``none``), or a fixed draft length (``k=3``), so all variants share one server and
+get the same requests. In each cycle every variant has one block of load; their order changes from cycle to
+cycle. Ratios are taken within a cycle, then the median over the cycles.
 
 ``--before CHECKOUT`` starts a second server from another checkout and measures its ``default`` and ``none``
 in the same alternation. ``--apart`` adds controls for sharing a server: one that only ever serves
@@ -14,21 +13,21 @@ in the same alternation. ``--apart`` adds controls for sharing a server: one tha
 
 import argparse
 import asyncio
-import random
 import re
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import psutil
 
-from benchmarks.closed_loop import Request, Window, run_block
+from benchmarks.closed_loop import Window, run_block
 from benchmarks.common import (
     CpuWatch,
     machine,
@@ -37,31 +36,21 @@ from benchmarks.common import (
     print_table,
     save,
     warn_if_busy,
-    warn_of_others,
 )
-from benchmarks.http_load import LoadError, post
+from benchmarks.http_load import LoadError
 from benchmarks.online import ROOT, Server, running_server
 from benchmarks.pairs import BUNDLED, Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import panels
+from benchmarks.request_mix import requests
+from engine.worker import keep_loaded
 from server.load.client import BenchmarkError
 from server.load.command import find_model
 from server.load.counters import DraftCounters, read_counters
 from server.load.generator import new_client
+from server.load.machine import BUSY_SHARE
 
 DEFAULT, NONE, BEFORE, APART = "default", "none", "before ", "apart "
-SHORTEST, LONGEST = 32, 256  # answers, in tokens
 NUM_PROMPTS = 64
-SAMPLING: Sequence[Mapping[str, Any]] = (
-    {"temperature": 0.0},
-    {"temperature": 0.8},
-    {"temperature": 0.8, "seed": 1},
-)
-# One request in ten has one of these.
-EXTRAS: Sequence[Mapping[str, Any]] = (
-    {"frequency_penalty": 0.5},
-    {"logprobs": 2},
-    {"logit_bias": {"300": 2.0, "301": -2.0, "302": -100.0}},
-)
 # The default policy learns while it runs.
 DEFAULT_WARM_UP_FACTOR = 2.0
 START_SECONDS, IDLE_SECONDS = 600.0, 60.0
@@ -87,6 +76,13 @@ def parse_arguments() -> argparse.Namespace:
         help="seconds of each variant, once for each number of clients; twice as many for 'default', whose "
         "policy learns while it runs (default %(default)s)",
     )
+    add(
+        "--retries",
+        type=int,
+        default=2,
+        help="at most, of a block during which other processes were busy (default %(default)s); '!' is shown "
+        "where they were each time",
+    )
     add("--before", type=Path, metavar="CHECKOUT", help="another checkout, measured by turns with this one")
     add("--apart", action="store_true", help="'default' and 'none' on servers of their own too")
     add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture beside it")
@@ -107,10 +103,19 @@ class Variant(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block of load; the counters include what was aborted when it ended."""
+    """One block of load; the counters include what was aborted when it ended. ``others`` is the share of the
+    processors that other processes used."""
 
     window: Window
     drafts: DraftCounters
+    others: float
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.others > BUSY_SHARE
+
+    def __str__(self) -> str:
+        return f"{self.window.tokens_per_second:.0f}{'!' if self.is_disturbed else ''}"
 
 
 # Blocks of each variant, a cycle after the other.
@@ -123,32 +128,6 @@ def speculation(length: int) -> dict[str, Any]:
     return {"speculation": options}
 
 
-def requests(variant: Variant, prompts: Sequence[list[int]], key: str, client: int) -> Iterator[Request]:
-    """Of one client in one block: the same for every variant with the same ``key``.
-
-    The first one is shorter, or all clients would begin and end in step.
-    """
-    start = random.Random(key).randrange(30)
-    for number in count():
-        draw = random.Random(f"{key} {client} {number}")
-        turn = start + client + number
-        num_tokens = draw.randint(SHORTEST, LONGEST)
-        if number == 0:
-            num_tokens = draw.randint(1, num_tokens)
-        body = {
-            "model": variant.model,
-            "prompt": draw.choice(prompts),
-            "max_tokens": num_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-            **SAMPLING[turn % 3],
-            **(draw.choice(EXTRAS) if turn % 10 == 0 else {}),
-            **variant.fields,
-        }
-        yield Request(post("/v1/completions", body), num_tokens)
-
-
 def rotated(variants: Sequence[Variant], cycle: int, num_cycles: int) -> list[Variant]:
     """The order of a cycle: each variant comes early and late, before and after each other one."""
     start = cycle * len(variants) // num_cycles
@@ -156,22 +135,29 @@ def rotated(variants: Sequence[Variant], cycle: int, num_cycles: int) -> list[Va
     return order[::-1] if cycle % 2 else order
 
 
+@dataclass(frozen=True)
 class Bench:
-    """Runs blocks on servers that are idle before and after."""
+    """Runs blocks on servers that are idle before and after. ``process_ids`` are the servers'."""
 
-    def __init__(self, client: httpx.AsyncClient, prompts: Sequence[list[int]]) -> None:
-        self._client = client
-        self._prompts = prompts
+    client: httpx.AsyncClient
+    prompts: Sequence[list[int]]
+    process_ids: Sequence[int]
 
     async def block(
         self, variant: Variant, num_clients: int, key: str, *, ramp_up: float, seconds: float
     ) -> Block:
         url = variant.server.base_url
-        before = await read_counters(self._client, url) or DraftCounters()
-        clients = [requests(variant, self._prompts, key, client) for client in range(num_clients)]
+        before = await read_counters(self.client, url) or DraftCounters()
+        clients = [
+            requests(variant.model, self.prompts, variant.fields, key, client)
+            for client in range(num_clients)
+        ]
+        watch = CpuWatch(self.process_ids)
         window = await run_block(variant.server.port, clients, ramp_up=ramp_up, seconds=seconds)
+        others = watch.others_share() or 0.0
         await self._until_idle(variant.server)
-        return Block(window, (await read_counters(self._client, url) or DraftCounters()) - before)
+        after = await read_counters(self.client, url) or DraftCounters()
+        return Block(window, after - before, others)
 
     async def _until_idle(self, server: Server) -> None:
         """Twice idle: a request may have been between the front end and the worker."""
@@ -180,7 +166,7 @@ class Bench:
             if time.monotonic() > deadline:
                 raise BenchmarkError(f"aborted requests still run after {IDLE_SECONDS:g} seconds")
             await asyncio.sleep(0.05)
-            response = await self._client.get(f"http://127.0.0.1:{server.port}/metrics")
+            response = await self.client.get(f"http://127.0.0.1:{server.port}/metrics")
             in_work = [float(number) for number in _IN_WORK.findall(response.text)]
             num_idle = num_idle + 1 if in_work == [0.0, 0.0] else 0
 
@@ -194,10 +180,7 @@ async def until_ready(client: httpx.AsyncClient, server: Server) -> None:
 
 
 async def measure(
-    variants: Sequence[Variant],
-    bench: Bench,
-    num_clients: int,
-    arguments: argparse.Namespace,
+    variants: Sequence[Variant], bench: Bench, num_clients: int, arguments: argparse.Namespace
 ) -> Blocks:
     for variant in variants:
         seconds = arguments.warm_up * (DEFAULT_WARM_UP_FACTOR if variant.is_default else 1.0)
@@ -205,12 +188,15 @@ async def measure(
     blocks: Blocks = {variant.name: [] for variant in variants}
     for cycle in range(arguments.blocks):
         for variant in rotated(variants, cycle, arguments.blocks):
-            block = await bench.block(
-                variant, num_clients, str(cycle), ramp_up=arguments.ramp_up, seconds=arguments.seconds
-            )
-            blocks[variant.name].append(block)
-        speeds = (f"{name} {some[-1].window.tokens_per_second:.0f}" for name, some in blocks.items())
-        note(f"  {cycle + 1}/{arguments.blocks}, tokens/s: {', '.join(speeds)}")
+            tries: list[Block] = []
+            while len(tries) <= arguments.retries and all(block.is_disturbed for block in tries):
+                block = await bench.block(
+                    variant, num_clients, str(cycle), ramp_up=arguments.ramp_up, seconds=arguments.seconds
+                )
+                tries.append(block)
+            blocks[variant.name].append(min(tries, key=attrgetter("others")))
+        speeds = ", ".join(f"{name} {some[-1]}" for name, some in blocks.items())
+        note(f"  {cycle + 1}/{arguments.blocks}: {speeds}")
     return blocks
 
 
@@ -218,34 +204,35 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
     """A row for each number of clients."""
     lengths = arguments.lengths or ([1, 2, 3, 5, 8] if pair.is_synthetic else [1, 2, 3, 4])
     models = {"target": pair.target, "draft": pair.draft}
-    with ExitStack() as stack:
+    variants: list[Variant] = []
+    async with new_client("none", timeout=60.0) as client:
+        with ExitStack() as stack:
 
-        def serve(checkout: Path = ROOT, **settings: Any) -> Server:
-            return stack.enter_context(running_server({**models, **settings}, checkout))
+            async def serve(
+                named: Mapping[str, Mapping[str, Any]], checkout: Path = ROOT, **settings: Any
+            ) -> None:
+                """Ready before the next one starts: what loads beside it would spoil its calibration."""
+                server = stack.enter_context(running_server({**models, **settings}, checkout))
+                await until_ready(client, server)
+                model = await find_model(client, server.base_url)
+                variants.extend(Variant(name, server, model, fields) for name, fields in named.items())
 
-        server = serve()
-        served = [(DEFAULT, server, {}), (NONE, server, speculation(0))]
-        served += [(f"k={length}", server, speculation(length)) for length in sorted(set(lengths) - {0})]
-        if arguments.before is not None:
-            server_before = serve(arguments.before)
-            served += [(BEFORE + DEFAULT, server_before, {}), (BEFORE + NONE, server_before, speculation(0))]
-        if arguments.apart:
-            served += [(APART + DEFAULT, serve(), {})]
-            served += [(APART + NONE, serve(num_speculative_tokens=0), speculation(0))]
-        async with new_client("none", timeout=60.0) as client:
-            variants = []
-            for name, its_server, fields in served:
-                await until_ready(client, its_server)
-                model = await find_model(client, its_server.base_url)
-                variants.append(Variant(name, its_server, model, fields))
-            bench = Bench(client, prompt_ids(pair, NUM_PROMPTS, arguments.prompt_length))
-            watch = CpuWatch(process_ids({variant.server for variant in variants}))
+            fixed = {f"k={length}": speculation(length) for length in sorted(set(lengths) - {0})}
+            await serve({DEFAULT: {}, NONE: speculation(0), **fixed})
+            if arguments.before is not None:
+                await serve({BEFORE + DEFAULT: {}, BEFORE + NONE: speculation(0)}, arguments.before)
+            if arguments.apart:
+                await serve({APART + DEFAULT: {}})
+                await serve({APART + NONE: speculation(0)}, num_speculative_tokens=0)
+            watched = process_ids({variant.server for variant in variants})
+            prompts = prompt_ids(pair, NUM_PROMPTS, arguments.prompt_length)
+            bench = Bench(client, prompts, watched)
+            keep_loaded()
             rows = []
             for num_clients in arguments.clients:
-                note(f"{pair.name}, {num_clients} clients")
+                note(f"{pair.name}, {num_clients} clients, tokens/s")
                 blocks = await measure(variants, bench, num_clients, arguments)
                 rows.append({"pair": pair.name, "clients": num_clients, **summarise(blocks)})
-            warn_of_others(watch)
             return rows
 
 
@@ -277,12 +264,11 @@ def summarise(blocks: Blocks) -> dict[str, Any]:
         "ratios": {
             title: ratio_and_spread(speeds[name], speeds[base]) for title, (name, base) in compared.items()
         },
-        "acceptance": {name: acceptance(some) for name, some in blocks.items()},
-        "drafted per token": {name: drafted_per_token(some) for name, some in blocks.items()},
+        **drafting(blocks),
         "finished": {name: sum(block.window.num_finished for block in some) for name, some in blocks.items()},
         "generator": max(block.window.generator_share for some in blocks.values() for block in some),
         "blocks": {
-            name: [{**block.window._asdict(), **vars(block.drafts)} for block in some]
+            name: [{**block.window._asdict(), **vars(block.drafts), "others": block.others} for block in some]
             for name, some in blocks.items()
         },
     }
@@ -294,14 +280,16 @@ def ratio_and_spread(speeds: Sequence[float], baseline: Sequence[float]) -> tupl
     return median, statistics.median(abs(ratio - median) for ratio in ratios)
 
 
-def acceptance(blocks: Sequence[Block]) -> float | None:
-    drafted = sum(block.drafts.draft_tokens for block in blocks)
-    return sum(block.drafts.accepted_tokens for block in blocks) / drafted if drafted else None
-
-
-def drafted_per_token(blocks: Sequence[Block]) -> float:
-    drafted = sum(block.drafts.draft_tokens for block in blocks)
-    return drafted / max(1, sum(block.window.num_tokens_of_block for block in blocks))
+def drafting(blocks: Blocks) -> dict[str, dict[str, float | None]]:
+    """Accepted to drafted tokens, and drafted tokens to all that came out, of each variant's blocks."""
+    rates: dict[str, float | None] = {}
+    drafted_per_token: dict[str, float | None] = {}
+    for name, some in blocks.items():
+        drafts = sum((block.drafts for block in some), DraftCounters())
+        num_tokens = sum(block.window.num_tokens_of_block for block in some)
+        rates[name] = drafts.accepted_tokens / drafts.draft_tokens if drafts.draft_tokens else None
+        drafted_per_token[name] = drafts.draft_tokens / num_tokens
+    return {"acceptance": rates, "drafted per token": drafted_per_token}
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -310,28 +298,22 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     def table(title: str, cells: Sequence[Mapping[str, Any]]) -> None:
         print_table([{**place, **some} for place, some in zip(where, cells, strict=True)], title)
 
+    def ratios(row: Mapping[str, Any]) -> dict[str, str]:
+        shown = {title: f"{median:.3f} ± {spread:.3f}" for title, (median, spread) in row["ratios"].items()}
+        return {**shown, "best": row["best"]}
+
     speeds = [{name: round(speed) for name, speed in row["tokens/s"].items()} for row in rows]
     table("Tokens/s, medians over the cycles", speeds)
-    table(
-        "Ratios within a cycle: median ± median absolute deviation",
-        [
-            {**{t: f"{m:.3f} ± {s:.3f}" for t, (m, s) in row["ratios"].items()}, "best": row["best"]}
-            for row in rows
-        ],
-    )
+    table("Ratios within a cycle: median ± median absolute deviation", [ratios(row) for row in rows])
     table("Accepted / drafted", [row["acceptance"] for row in rows])
-    generators = [{"generator's share of a processor": row["generator"]} for row in rows]
-    table(
-        "Drafted per token",
-        [row["drafted per token"] | own for row, own in zip(rows, generators, strict=True)],
-    )
-    to_none, to_best = (
-        [row["ratios"][title][0] for row in rows] for title in ("default/none", "default/best")
-    )
-    print(
-        f"\nlowest default/none: {min(to_none):.3f}  lowest default/best: {min(to_best):.3f}  "
-        f"mean default/best: {statistics.mean(to_best):.3f}"
-    )
+    table("Drafted / all tokens", [row["drafted per token"] for row in rows])
+    table("Of one processor", [{"load generator": row["generator"]} for row in rows])
+    print_table([summary(title, rows) for title in rows[0]["ratios"]], "Over all rows")
+
+
+def summary(title: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    ratios = [row["ratios"][title][0] for row in rows]
+    return {"ratio": title, "lowest": f"{min(ratios):.3f}", "mean": f"{statistics.mean(ratios):.3f}"}
 
 
 def draw(figure: Any, rows: Sequence[Mapping[str, Any]]) -> None:

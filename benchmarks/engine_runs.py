@@ -8,9 +8,16 @@ from msgspec.structs import replace
 from benchmarks.common import Run, StepTimes
 from engine.core.engine import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
+from engine.native.runner import NativeRunner
 
 PHASES = ("draft", "score", "verify")
 Variants = dict[str, Callable[[], Run]]
+
+
+def use_phases(core: EngineCore) -> None:
+    """Every step phase by phase, where each pass can be seen."""
+    if isinstance(core.runner, NativeRunner):
+        core.runner = core.runner.phases
 
 
 def decode_params(

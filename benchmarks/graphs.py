@@ -21,7 +21,7 @@ def settings(arguments: Namespace) -> dict[str, Any]:
 def graphs_of(core: EngineCore) -> dict[str, StepGraphs]:
     """By model; nothing for a model that has none."""
     models = {"target": core.target}
-    draft = core.proposer.proposers.get("draft_model")
+    draft = core.draft
     if isinstance(draft, DraftModelProposer):
         models["draft"] = draft.model
     return {name: model.graphs for name, model in models.items() if isinstance(model.graphs, StepGraphs)}

@@ -7,7 +7,7 @@ is verification, ``host`` everything else (scheduling, the spans to score, commi
 steps are counted: every sequence decodes and none ends. Medians over the repeats, variants interleaved.
 
 Rounds go phase by phase here, as on a GPU or for rows that ask for more than tokens; on a CPU most are one
-call of C (``engine/whole_rounds.py``), and ``benchmarks.offline`` says what is around those.
+call of C (``engine/native/runner.py``), and ``benchmarks.offline`` says what is around those.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from benchmarks.common import (
     warn_of_others,
     write_json,
 )
-from benchmarks.engine_runs import decode_params
+from benchmarks.engine_runs import decode_params, use_phases
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
 from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
@@ -72,8 +72,7 @@ class Clocks:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.score = PassClock(core.target)
-        proposer: Any = core.proposer.proposers.get("draft_model")
-        self.draft = PassClock(proposer.model) if proposer is not None else None
+        self.draft = PassClock(core.draft) if core.draft is not None else None
 
     def read(self) -> dict[str, float]:
         phases = self.core.stats.phase_seconds
@@ -163,7 +162,7 @@ def main() -> None:
         prefix_caching=False,
     )
     core = build_engine(config)
-    core.whole_rounds = None  # every pass is timed on its own
+    use_phases(core)
     clocks = Clocks(core)
     pair = Pair(
         "named" if arguments.target else BUNDLED,

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.common import Run
+from benchmarks.engine_runs import use_phases
 from benchmarks.synthetic_pair import Shape, build, cycle, successors
 from engine.batch import Span
 from engine.build import build_engine
@@ -51,7 +52,7 @@ class ScriptedEngine:
                     **config,  # type: ignore[arg-type]
                 )
             )
-        self.core.whole_rounds = None  # every pass is scripted
+        use_phases(self.core)  # every pass is scripted
         self._compute = self.core.target.forward
         self.core.target.forward = self._forward  # type: ignore[method-assign]
 

@@ -1,12 +1,14 @@
 """A tokenizer for models that know no language: ``t300 t301`` are the ids 300 and 301.
 
-Any other text becomes bytes, so every prompt can be encoded, and ids that come out can be read back. It is
-a byte-fallback BPE without merges, which the libraries that convert checkpoints read as any Llama's.
+Any other text becomes bytes, so every prompt can be encoded, and ids that come out can be read back: words
+and ASCII as they are, other bytes as ``?``, since random ones are no UTF-8, which decoding by increments
+refuses. It is a byte-fallback BPE without merges, which the libraries that convert checkpoints read as any
+Llama's.
 """
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 UNKNOWN = "<unk>"
@@ -28,7 +30,13 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.Replace(Regex("^<0x[89A-F].>$"), "?"),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN)
 

@@ -28,6 +28,7 @@ from benchmarks.common import (
     print_table,
     warn_if_busy,
 )
+from benchmarks.engine_runs import use_phases
 from engine.batch import Span
 from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
@@ -82,10 +83,11 @@ class Engine:
         self.core: EngineCore = build_engine(
             EngineConfig(target=TARGET, draft=draft or "none", num_speculative_tokens=num_speculative_tokens)
         )
-        self.core.whole_rounds = None  # every pass is timed on its own
+        use_phases(self.core)
         self.forward_seconds = 0.0
         self.num_rounds = 0
-        proposer: Any = self.core.proposer.proposers.get("draft_model")
+        runner: Any = self.core.runner
+        proposer = runner.proposer
         self.is_translated = isinstance(proposer, TranslatedDraftProposer)
         if proposer is None:
             return

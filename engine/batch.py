@@ -23,6 +23,7 @@ class Span:
     """New tokens of one sequence: they are stored after ``table.num_computed_tokens`` others.
 
     ``num_logits`` of its last tokens need logits: 0 inside a prompt, 1 at its end, k + 1 when scoring.
+    ``token_ids`` may be placeholders where a forward pass is given the ids on its device.
     """
 
     table: BlockTable
@@ -120,7 +121,14 @@ class ForwardBatch:
     logits_index: torch.Tensor  # [rows with logits] into the packed tokens
 
     @classmethod
-    def build(cls, spans: list[Span], block_size: int, device: torch.device) -> "ForwardBatch":
+    def build(
+        cls,
+        spans: list[Span],
+        block_size: int,
+        device: torch.device,
+        ids_on_device: torch.Tensor | None = None,
+    ) -> "ForwardBatch":
+        """``ids_on_device`` [tokens], if given, take the place of the spans' ids."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -135,6 +143,8 @@ class ForwardBatch:
         numbers = on_device([*token_ids, *positions, *slots, *logits_index], device)
         sizes = len(token_ids), len(token_ids), len(token_ids), len(logits_index)
         packed_ids, packed_positions, packed_slots, index = numbers.split_with_sizes(sizes)
+        if ids_on_device is not None:
+            packed_ids = ids_on_device.to(device)
         return cls(spans, block_size, packed_ids[None], packed_positions[None], packed_slots, index)
 
     @cached_property

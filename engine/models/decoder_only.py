@@ -15,6 +15,8 @@ from engine.sampling.rules import NO_RULES
 Forward = Callable[[ForwardBatch, KVCache], torch.Tensor]
 # The same for spans as they are, float32; None if it has no pass for them.
 WholePass = Callable[[list[Span]], torch.Tensor | None]
+# The same with ``ids_on_device`` as in ``DecoderModel.forward``.
+CapturedPass = Callable[[list[Span], torch.Tensor | None], torch.Tensor | None]
 
 
 class DecoderModel:
@@ -41,7 +43,7 @@ class DecoderModel:
         self.is_native = False  # whether that runs the kernels in C: they need no padding, few threads pay
         self.make_whole_pass: Callable[[KVCache, int], WholePass | None] | None = None
         self.whole_pass: WholePass | None = None  # one call of C, for the cache as it is
-        self.graphs: WholePass | None = None  # its counterpart on a GPU
+        self.graphs: CapturedPass | None = None  # its counterpart on a GPU
         self.is_spread = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         self.layers = self._probe_layers()
         self.cache: KVCache | None = None
@@ -63,19 +65,28 @@ class DecoderModel:
             None if self.make_whole_pass is None else self.make_whole_pass(self.cache, block_size)
         )
 
-    def forward(self, spans: list[Span]) -> torch.Tensor:
+    def forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [sum of num_logits, vocab], float32, of each span's last tokens, in span order.
 
         The spans' tokens are stored in the cache and counted as computed; room must be reserved.
+        ``ids_on_device``, int64 [spans], are the ids of spans of one token each, drawn on the device: they
+        are not read by the host.
         """
         if not torch.is_inference_mode_enabled():  # entering it again takes 10 microseconds
             with torch.inference_mode():
-                return self.forward(spans)
+                return self.forward(spans, ids_on_device)
         assert self.cache is not None
-        one_call = self.whole_pass or self.graphs
-        logits = None if one_call is None else one_call(spans)
+        logits = None
+        if self.whole_pass is not None:
+            if ids_on_device is not None:
+                # C reads ids from the spans, and here the host is the device.
+                for span, token_id in zip(spans, ids_on_device.tolist(), strict=True):
+                    span.token_ids = [token_id]
+            logits = self.whole_pass(spans)
+        elif self.graphs is not None:
+            logits = self.graphs(spans, ids_on_device)
         if logits is None:
-            batch = ForwardBatch.build(spans, self.block_size, self.device)
+            batch = ForwardBatch.build(spans, self.block_size, self.device, ids_on_device)
             logits = (self.short_forward or self._module_forward)(batch, self.cache)
         for span in spans:
             span.table.num_computed_tokens += len(span.token_ids)

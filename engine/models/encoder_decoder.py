@@ -63,12 +63,12 @@ class EncoderDecoderModel(DecoderModel):
         return generation_rules(self.model)
 
     @torch.inference_mode()
-    def forward(self, spans: list[Span]) -> torch.Tensor:
+    def forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
         """Logits as ``DecoderModel.forward`` gives them. A sequence's first span brings the whole prompt and
         at least one of the decoder's tokens; logits are of the decoder's tokens only."""
         assert self.cache is not None
         spans = [self._encoded(span) for span in spans]
-        batch = ForwardBatch.build(spans, self.block_size, self.device)
+        batch = ForwardBatch.build(spans, self.block_size, self.device, ids_on_device)
         logits = self._decode(
             batch.token_ids, batch.positions, self._no_encoder, DecoderAttention(batch, self.cache)
         )

@@ -47,9 +47,9 @@ class SentNumbers:
         """Until ``host`` may be written again."""
         self._wait()
 
-    def send(self, size: int) -> None:
-        """The first ``size`` of them."""
-        self._wait = self.capture.send(self.numbers[:size], self.host[:size])
+    def send(self, start: int, end: int) -> None:
+        """Those from ``start`` to ``end``."""
+        self._wait = self.capture.send(self.numbers[start:end], self.host[start:end])
 
 
 class CudaCapture:

@@ -59,7 +59,7 @@ class StepGraphs:
         self.num_misses = 0
         self._chosen: dict[tuple[int, int, int], Bucket | None] = {}
 
-    def __call__(self, spans: list[Span]) -> torch.Tensor | None:
+    def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [sum of num_logits, vocab], float32; None if no captured pass holds ``spans``."""
         shape = shape_of(spans, self.block_size) if self.enabled else None
         if shape is None:
@@ -71,10 +71,12 @@ class StepGraphs:
             self.num_misses += 1
             return None
         self.num_replays += 1
-        return self.replay(bucket, spans)
+        return self.replay(bucket, spans, ids_on_device)
 
-    def replay(self, bucket: Bucket, spans: list[Span]) -> torch.Tensor:
-        num_logits = self.inputs.send(bucket, spans)
+    def replay(
+        self, bucket: Bucket, spans: list[Span], ids_on_device: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        num_logits = self.inputs.send(bucket, spans, ids_on_device)
         self.replays[bucket]()
         return self.logits[:num_logits].clone()
 

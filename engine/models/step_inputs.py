@@ -14,7 +14,9 @@ from engine.models.step_buckets import Bucket
 
 
 class StepInputs:
-    """Every bucket lays out its own numbers in the same tensors, from their beginning.
+    """Every bucket lays out its own numbers in the same tensors. The first ``num_ids`` are token ids and
+    never anything else, a bucket's at their end; its other numbers follow. So either all of it is sent in one
+    copy, or the others alone where the ids are on the device already.
 
     ``scratch_block`` belongs to no sequence: padding is stored there, and rows of padding read it. Attention
     that ``gathers`` keys is told their slots, other attention the block tables.
@@ -32,14 +34,26 @@ class StepInputs:
         self.block_size = block_size
         self.scratch_block = scratch_block
         self.gathers = gathers
-        self.sent = SentNumbers(max(sum(_sizes(bucket)) for bucket in buckets), device, capture)
+        self.num_ids = max(bucket.num_tokens for bucket in buckets)
+        size = self.num_ids + max(sum(_sizes(bucket)) for bucket in buckets)
+        self.sent = SentNumbers(size, device, capture)
         self.host, self.numbers = self.sent.host, self.sent.numbers
 
-    def send(self, bucket: Bucket, spans: Sequence[Span]) -> int:
-        """Fill in ``spans`` and start the copy to the device; returns the number of rows with logits."""
+    def send(self, bucket: Bucket, spans: Sequence[Span], ids_on_device: torch.Tensor | None = None) -> int:
+        """Fill in ``spans`` and start the copy to the device; returns the number of rows with logits.
+
+        ``ids_on_device`` [spans], if given, are the ids of spans of one token each.
+        """
         self.sent.wait()
         num_logits = self._fill(bucket, spans)
-        self.sent.send(sum(_sizes(bucket)))
+        first_id, end = self.num_ids - bucket.num_tokens, self.num_ids + sum(_sizes(bucket))
+        if ids_on_device is None:
+            self.sent.send(first_id, end)
+        else:
+            self.sent.send(self.num_ids, end)
+            # Padding keeps the ids of an earlier batch: any id will do there.
+            ids = self.numbers[first_id : self.num_ids].view(bucket.rows, bucket.queries)
+            ids[: len(spans), 0].copy_(ids_on_device)
         return num_logits
 
     def _fill(self, bucket: Bucket, spans: Sequence[Span]) -> int:
@@ -47,8 +61,8 @@ class StepInputs:
         queries, block_size = bucket.queries, self.block_size
         scratch_slot = self.scratch_block * block_size
         num_table_numbers = bucket.rows * bucket.blocks
-        size = sum(_sizes(bucket))
-        numbers = self.host.numpy()[:size]
+        size = bucket.num_tokens + sum(_sizes(bucket))
+        numbers = self.host.numpy()[self.num_ids - bucket.num_tokens :][:size]
         tables = numbers[size - num_table_numbers :].reshape(bucket.rows, bucket.blocks)
         tables[len(spans) :] = self.scratch_block
         ids: list[int] = []
@@ -82,8 +96,9 @@ class StepInputs:
         """The static inputs as a batch. Static shapes, and nothing that depends on the numbers: this is
         captured."""
         sizes = _sizes(bucket)
-        parts = self.numbers[: sum(sizes)].split_with_sizes(sizes)
-        ids, positions, slots, logits_rows, last, tables = parts
+        ids = self.numbers[self.num_ids - bucket.num_tokens : self.num_ids]
+        parts = self.numbers[self.num_ids :][: sum(sizes)].split_with_sizes(sizes)
+        positions, slots, logits_rows, last, tables = parts
         rows, queries, keys = bucket.rows, bucket.queries, bucket.blocks * self.block_size
         tables, device = tables.view(rows, bucket.blocks), tables.device
         batch = ForwardBatch([], self.block_size, ids[None], positions[None], slots, logits_rows)
@@ -115,5 +130,5 @@ class StepInputs:
 
 
 def _sizes(bucket: Bucket) -> list[int]:
-    """Token ids, positions, slots, rows with logits, each row's last position, block tables."""
-    return [bucket.num_tokens] * 4 + [bucket.rows, bucket.rows * bucket.blocks]
+    """Positions, slots, rows with logits, each row's last position, block tables."""
+    return [bucket.num_tokens] * 3 + [bucket.rows, bucket.rows * bucket.blocks]

@@ -1,7 +1,7 @@
 """Drafts from a smaller model with its own cache, drawn with each request's own parameters.
 
-Its cache follows the target's: prompt chunks are computed in the same step, unless nobody expects it to draft
-soon, and what it missed (the last drafted token after a full acceptance, or more after a pause) is caught up
+Its cache follows the target's: prompt chunks are computed in the same step, unless no draft is expected soon,
+and what it missed (the last drafted token after a full acceptance, or more after a pause) is caught up
 in the first pass of a round.
 """
 
@@ -52,7 +52,7 @@ class DraftModelProposer:
         completing = [part for part in scheduled if part.completes]
         lengths = [part.num_draft_tokens if part.source == self.name else 0 for part in completing]
         spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]
-        logits = self._forward(spans)
+        logits = self._forward(self._known(spans))
         num_positions = max(lengths, default=0)
         if num_positions == 0:
             return Drafts.empty(len(lengths), sampler.device)
@@ -71,10 +71,9 @@ class DraftModelProposer:
                 drawing, members = sampler.select(active), on_device(active, sampler.device)
             if position > 0:
                 tables = [completing[row].sequence.draft_blocks for row in active]
-                last = token_ids[members, position - 1].tolist()
-                logits = self._forward(
-                    [Span(table, [token_id], 1) for table, token_id in zip(tables, last, strict=True)]
-                )
+                # The host launches the next pass without reading what was drawn: on a GPU it would wait.
+                last = token_ids[members, position - 1]
+                logits = self._forward([Span(table, [0], 1) for table in tables], last)
             draw = drawing.draw_drafts(logits, token_ids[members, :position], with_confidence)
             token_ids[members, position] = draw.ids
             if probs is not None and draw.probs is not None:
@@ -104,12 +103,15 @@ class DraftModelProposer:
             return None
         return Span(sequence.draft_blocks, sequence.token_ids[start:end], min(1, part.num_draft_tokens))
 
-    def _forward(self, spans: list[Span]) -> torch.Tensor:
+    def _forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [spans that want them, vocab] in the target's width: ids only one of both knows have
         probability zero in the draft."""
         if not spans:
             return torch.empty(0)
-        logits = self.model.forward(self._known(spans))
+        if ids_on_device is not None and self.model.vocab_size < self.vocab_size:
+            # As ``_known``.
+            ids_on_device = ids_on_device.clamp(max=self.model.vocab_size - 1)
+        logits = self.model.forward(spans, ids_on_device)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             return F.pad(logits, (0, missing), value=-torch.inf)
@@ -134,6 +136,8 @@ def rows_going_on(
     The distribution decides, whichever token was drawn from it: one that is not kept has never been looked
     at, and its random number is free for the token that takes its place.
     """
+    # The one read per token of a draft, and only where a row may end early: who goes on decides about the
+    # next pass, which the host launches.
     confidences = [] if draw.confidence is None else draw.confidence.tolist()
     for row, confidence in zip(active, confidences, strict=False):
         row_exit = exits[row]

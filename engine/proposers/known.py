@@ -2,12 +2,14 @@
 
 import torch
 
+from engine.host_to_device import on_device
 from engine.sampling.sampler import Drafts
 
 
 def known_drafts(draft_ids: list[list[int]], device: torch.device) -> Drafts:
     """``draft_ids`` by row, without probabilities: the rules take them for certain."""
     width = max(map(len, draft_ids), default=0)
-    padded = [ids + [0] * (width - len(ids)) for ids in draft_ids]
-    token_ids = torch.tensor(padded, dtype=torch.int64, device=device).view(len(draft_ids), width)
+    if width == 0:
+        return Drafts.empty(len(draft_ids), device)
+    token_ids = on_device([ids + [0] * (width - len(ids)) for ids in draft_ids], device)
     return Drafts(token_ids, None, [len(ids) for ids in draft_ids])

@@ -6,6 +6,7 @@ parameters and positions, so that other runners can be compared with it bit for 
 
 import time
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -34,7 +35,7 @@ class PhaseRunner:
         self.target = target
         self.proposer = proposer
         self.make_draws = make_draws
-        self._rows: dict[Sequence, Row] = {}  # of the last step's sequences
+        self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -53,11 +54,13 @@ class PhaseRunner:
 
     def _rows_of(self, plan: StepPlan) -> list[Row]:
         """A sequence's row serves in all of its steps: it follows the tokens by itself."""
-        known = self._rows
-        self._rows = {
-            part.sequence: known.get(part.sequence) or self._row(part.sequence) for part in plan.rows
-        }
-        return list(self._rows.values())
+        rows = []
+        for part in plan.rows:
+            row = self._rows.get(part.sequence)
+            if row is None:
+                row = self._rows[part.sequence] = self._row(part.sequence)
+            rows.append(row)
+        return rows
 
     def _row(self, sequence: Sequence) -> Row:
         rule = Rule.EXACT_MATCH if sequence.greedy else Rule(sequence.verification)

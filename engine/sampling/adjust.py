@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from engine.host_to_device import on_device, send
 from engine.messages import SamplingParams
 from engine.sampling.rules import NO_RULES, GenerationRules
 
@@ -73,18 +74,19 @@ def adjust_logits(
     for row, history in enumerate(histories):
         if history.params.logit_bias:
             bias = history.params.logit_bias
-            ids = torch.tensor(list(bias), device=logits.device)
-            logits[row, :, ids] += torch.tensor(list(bias.values()), device=logits.device)
+            ids = on_device(list(bias), logits.device)
+            logits[row, :, ids] += on_device(list(bias.values()), logits.device, torch.float32)
     penalized = [row for row, history in enumerate(histories) if history.penalized]
     if penalized:
         members = [histories[row] for row in penalized]
-        counts = _counts(members, drafted[penalized], offset, logits.shape[1], logits.shape[2])
-        logits[penalized] = _penalize(logits[penalized], members, counts)
+        rows = on_device(penalized, logits.device)
+        counts = _counts(members, drafted[rows], offset, logits.shape[1], logits.shape[2])
+        logits[rows] = _penalize(logits[rows], members, counts)
     for row, history in enumerate(histories):
         num_output = len(history.token_ids) - history.num_prompt_tokens + offset
         num_forbidden = max(0, min(history.params.min_tokens - num_output, logits.shape[1]))
         if num_forbidden and history.stop_token_ids:
-            ids = torch.tensor(sorted(history.stop_token_ids), device=logits.device)
+            ids = on_device(sorted(history.stop_token_ids), logits.device)
             logits[row, :num_forbidden].index_fill_(-1, ids, -torch.inf)
         if history.mask is not None:
             _forbid_masked(logits[row], history.mask[offset : offset + logits.shape[1]])
@@ -127,7 +129,8 @@ def _counts(
     """How often each token stands before each position: float32 [rows, positions, V]."""
     base = torch.stack(
         [torch.bincount(torch.tensor(history.text), minlength=vocab_size).float() for history in histories]
-    ).to(drafted.device)
+    )
+    base = send(base, drafted.device)
     one_hot = F.one_hot(drafted[:, : offset + num_positions - 1], vocab_size).float()
     before_first = base + one_hot[:, :offset].sum(1)
     later = before_first[:, None] + one_hot[:, offset:].cumsum(1)
@@ -138,7 +141,7 @@ def _penalize(logits: torch.Tensor, histories: list[History], counts: torch.Tens
     """Repetition as Keskar et al. 2019 (1909.05858) define it; frequency and presence as OpenAI does."""
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits.device)[:, None, None]
+        return on_device(values, logits.device, torch.float32)[:, None, None]
 
     seen = counts > 0
     repetition = column([h.params.repetition_penalty for h in histories])

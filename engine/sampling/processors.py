@@ -32,6 +32,7 @@ class SamplingTensors(NamedTuple):
     any_top_p: bool
     any_min_p: bool
     any_uncut: bool  # a row has neither top-k nor top-p
+    may_wait: bool = True  # for the device: to look whether top-p's candidates hold the mass
 
     @classmethod
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
@@ -108,7 +109,7 @@ def _likeliest(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
         top = torch.from_numpy(np.sort(probs.numpy(), -1)[..., ::-1][..., :num_candidates].copy())
     else:
         top = probs.topk(num_candidates).values
-    if sampling.any_top_p and num_candidates < vocab_size:
+    if sampling.any_top_p and num_candidates < vocab_size and sampling.may_wait:
         uncovered = top.sum(-1) < sampling.top_p
         if sampling.largest_top_k or sampling.any_uncut:
             uncovered = uncovered & (sampling.top_k == 0) & (sampling.top_p < 1)

@@ -23,9 +23,10 @@ from engine.sampling.processors import SamplingTensors
 from engine.sampling.random import Stream, round_seeds
 from engine.sampling.verify import (
     RowVerdict,
-    accept_while_equal,
     probs_of_draft,
+    read_verdict,
     verify_block,
+    verify_equal,
     verify_greedy,
     verify_rejection,
 )
@@ -204,21 +205,15 @@ class Sampler:
         return DraftDraw(ids, probs, confidence)
 
     def verify(self, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
-        """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row."""
+        """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row. The
+        host reads ``drafts.ids`` and one tensor per rule; on a GPU top-p takes one more (``processors``)."""
         if self.all_greedy and not self._adjusted:
             return verify_greedy(logits, drafts.ids)
         padded, broken = self._target_logits(logits, drafts)
-        found: list[tuple[int, int]] = [(0, 0)] * len(self.rows)
+        found: dict[int, RowVerdict] = {}
         for rule, indices in self.groups.items():
-            members = self._index(indices)
-            judged = self._judge(rule, indices, _take(padded, members), drafts)
-            for i, verdict in zip(indices, judged, strict=True):
-                found[i] = verdict
-        flags = [[]] * len(found) if broken is None else broken.tolist()
-        return [
-            RowVerdict(num_accepted, next_token, any(is_broken[: num_accepted + 1]))
-            for (num_accepted, next_token), is_broken in zip(found, flags, strict=True)
-        ]
+            found |= zip(indices, self._judge(rule, indices, padded, broken, drafts), strict=True)
+        return [found[i] for i in range(len(self.rows))]
 
     def drafted_probs(self, logits: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
         """For the trace: target's and draft's processed probability of each drafted token, [B, K] each."""
@@ -238,7 +233,7 @@ class Sampler:
             one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
             return DraftDraw(ids, one_hot, confidence)
         members = self._index(indices)
-        probs = self._probs(logits[:, None], indices)
+        probs = self._probs(logits[:, None], indices, is_draft=True)
         if rule is Rule.COUPLED:
             ids, probs = self._race(probs, members, offset)[:, 0], probs[:, 0]
         else:
@@ -249,17 +244,22 @@ class Sampler:
         return DraftDraw(ids, probs if self.uses_draft_probs else None, confidence)
 
     def _judge(
-        self, rule: Rule, indices: list[int], logits: torch.Tensor, drafts: Drafts
-    ) -> list[tuple[int, int]]:
-        """How many drafts of one rule's rows stand, and what follows; ``logits`` [members, K+1, V]."""
+        self,
+        rule: Rule,
+        indices: list[int],
+        logits: torch.Tensor,
+        broken: torch.Tensor | None,
+        drafts: Drafts,
+    ) -> list[RowVerdict]:
+        """One rule's rows, ``indices``, of ``_target_logits``."""
         members = self._index(indices)
+        logits, broken = _take(logits, members), None if broken is None else _take(broken, members)
         if not rule.uses_draft_probs:
             if rule is Rule.COUPLED:
                 target_ids = self._race(self._probs(logits, indices), members, offset=0)
             else:
                 target_ids = argmax(logits)
-            drafted = [drafts.ids[i] for i in indices]
-            return list(map(accept_while_equal, target_ids.tolist(), drafted))
+            return verify_equal(target_ids, broken, [drafts.ids[i] for i in indices])
         target_probs = self._probs(logits, indices)
         seeds = _take(self.seeds, members)[:, None]
         spent_seeds = self._seeds(rule, members)[:, None]
@@ -275,8 +275,7 @@ class Sampler:
             recover_uniforms=self._draws.uniform(seeds, positions, Stream.RECOVER),
             draw=self._draws.draw_next,
         )
-        num_accepted, next_token = torch.stack(verdict).tolist()
-        return list(zip(num_accepted, next_token, strict=True))
+        return read_verdict(verdict, broken)
 
     def _race(self, probs: torch.Tensor, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
         """What the rows ``members`` draw from ``probs`` [members, n, V], from ``offset`` on: [members, n]."""
@@ -299,13 +298,16 @@ class Sampler:
         adjusted[members] = adjust_logits(logits[members], histories, drafted[members], offset)
         return adjusted
 
-    def _probs(self, logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
+    def _probs(self, logits: torch.Tensor, indices: list[int], is_draft: bool = False) -> torch.Tensor:
         """Processed distributions of the rows ``indices``, whose logits are [members, positions, V]."""
         key = tuple(indices)
         sampling = self._sampling.get(key)
         if sampling is None:
             params = [self.rows[i].params for i in indices]
             sampling = self._sampling[key] = SamplingTensors.build(params, self.device)
+        # Any distribution will do for a draft, as the verdict knows it; only a trace must be reproducible.
+        if is_draft and not self.traced and self.device.type != "cpu":
+            sampling = sampling._replace(may_wait=False)
         return self._draws.probs(logits, sampling)
 
     def _draft_probs(self, drafts: Drafts, members: slice | torch.Tensor) -> torch.Tensor:

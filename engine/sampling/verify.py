@@ -8,7 +8,7 @@ rows is the one after the last drafted token. A deterministic draft has one-hot 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,34 @@ class RowVerdict(NamedTuple):
     num_accepted: int
     next_token: int
     failed: bool
+
+
+def read_verdict(verdict: Verdict, broken: torch.Tensor | None) -> list[RowVerdict]:
+    """``broken`` bool [B, K+1]: where logits were no distribution; None if nowhere."""
+    return [
+        RowVerdict(num_accepted, next_token, any(flags[: num_accepted + 1]))
+        for (num_accepted, next_token), flags in _read_rows(torch.stack(verdict, dim=1), broken)
+    ]
+
+
+def verify_equal(
+    target_ids: torch.Tensor, broken: torch.Tensor | None, drafted: list[list[int]]
+) -> list[RowVerdict]:
+    """Drafts stand while they are the target's own tokens, ``target_ids`` [B, K+1]."""
+    verdicts = []
+    for (row_ids, flags), draft_ids in zip(_read_rows(target_ids, broken), drafted, strict=True):
+        num_accepted, next_token = accept_while_equal(row_ids, draft_ids)
+        verdicts.append(RowVerdict(num_accepted, next_token, any(flags[: num_accepted + 1])))
+    return verdicts
+
+
+def _read_rows(numbers: torch.Tensor, broken: torch.Tensor | None) -> Iterator[tuple[list[int], list[int]]]:
+    """The rows of ``numbers`` [B, n] and ``broken`` [B, K+1], in one copy from the device."""
+    width = numbers.shape[1]
+    if broken is not None:
+        numbers = torch.cat([numbers, broken.long()], dim=1)
+    for row in numbers.tolist():
+        yield row[:width], row[width:]
 
 
 def verify_greedy(logits: torch.Tensor, drafted: list[list[int]]) -> list[RowVerdict]:

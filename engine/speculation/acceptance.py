@@ -12,8 +12,8 @@ from collections.abc import Mapping
 POSITIONS = 9
 # Verdicts on a position that its rate remembers.
 MEMORY = 400
-# A rate starts from that of the position before, or of the group; the first one from here. That is worth some
-# verdicts.
+# The first rate starts here, each other one from the position before, a sequence's from its group's. That is
+# worth some verdicts.
 PRIOR_RATE, PRIOR_VERDICTS = 0.6, 4.0
 
 
@@ -25,16 +25,20 @@ class Acceptance:
         self.group = group
         self.reached = [0.0] * POSITIONS
         self.accepted = [0.0] * POSITIONS
+        if group is None:
+            self.reached[0], self.accepted[0] = PRIOR_VERDICTS, PRIOR_VERDICTS * PRIOR_RATE
         self._expected: list[float] = []  # by length, as far as it was asked for
 
     def rates(self) -> list[float]:
         """Acceptance rate by position, among the drafts that reach it."""
-        rates, rate = [], PRIOR_RATE
+        rates: list[float] = []
         prior = None if self.group is None else self.group.rates()
         for position, (reached, accepted) in enumerate(zip(self.reached, self.accepted, strict=True)):
-            rate = rate if prior is None else prior[position]
-            rate = (accepted + PRIOR_VERDICTS * rate) / (reached + PRIOR_VERDICTS)
-            rates.append(rate)
+            if prior is None and position == 0:
+                rates.append(accepted / reached)
+            else:
+                before = rates[-1] if prior is None else prior[position]
+                rates.append((accepted + PRIOR_VERDICTS * before) / (reached + PRIOR_VERDICTS))
         return rates
 
     def expected(self, length: int) -> float:

@@ -17,9 +17,9 @@ MAX_LENGTH, EARLY_EXIT, MIXED = 8, 9, 10
 MAX_ROUNDS = 16
 # Share of a surprise (the logarithm of measured over expected seconds) by which the level moves, and the
 # least by which a correction does; both start with larger ones.
-LEVEL_RATE, CORRECTION_RATE = 0.4, 0.1
+LEVEL_RATE, CORRECTION_RATE = 0.2, 0.1
 # Surprises are clipped, first ones later: a process that was descheduled says nothing about its model.
-MAX_SURPRISE, MAX_FIRST_SURPRISE = 0.3, 1.0
+MAX_SURPRISE, MAX_FIRST_SURPRISE = 0.2, 1.0
 # Overhead of a step until it is measured: for each row, and for three more.
 HOST_SECONDS_PER_ROW = 3e-5
 

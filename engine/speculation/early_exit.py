@@ -38,7 +38,7 @@ class ConfidenceTable:
         self._accepted = [0.0] * len(self._middles)
         self._seen = [1.0] * len(self._middles)
         self.ratio = 1.0  # emitted tokens over expected ones
-        self._num_learned = self._num_compared = 0
+        self._num_learned = self.num_compared = 0
         self._key: tuple[int, float, int] | None = None
         self._last = ExitEstimate(0.0, 0.0, ())
 
@@ -69,8 +69,10 @@ class ConfidenceTable:
 
     def compare(self, emitted: float) -> None:
         """Rounds that were expected to be as the last estimate have ``emitted`` so many tokens a row."""
-        self._num_compared += 1
-        rate = max(0.05, 1 / (self._num_compared + 2))
+        if self._num_learned < MEMORY / 4:
+            return  # the estimate is not worth much yet
+        self.num_compared += 1
+        rate = max(0.05, 1 / (self.num_compared + 2))
         self.ratio += rate * (emitted / (1 + self._last.accepted) - self.ratio)
 
     def estimate(self, length: int, threshold: float) -> ExitEstimate:

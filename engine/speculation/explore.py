@@ -5,8 +5,9 @@ from collections.abc import Iterable
 # The share of time of each budget: one is for other draft lengths, one for reading texts that may repeat
 # themselves. It starts with so many rounds' worth of time, and saves no more than that.
 SHARE, SAVED_ROUNDS = 0.003, 8
-# Seconds until an option that has lost is explored again: doubled every time, up to the last one.
-FIRST_WAIT, LAST_WAIT = 0.25, 4.0
+# Seconds until an option that has lost is explored again: doubled every time up to the last one, if it has less
+# than this share of the active option's rate.
+FIRST_WAIT, LAST_WAIT, CLOSE = 0.25, 4.0, 0.9
 
 Name = tuple[int, int]  # bucket of rows, option
 
@@ -47,8 +48,10 @@ class BackOff:
     def is_new(self, name: Name) -> bool:
         return name not in self._due
 
-    def settle(self, name: Name, has_won: bool, now: float) -> None:
-        """An exploration has ended."""
+    def settle(self, name: Name, ratio: float, now: float) -> None:
+        """An exploration has ended; ``ratio``: the option's rate over the active one's."""
         self.num_settled += 1
-        wait = 0.0 if has_won else min(2 * self._wait.get(name, 0.0) or FIRST_WAIT, LAST_WAIT)
+        wait = 0.0 if ratio > 1 else FIRST_WAIT
+        if ratio < CLOSE:
+            wait = min(2 * self._wait.get(name, 0.0) or FIRST_WAIT, LAST_WAIT)
         self._wait[name], self._due[name] = wait, now + wait

@@ -17,12 +17,14 @@ from typing import NamedTuple
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.costs import EARLY_EXIT, MAX_LENGTH, MAX_ROUNDS, Costs, Shape
 from engine.speculation.early_exit import GRID, ConfidenceTable
-from engine.speculation.explore import BackOff, Budget, Name
+from engine.speculation.explore import SAVED_ROUNDS, BackOff, Budget, Name
 
 # Seconds between replans; at first, and after a large change, they come after 4, 8, 16, ... rounds.
 REPLAN_SECONDS, FIRST_ROUNDS = 0.2, 4
 # Another option must promise so many times the rate of the active one, and drafting that of none.
 CHANGE_GAIN, START_GAIN = 1.005, 1.02
+# Timed steps of a new active option that correct its costs; later ones tell the machine's speed.
+NEW_STEPS = 4
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
 CATCH_UP_ROUNDS = 128
 # Verdicts that what is known of acceptance is worth once drafting is off: text changes.
@@ -105,7 +107,9 @@ class Policy:
         self._num_rounds, self._seconds = 0, 0.0  # since the last replan
         self._interval = FIRST_ROUNDS  # rounds until the next one
         self._is_due = self._repeats = False
-        self._timed_option: int | None = None  # of the last timed rounds that were no exploration
+        # Of the last timed step that was no exploration; and how many are still to correct its costs.
+        self._timed_option: int | None = None
+        self._num_new = 0
         # Emitted tokens and their seconds, those of plain rounds instead, rows, and drafted tokens.
         self._report = [0.0] * 6
 
@@ -167,7 +171,8 @@ class Policy:
         plans = [plain, *(self.fixed(num_rows, groups, length) for length in range(1, MAX_LENGTH + 1))]
         drafting = max(plans[1:], key=lambda plan: plan.rate)
         early_exit = self._early_exit(drafting, groups) if self.has_early_exit else None
-        if early_exit is not None and self.costs.is_measured(num_rows, EARLY_EXIT):
+        is_known = all(group.confidence.num_compared for group in groups)
+        if early_exit is not None and is_known and self.costs.is_measured(num_rows, EARLY_EXIT):
             plans.append(early_exit)
         active = max(plans, key=lambda plan: plan.rate)
         before = self.best.active.shape.option if self.best is not None else 0
@@ -224,6 +229,8 @@ class Policy:
         plan, lost = best.drafting, 0.0
         if name[1] == ANY_LENGTH:
             plan, lost = self._scouts(best, missing())
+            if lost > 2 * SAVED_ROUNDS * best.plain.seconds:
+                return None  # until a row is less behind
         elif name[1] == EARLY_EXIT and best.early_exit is not None:
             plan = best.early_exit
         else:
@@ -292,8 +299,10 @@ class Policy:
         elif shape.option != best.active.shape.option:
             self.costs.observe(shape, usual, is_same=False)
         else:
-            self.costs.observe(shape, usual, is_same=self._timed_option in (None, shape.option))
-            self._timed_option = shape.option
+            if self._timed_option not in (None, shape.option):
+                self._num_new = NEW_STEPS
+            self.costs.observe(shape, usual, is_same=self._num_new == 0)
+            self._num_new, self._timed_option = max(0, self._num_new - 1), shape.option
 
     def _count(
         self, best: Best, num_rounds: int, num_tokens: int, num_drafted: int, seconds: float, took: float
@@ -326,13 +335,14 @@ class Policy:
             num_scouts = plan.shape.draft_sizes[0]
             accepted = (exploration.num_tokens / num_rounds - num_rows) / num_scouts * best.groups.total()
             full = self.costs.seconds(self.fixed(num_rows, best.groups, plan.length).shape)
-            self._repeats = num_rows + accepted > rate * full
-            self.back_off.settle(exploration.name, self._repeats, self._now)
+            ratio = (num_rows + accepted) / (rate * full)
+            self._repeats = ratio > 1
+            self.back_off.settle(exploration.name, ratio, self._now)
         elif exploration.is_timed:
             tokens = plan.tokens
             if plan.threshold is None:
                 tokens = self.fixed(num_rows, best.groups, plan.length).tokens
-            self.back_off.settle(exploration.name, tokens / took > rate, self._now)
+            self.back_off.settle(exploration.name, tokens / took / rate, self._now)
 
     def state(self) -> dict[str, object]:
         """For ``GET /speculation``: builtins."""

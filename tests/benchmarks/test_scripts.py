@@ -121,6 +121,24 @@ def test_online_serves_loads_and_compares_with_the_engine(benchmark: Benchmark) 
     assert comparison["http_to_engine"] > 0
 
 
+def test_defaults_by_turns(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two cycles of three variants; another checkout is this one again."""
+    document = benchmark(
+        *("defaults", "--pair", "tiny", "--clients", 2, "--lengths", 2, "--blocks", 2, "--seconds", 0.4),
+        *("--ramp-up", 0.1, "--warm-up", 0.1, "--retries", 0, "--before", Path(__file__).parents[2]),
+    )
+    (row,) = document["results"]
+    assert (row["pair"], row["clients"]) == ("tiny", 2)
+    assert set(row["tokens/s"]) == {"default", "none", "k=2", "before default", "before none"}
+    assert all(len(blocks) == 2 for blocks in row["blocks"].values())
+    assert all(block["num_tokens"] > 0 for blocks in row["blocks"].values() for block in blocks)
+    assert row["acceptance"]["none"] is None
+    assert 0 < row["acceptance"]["k=2"] < 1
+    assert row["best"] in ("none", "k=2")
+    assert "default/before default" in row["ratios"]
+    assert "default/best" in capsys.readouterr().out
+
+
 def test_draft_lengths_take_turns(benchmark: Benchmark) -> None:
     document = benchmark(
         *("draft_length", "--pairs", "never right", "--shape", "tiny", "--concurrency", 2, "--lengths", 1),

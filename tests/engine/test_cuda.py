@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.messages import SamplingParams
+from engine.messages import Generate, SamplingParams
 from engine.models.in_place_attention import find_kernel
 from engine.models.layer_parts import AttentionShape
 from engine.models.lean_decoder import LeanDecoder
@@ -31,6 +31,8 @@ __all__ = ["pair"]  # a fixture
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.cuda,
+    # By torch, where it is turned on for the first time.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
@@ -100,6 +102,49 @@ def test_graphs_say_what_the_usual_passes_say(draft: str, models: Models) -> Non
     eager = make_engine_here(models.target, path, cuda_graphs=False)
     for params in (SamplingParams(max_tokens=40, temperature=0), SamplingParams(max_tokens=40, seed=1)):
         graph_gates.same_tokens(graphed, eager, [params] * len(graph_gates.PROMPTS))
+
+
+WAITING_ROWS = {
+    "greedy": SamplingParams(max_tokens=40, temperature=0),
+    "coupled": SamplingParams(max_tokens=40, temperature=1.1, seed=1),
+    "rejection": SamplingParams(max_tokens=40, temperature=0.8, top_k=5),
+    "top-p": SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9),
+    "penalties": gates.PENALTIES,
+}
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("params", WAITING_ROWS.values(), ids=WAITING_ROWS.keys())
+def test_the_host_waits_twice_a_round(
+    params: SamplingParams, cuda_graphs: bool, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the drafts, when all of them are drawn, and for the verdict."""
+    core = make_engine_here(models.target, models.close_draft, cuda_graphs=cuda_graphs)
+    tolist, reads = torch.Tensor.tolist, []
+
+    def read(self: torch.Tensor) -> Any:
+        if self.device.type == "cpu":
+            return tolist(self)
+        reads.append(self.shape)
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return tolist(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    core.add(Generate("0", [1, 2, 3], params))
+    core.step()  # the prompt
+    monkeypatch.setattr(torch.Tensor, "tolist", read)
+    num_rounds = 0
+    try:
+        while core.has_work:
+            torch.cuda.set_sync_debug_mode("error")
+            core.step()
+            num_rounds += 1
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert core.stats.num_draft_tokens > num_rounds > 3
+    assert len(reads) == 2 * num_rounds
 
 
 def test_graphs_stay_within_their_time(models: Models) -> None:

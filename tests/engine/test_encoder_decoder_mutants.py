@@ -67,8 +67,8 @@ def positions_count_the_prompt(patch: Patch) -> None:
     """The decoder's positions go on where the prompt's end."""
     honest = batch.ForwardBatch.build
 
-    def build(spans: list[Span], block_size: int, device: torch.device) -> batch.ForwardBatch:
-        good = honest(spans, block_size, device)
+    def build(spans: list[Span], *arguments: Any) -> batch.ForwardBatch:
+        good = honest(spans, *arguments)
         shift = [span.table.num_encoder_tokens for span in spans for _ in span.token_ids]
         good.positions = good.positions + torch.tensor([shift])
         return good

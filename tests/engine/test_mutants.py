@@ -112,8 +112,8 @@ def target_changed_in_place(patch: Patch) -> None:
 def bonus_from_unprocessed_logits(patch: Patch) -> None:
     honest = Sampler._probs
 
-    def probs(self: Sampler, logits: torch.Tensor, indices: list[int]) -> torch.Tensor:
-        processed = honest(self, logits, indices)
+    def probs(self: Sampler, logits: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        processed = honest(self, logits, *arguments, **options)
         if processed.shape[1] > 1:
             processed[:, -1] = logits[:, -1].softmax(-1)
         return processed
@@ -187,12 +187,12 @@ def noise_forgets_the_position(patch: Patch) -> None:
 
 def coupled_emits_the_draft(patch: Patch) -> None:
     """Accepts by equality, as coupling does, but with noise that the draft does not share."""
-    honest = sampler.accept_while_equal
+    honest = verify.accept_while_equal
 
     def emit(target_ids: list[int], draft_ids: list[int]) -> tuple[int, int]:
         return len(draft_ids), honest(target_ids, draft_ids)[1]
 
-    patch.setattr(sampler, "accept_while_equal", emit)
+    patch.setattr(verify, "accept_while_equal", emit)
 
 
 def penalties_see_only_the_last_token(patch: Patch) -> None:
@@ -246,8 +246,8 @@ def positions_advance_by_rounds(patch: Patch) -> None:
     """All tokens of a round stand at the pending token's position."""
     honest = batch.ForwardBatch.build
 
-    def build(spans: Any, block_size: int, device: torch.device) -> batch.ForwardBatch:
-        good = honest(spans, block_size, device)
+    def build(spans: Any, *arguments: Any) -> batch.ForwardBatch:
+        good = honest(spans, *arguments)
         starts = [span.table.num_computed_tokens for span in spans for _ in span.token_ids]
         scoring = [span.table.num_computed_tokens > 0 and len(span.token_ids) < 10 for span in spans]
         if all(scoring):

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Generate, SamplingParams
-from engine.proposers import ngram
 from engine.proposers.suffix_automaton import SuffixAutomaton
+from engine.speculation import lookups
 from tests.engine.conftest import Models
 from tests.engine.gates import PROMPTS
 from tests.models import make_engine, run_engine, stepped
@@ -78,7 +78,7 @@ def test_no_more_than_the_maximum_is_drafted(models: Models) -> None:
 def test_a_long_prompt_is_taken_in_piece_by_piece(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it was computed: here all of it comes from the cache. Nothing is taken in twice, not even
     after a preemption."""
-    monkeypatch.setattr(ngram, "MAX_TOKENS_PER_STEP", 16)
+    monkeypatch.setattr(lookups, "MAX_READ", 16)
     taken: list[int] = []
     honest = SuffixAutomaton.extend
 

@@ -62,6 +62,20 @@ def test_same_logits_and_caches(config: PreTrainedConfig, tmp_path: Path, taped:
     same_as_eager(save(config, tmp_path), max_model_len=100)
 
 
+def no_single_tokens(patch: Patch) -> None:
+    """Single tokens of rows are padded: no pass for them is captured."""
+
+    def planned(*arguments: object) -> list[Bucket]:
+        return [bucket for bucket in plan_buckets(*arguments) if bucket.queries > 1]  # type: ignore[arg-type]
+
+    patch.setattr(graph_plan, "plan_buckets", planned)
+
+
+def test_same_logits_with_single_tokens_padded(models: Models, taped: None, monkeypatch: Patch) -> None:
+    no_single_tokens(monkeypatch)
+    same_as_eager(models.target)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_same_logits_in_16_bits(dtype: str, models: Models, taped: None) -> None:
     same_as_eager(models.target, tolerance=0.1, dtype=dtype)
@@ -110,10 +124,10 @@ def ids_of_the_last_batch_are_sent(patch: Patch) -> None:
     fill = StepInputs._fill
 
     def filled(self: StepInputs, bucket: Bucket, spans: list[Span]) -> int:
-        ids = self.host[: bucket.num_tokens].clone()
+        ids = self.host[: self.num_ids].clone()
         num_logits = fill(self, bucket, spans)
         if spans:
-            self.host[: bucket.num_tokens] = ids
+            self.host[: self.num_ids] = ids
         return num_logits
 
     patch.setattr(StepInputs, "_fill", filled)
@@ -144,8 +158,10 @@ def block_tables_are_frozen(patch: Patch) -> None:
 
 
 def logits_are_not_copied(patch: Patch) -> None:
-    def replay(self: StepGraphs, bucket: Bucket, spans: list[Span]) -> torch.Tensor:
-        num_logits = self.inputs.send(bucket, spans)
+    def replay(
+        self: StepGraphs, bucket: Bucket, spans: list[Span], ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        num_logits = self.inputs.send(bucket, spans, ids)
         self.replays[bucket]()
         return self.logits[:num_logits]
 
@@ -157,11 +173,36 @@ def logits_of_first_tokens(patch: Patch) -> None:
 
     def filled(self: StepInputs, bucket: Bucket, spans: list[Span]) -> int:
         num_logits = fill(self, bucket, spans)
-        start = 3 * bucket.num_tokens
+        start = self.num_ids + 2 * bucket.num_tokens
         self.host[start : start + num_logits] = torch.arange(num_logits)
         return num_logits
 
     patch.setattr(StepInputs, "_fill", filled)
+
+
+def ids_on_the_device_are_overwritten(patch: Patch) -> None:
+    """All numbers are sent, placeholders of the ids among them."""
+
+    def send(self: StepInputs, bucket: Bucket, spans: list[Span], ids: torch.Tensor | None = None) -> int:
+        return honest(self, bucket, spans)
+
+    honest = StepInputs.send
+    patch.setattr(StepInputs, "send", send)
+
+
+def ids_on_the_device_lie_behind_one_another(patch: Patch) -> None:
+    """Whatever the bucket's padding."""
+    no_single_tokens(patch)
+    honest = StepInputs.send
+
+    def send(self: StepInputs, bucket: Bucket, spans: list[Span], ids: torch.Tensor | None = None) -> int:
+        num_logits = honest(self, bucket, spans, ids)
+        if ids is not None:
+            first = self.num_ids - bucket.num_tokens
+            self.numbers[first : first + len(spans)] = ids
+        return num_logits
+
+    patch.setattr(StepInputs, "send", send)
 
 
 def others_slots_are_read(patch: Patch) -> None:
@@ -182,10 +223,19 @@ BUGS = [
     block_tables_are_frozen,
     logits_are_not_copied,
     logits_of_first_tokens,
+    ids_on_the_device_are_overwritten,
+    ids_on_the_device_lie_behind_one_another,
     others_slots_are_read,
 ]
-# Those that the comparison at start, with its texts in order and logits everywhere, cannot see.
-SUBTLE = [padding_is_stored_in_slot_0, logits_are_not_copied, logits_of_first_tokens, others_slots_are_read]
+# Those that the comparison at start, with its texts in order, ids in them and logits everywhere, cannot see.
+SUBTLE = [
+    padding_is_stored_in_slot_0,
+    logits_are_not_copied,
+    logits_of_first_tokens,
+    ids_on_the_device_are_overwritten,
+    ids_on_the_device_lie_behind_one_another,
+    others_slots_are_read,
+]
 
 
 @pytest.mark.parametrize("plant", BUGS)

@@ -239,7 +239,7 @@ def test_the_policy_takes_it_for_a_source_with_costs(
     assert core.stats.num_draft_tokens > 0
     state = core.speculation()
     assert state["policy"] == "auto"
-    assert any(key.startswith("draft_model") for key in state["survival"])  # type: ignore[attr-defined]
+    assert any(key.startswith("draft_model") for key in state["sources"])  # type: ignore[attr-defined]
 
 
 VOCAB_SIZE, NUM_TOKENS, TEMPERATURE = 6, 3, 0.8
@@ -365,7 +365,7 @@ def test_which_way_a_pair_gets(learnt: dict[str, str], models: Models, tmp_path:
     assert core.scheduler.draft_pool is None
 
     without = make_engine(models.target, models.padded_draft)
-    assert isinstance(without.proposer.proposers["draft_model"], DraftModelProposer)
+    assert isinstance(phases_of(without).proposer, DraftModelProposer)
     nameless = save_random_llama(tmp_path / "nameless", seed=1, vocab_size=2000)
     with pytest.raises(ModelLoadError, match="2000 tokens, the target's 16.*no"):
         make_engine(models.target, nameless)

@@ -1,5 +1,0 @@
-"""Moved to ``engine.proposers.prediction``."""
-
-from engine.proposers.prediction import TRUSTED_RUN, Prediction, PredictionCursor
-
-__all__ = ["TRUSTED_RUN", "Prediction", "PredictionCursor"]
