@@ -1,9 +1,11 @@
-"""What wears out only after many rounds: sources that stop drafting, caches that never catch up."""
+"""What shows after many rounds only: a draft cache that never catches up."""
 
 from pathlib import Path
 
 import pytest
 
+from engine.core import scheduler
+from engine.core.sequence import RowNeeds
 from engine.messages import Generate, SamplingParams
 from tests.engine.native_pair import save_pair
 from tests.models import make_engine, stepped
@@ -25,3 +27,11 @@ def test_a_draft_cache_that_lags_by_more_than_a_step_catches_up(tmp_path: Path) 
     for _ in range(8):
         stepped(core)
     assert core.stats.num_draft_tokens > before + 6
+
+
+def test_rounds_that_never_catch_up_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: C runs the step as if the row only wanted no draft."""
+    honest = scheduler._needs
+    monkeypatch.setattr(scheduler, "_needs", lambda scheduled: honest(scheduled) & ~RowNeeds.CATCH_UP)
+    with pytest.raises(AssertionError):
+        test_a_draft_cache_that_lags_by_more_than_a_step_catches_up(tmp_path)

@@ -191,6 +191,20 @@ def test_ngrams_still_draft_after_many_tokens() -> None:
     assert any(step.source == "ngram" for step in simulation.steps[-40:])
 
 
+def test_a_bound_on_reading_that_is_used_up_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: no step gives back what earlier ones have read."""
+    left = lookups.MAX_READ
+
+    def read_all(asked: list[lookups.RowLookup]) -> None:
+        nonlocal left
+        for lookup in asked:
+            left -= lookup.source.read(lookup.sequence, left)
+
+    monkeypatch.setattr("engine.speculation.planner.read_all", read_all)
+    with pytest.raises(AssertionError):
+        test_ngrams_still_draft_after_many_tokens()
+
+
 def test_a_row_that_only_catches_up_teaches_nothing() -> None:
     """Its plan asked for no draft; none was rejected."""
     planner = auto(PACKED)
