@@ -559,7 +559,7 @@ def test_planted_bugs_are_caught(
 
 
 def test_a_verdict_on_broken_logits_is_caught(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    planted = plant(library.SOURCES, "if (num_broken) break;", "", tmp_path)
+    planted = plant(library.SOURCES, "= !is_distribution(logits, vocab);", "= 0;", tmp_path)
     fresh_library.setattr(library, "SOURCES", planted)
     with pytest.raises(AssertionError):
         test_logits_that_are_no_distribution_end_them(GREEDY, 11, tmp_path)
