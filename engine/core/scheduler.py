@@ -125,7 +125,7 @@ class Scheduler:
         rows = [part for part in scheduled if part.completes]
         needs = _needs(scheduled)
         max_rounds = 1
-        if len(rows) == len(self.running) and RowNeeds.PROMPT not in needs:
+        if rows and len(rows) == len(self.running) and RowNeeds.PROMPT not in needs:
             max_rounds = self._reserve_rounds(rows)
         return StepPlan(scheduled, rows, needs, max_rounds, started)
 

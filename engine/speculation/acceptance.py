@@ -12,6 +12,9 @@ from collections.abc import Mapping
 POSITIONS = 9
 # Verdicts on a position that its rate remembers.
 MEMORY = 400
+# The text has changed if the last verdicts, about so many, differ by so much from the rate of all that are
+# remembered; those before are then worth few verdicts.
+RECENT, CHANGE, OLD_VERDICTS = 16, 0.35, 12.0
 # The first rate starts here, each other one from the position before, a sequence's from its group's. That is
 # worth some verdicts.
 PRIOR_RATE, PRIOR_VERDICTS = 0.6, 4.0
@@ -27,6 +30,7 @@ class Acceptance:
         self.accepted = [0.0] * POSITIONS
         if group is None:
             self.reached[0], self.accepted[0] = PRIOR_VERDICTS, PRIOR_VERDICTS * PRIOR_RATE
+        self._recent = PRIOR_RATE  # share of accepted tokens
         self._expected: list[float] = []  # by length, as far as it was asked for
 
     def rates(self) -> list[float]:
@@ -66,14 +70,17 @@ class Acceptance:
         kept = (1 - 1 / MEMORY) ** count
         self.reached[position] = kept * self.reached[position] + count
         self.accepted[position] = kept * self.accepted[position] + count * rate
+        self._recent = rate + (1 - 1 / RECENT) ** count * (self._recent - rate)
+        if abs(self._recent - sum(self.accepted) / sum(self.reached)) > CHANGE:
+            self.forget()
         self._expected.clear()
 
-    def cap(self, verdicts: float) -> None:
-        """Let what is known of each position be worth so many ``verdicts`` at most."""
+    def forget(self) -> None:
+        """Let what is known be worth few verdicts: it is old."""
         for position, reached in enumerate(self.reached):
-            if reached > verdicts:
-                self.accepted[position] *= verdicts / reached
-                self.reached[position] = verdicts
+            if reached > OLD_VERDICTS:
+                self.accepted[position] *= OLD_VERDICTS / reached
+                self.reached[position] = OLD_VERDICTS
         self._expected.clear()
 
     def state(self) -> list[float]:

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 # The share of time of each budget: one is for other draft lengths, one for reading texts that may repeat
 # themselves. It starts with so many rounds' worth of time, and saves no more than that.
-SHARE, SAVED_ROUNDS = 0.003, 8
-# Seconds until an option that has lost is explored again: doubled every time up to the last one, if it has less
-# than this share of the active option's rate.
+SHARE, SAVED_ROUNDS = 0.004, 8
+# Seconds until an option that has lost is explored again: doubled every time up to the last one, if it has
+# less than this share of the active option's rate.
 FIRST_WAIT, LAST_WAIT, CLOSE = 0.25, 4.0, 0.9
 
 Name = tuple[int, int]  # bucket of rows, option

@@ -20,12 +20,12 @@ from engine.speculation.costs import MIXED, Costs, Shape
 from engine.speculation.explore import Budget
 from engine.speculation.policy import Group, Plan
 
-# Python seconds of reading a token or of asking once, about.
-READ_SECONDS = 5e-6
+# Python seconds of reading a token, and of asking once, about.
+READ_SECONDS, ASK_SECONDS = 5e-6, 5e-5
 # Tokens that all rows together read in a step, about ten milliseconds: a prompt may be long.
 MAX_READ = 2048
 # Balance that a row starts with, in tokens to read, and the most that one can have.
-START_BALANCE, MAX_BALANCE = 48, 1024
+START_BALANCE, MAX_BALANCE = 96, 1024
 # Strengths of a match: the number of bits of its length, up to this one (16 tokens and more).
 MAX_STRENGTH = 5
 
@@ -99,7 +99,7 @@ class RowLookup:
     def _settle(self, saved: float) -> None:
         """Count what asking has saved and cost in this step."""
         length = len(self.sequence.token_ids)
-        value = saved - READ_SECONDS * (1 + length - self.length)
+        value = saved - ASK_SECONDS - READ_SECONDS * (length - self.length)
         self.length = length
         self.balance = min(self.balance + value, MAX_BALANCE * READ_SECONDS)
         _charge(self.group, -value)

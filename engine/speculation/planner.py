@@ -270,11 +270,9 @@ class SpeculationPlanner:
         for group in self._groups.values():
             for (source, strength), acceptance in sorted(group.lookups.items()):
                 sources[f"{source} after {1 << strength >> 1} tokens, {group.name}"] = acceptance
-        return {
-            "policy": "auto" if self.costs.is_calibrated else "fixed",
-            **self.policy.state(),
-            "sources": {name: rates for name, acceptance in sources.items() if (rates := acceptance.state())},
-        }
+        state = {"policy": "auto", **self.policy.state()} if self.costs.is_calibrated else {"policy": "fixed"}
+        rates = {name: acceptance.state() for name, acceptance in sources.items()}
+        return {**state, "sources": {name: known for name, known in rates.items() if known}}
 
 
 def _learn_exits(group: Group, members: list[int], rounds: list[Round]) -> None:

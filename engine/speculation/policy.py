@@ -27,8 +27,6 @@ CHANGE_GAIN, START_GAIN = 1.005, 1.02
 NEW_STEPS = 4
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
 CATCH_UP_ROUNDS = 128
-# Verdicts that what is known of acceptance is worth once drafting is off: text changes.
-PAUSED_VERDICTS = 12.0
 # Tokens by which a draft with early exit may be longer than the best fixed length.
 EXTRA_LENGTH = 3
 # Rounds of an exploration: single ones are timed to a tenth only, and the first of a step finds cold caches.
@@ -97,7 +95,7 @@ class Policy:
     def __init__(self, costs: Costs, has_early_exit: bool = True) -> None:
         self.costs = costs
         self.has_early_exit = has_early_exit
-        self.budget = Budget()
+        self.budgets = Budget(), Budget()  # while drafting is off, and on
         self.back_off = BackOff()
         self.best: Best | None = None  # of the last step
         self.exploration: Exploration | None = None
@@ -224,7 +222,8 @@ class Policy:
             options = [0, option + 1, option - 1, EARLY_EXIT if best.early_exit is not None else 0]
         names = [(bucket, option) for option in options if option <= MAX_LENGTH or option == EARLY_EXIT]
         name = names[0] if self._repeats else self.back_off.next(names, self._now)
-        if name is None or not (self._repeats or self.budget.is_open or self.back_off.is_new(name)):
+        is_open = self._repeats or self.budgets[option > 0].is_open
+        if name is None or not (is_open or self.back_off.is_new(name)):
             return None
         plan, lost = best.drafting, 0.0
         if name[1] == ANY_LENGTH:
@@ -243,7 +242,7 @@ class Policy:
         long as its costs are unknown, else for those whose caches are up to date within about a round."""
         num_rows, length = best.plain.shape.num_rows, best.drafting.length
         for group in best.groups:
-            group.acceptance.cap(PAUSED_VERDICTS)
+            group.acceptance.forget()
         places = sorted(range(len(missing)), key=missing.__getitem__)
         num_scouts, num_missing = 0, 0
         while num_scouts < len(places):
@@ -282,7 +281,7 @@ class Policy:
             self._observe_seconds(best, usual, overhead, shape)
             self._count(best, num_rounds, num_tokens, num_drafted, seconds, usual)
         if exploration is None:
-            self.budget.save(seconds, best.active.seconds)
+            self.budgets[best.active.length > 0].save(seconds, best.active.seconds)
             return
         exploration.num_rounds += num_rounds
         exploration.num_tokens += num_tokens
@@ -329,7 +328,9 @@ class Policy:
         num_rows = plan.shape.num_rows
         rate = best.active.tokens / self.costs.seconds(best.active.shape)
         took = self.costs.seconds(plan.shape)
-        self.budget.spend(num_rounds * took + exploration.lost - exploration.num_tokens / rate)
+        self.budgets[best.active.length > 0].spend(
+            num_rounds * took + exploration.lost - exploration.num_tokens / rate
+        )
         if exploration.name[1] == ANY_LENGTH:
             # All rows together must emit more than plain ones in the time of a round in which all draft.
             num_scouts = plan.shape.draft_sizes[0]

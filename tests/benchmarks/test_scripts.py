@@ -137,17 +137,3 @@ def test_defaults_by_turns(benchmark: Benchmark, capsys: pytest.CaptureFixture[s
     assert row["best"] in ("none", "k=2")
     assert "default/before default" in row["ratios"]
     assert "default/best" in capsys.readouterr().out
-
-
-def test_draft_lengths_take_turns(benchmark: Benchmark) -> None:
-    document = benchmark(
-        *("draft_length", "--pairs", "never right", "--shape", "tiny", "--concurrency", 2, "--lengths", 1),
-        *("--max-tokens", 12, "--cycles", 20, "--builds", 2, "--warm-up", 0, "--seconds", 0.005),
-        "--control",
-    )
-    (row,) = document["rows"]
-    assert (row["pair"], row["at a time"], row["k=0"]) == ("never right", 2, 1.0)
-    assert row["auto"] > 0
-    assert row["k=0 again"] > 0
-    assert row["error"] >= 0
-    assert row["auto to best"] == pytest.approx(row["auto"] / row[f"k={row['best k']}"])

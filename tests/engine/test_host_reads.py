@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.core.engine import EngineCore
-from engine.core.scheduler import Scheduled
 from engine.core.sequence import Sequence as Text
+from engine.core.step import ScheduledSequence
 from engine.kv_cache import LayerShape
 from engine.messages import SamplingParams
 from engine.models.attention import ATTENTION_NAME
@@ -24,6 +24,7 @@ from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling.adjust import History
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests.engine.conftest import Models
+from tests.engine.planners import phases_of
 from tests.models import make_engine, run_engine
 
 META = torch.device("meta")
@@ -81,7 +82,7 @@ def model(request: pytest.FixtureRequest) -> DecoderModel:
     return made
 
 
-def part_of(number: int, given: SamplingParams, length: int) -> Scheduled:
+def part_of(number: int, given: SamplingParams, length: int) -> ScheduledSequence:
     """A sequence whose draft cache lacks two tokens."""
     text = Text(
         request_id=str(number),
@@ -99,7 +100,7 @@ def part_of(number: int, given: SamplingParams, length: int) -> Scheduled:
     )
     text.draft_blocks.block_ids = [5 - number, 6 + number, 20 + number]
     text.draft_blocks.num_computed_tokens = 2
-    return Scheduled(
+    return ScheduledSequence(
         text,
         num_tokens=1,
         num_draft_tokens=length,
@@ -166,7 +167,7 @@ def test_a_gpus_drafts_are_read_once_and_a_verdict_per_rule(
 
 def reads_while_drafting(core: EngineCore, patch: pytest.MonkeyPatch) -> list[list[str]]:
     """Those of each round."""
-    proposer = core.proposer.draft_model
+    proposer = phases_of(core).proposer
     assert proposer is not None
     propose = proposer.propose
     rounds: list[list[str]] = []

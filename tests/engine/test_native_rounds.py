@@ -559,7 +559,12 @@ def test_planted_bugs_are_caught(
 
 
 def test_a_verdict_on_broken_logits_is_caught(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    planted = plant(library.SOURCES, "= !is_distribution(logits, vocab);", "= 0;", tmp_path)
+    """The bug: such a row emits the first token."""
+    emits = (
+        "for (int64_t i = 0; num_broken && i < num_rows; i++) "
+        "if (scratch.is_broken[i]) scratch.next_id[i] = 0;"
+    )
+    planted = plant(library.SOURCES, "if (num_broken) break;", emits, tmp_path)
     fresh_library.setattr(library, "SOURCES", planted)
     with pytest.raises(AssertionError):
         test_logits_that_are_no_distribution_end_them(GREEDY, 11, tmp_path)

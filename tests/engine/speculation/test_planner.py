@@ -1,0 +1,271 @@
+"""What the planner must do on any machine: find a good length, and its way back; never cost much; stay exact.
+
+Properties, with margins for noise; how well each choice is tuned is ``benchmarks.defaults``' question.
+"""
+
+import random
+from functools import cache
+
+import pytest
+
+from engine.core.planning import DraftChoice
+from engine.core.sequence import Sequence
+from engine.core.step import PhaseSeconds, Round, RowNeeds, ScheduledSequence, StepPlan, StepResult
+from engine.proposers.ngram import NgramProposer
+from engine.speculation import lookups
+from engine.speculation.acceptance import Acceptance
+from engine.speculation.costs import EARLY_EXIT, MAX_LENGTH, Costs, PassCosts, Shape
+from engine.speculation.early_exit import ConfidenceTable
+from engine.speculation.planner import SpeculationPlanner
+from tests.engine.speculation.simulation import (
+    MACHINES,
+    SMALL,
+    Machine,
+    Simulation,
+    always,
+    auto,
+    fixed_rates,
+)
+
+PACKED, GPU = MACHINES[0], MACHINES[4]
+ACCEPTANCES = (0.1, 0.5, 0.8, 0.95)
+ROWS = (1, 4, 16)
+
+
+@cache
+def found(machine: Machine, acceptance: float, num_rows: int, seed: int) -> tuple[float, float]:
+    """The planner's rate to the best fixed length's, and to plain decoding's, once it has settled."""
+    rates = fixed_rates(machine, always(acceptance), num_rows)
+    simulation = Simulation(
+        machine, auto(machine, seed), always(acceptance), lambda _: num_rows, seed=seed
+    ).run(num_rounds=700)
+    settled = simulation.steps[len(simulation.steps) // 4].now
+    rate = simulation.rate(start=settled)
+    return rate / max(rates), rate / rates[0]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_it_finds_a_good_length(machine: Machine) -> None:
+    ratios = [found(machine, acceptance, num_rows, 1)[0] for acceptance in ACCEPTANCES for num_rows in ROWS]
+    assert sum(ratios) / len(ratios) > 0.96
+    assert min(ratios) > 0.88
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_it_is_never_much_slower_than_plain_decoding(machine: Machine) -> None:
+    for acceptance in ACCEPTANCES:
+        for num_rows in ROWS:
+            assert found(machine, acceptance, num_rows, 1)[1] > 0.96, (acceptance, num_rows)
+
+
+def test_the_same_past_gives_the_same_choices() -> None:
+    first, second = (
+        Simulation(PACKED, auto(PACKED), always(0.7), lambda _: 4).run(num_rounds=300) for _ in range(2)
+    )
+    assert first.steps == second.steps
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_it_finds_the_way_back_after_hard_text(num_rows: int) -> None:
+    """While drafts are hopeless drafting is off; it is on again some time after they are good again."""
+    hard_until = 15.0
+    simulation = Simulation(
+        PACKED, auto(PACKED), lambda now, _: 0.02 if now < hard_until else 0.9, lambda _: num_rows
+    ).run(hard_until + 25.0)
+    assert simulation.mean_length(hard_until / 2, hard_until) < 0.5
+    assert simulation.mean_length(hard_until + 15.0) > 2
+
+
+@pytest.mark.parametrize("error", [2.0, 4.0])
+def test_a_calibration_at_a_busy_moment_is_corrected(error: float) -> None:
+    """Passes of several tokens were measured too slow: drafting seems not to pay, and does."""
+    costs = PACKED.costs()
+    costs.score = PassCosts({1: PACKED.score_seconds(1), 5: error * PACKED.score_seconds(5)})
+    planner = SpeculationPlanner(costs, max_draft_len=1 << 30)
+    simulation = Simulation(PACKED, planner, always(0.9), lambda _: 1).run(12.0)
+    assert simulation.mean_length(6.0) > 2
+
+
+def test_a_slower_machine_changes_nothing() -> None:
+    """Whatever slows all passes alike says nothing about lengths."""
+    simulation = Simulation(
+        PACKED, auto(PACKED), always(0.8), lambda _: 4, speed=lambda now: 1.0 if now < 8 else 5.0
+    ).run(40.0)
+    best = max(fixed_rates(PACKED, always(0.8), 4))
+    assert simulation.rate(20.0) > 0.95 * best / 5
+
+
+def test_rows_come_and_go() -> None:
+    def num_rows(now: float) -> int:
+        return 1 + int(now * 3) % 12
+
+    rates = [
+        Simulation(SMALL, planner, always(0.8), num_rows).run(6.0).rate(1.0)
+        for planner in (auto(SMALL), NoDrafts(SMALL.costs()))
+    ]
+    assert rates[0] > 0.97 * rates[1]
+
+
+class NoDrafts(SpeculationPlanner):
+    """Drafting is always off."""
+
+    def choose(self, decoding):  # type: ignore[no-untyped-def]
+        choices = super().choose([])
+        self.max_rounds = 16
+        return choices | {sequence: self.choose_for_prompt(sequence) for sequence in decoding}
+
+
+def test_a_choice_does_not_outlive_its_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that share a step end with the exploration: its plan is not the active one."""
+    planner = auto(SMALL)
+    honest, explored = planner.choose, []
+
+    def choose(decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
+        choices = honest(decoding)
+        if planner.policy.exploration is not None:
+            explored.append((planner.max_rounds, planner.policy.exploration.rounds_left))
+        return choices
+
+    monkeypatch.setattr(planner, "choose", choose)
+    Simulation(SMALL, planner, always(0.8), lambda _: 2).run(8.0)
+    assert len(explored) > 5
+    assert all(max_rounds <= rounds_left for max_rounds, rounds_left in explored)
+
+
+REPEATED = list(range(40))
+
+
+def repeating(rng: random.Random, number: int) -> list[int]:
+    return REPEATED * 40
+
+
+def random_text(rng: random.Random, number: int) -> list[int]:
+    return [rng.randrange(1 << 30) for _ in range(900)]
+
+
+def with_ngrams(machine: Machine) -> SpeculationPlanner:
+    return auto(machine, lookups=[NgramProposer(2)])
+
+
+def test_ngrams_draft_where_texts_repeat_themselves() -> None:
+    both, alone = (
+        Simulation(
+            PACKED,
+            with_ngrams(PACKED),
+            always(0.3),
+            lambda _: 1,
+            sources=sources,
+            text=repeating,
+            num_prompt_tokens=8,
+        ).run(60.0)
+        for sources in (("ngram", "draft_model"), ("draft_model",))
+    )
+    assert both.rate(30.0) > 1.5 * alone.rate(30.0)
+
+
+def test_ngrams_are_hardly_read_where_texts_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes Python time for every token of every row."""
+    num_read = 0
+    honest = NgramProposer.read
+
+    def read(self: NgramProposer, sequence, max_tokens):  # type: ignore[no-untyped-def]
+        nonlocal num_read
+        tokens = honest(self, sequence, max_tokens)
+        num_read += tokens
+        return tokens
+
+    monkeypatch.setattr(NgramProposer, "read", read)
+    options = {"sources": ("ngram", "draft_model"), "text": random_text, "num_prompt_tokens": 8}
+    simulation = Simulation(SMALL, with_ngrams(SMALL), always(0.3), lambda _: 8, **options).run(4.0)  # type: ignore[arg-type]
+    assert num_read * lookups.READ_SECONDS < 0.01 * simulation.now
+
+
+def test_ngrams_still_draft_after_many_tokens() -> None:
+    """The bound on what a step reads is of each step anew: it cannot be used up."""
+    planner = with_ngrams(SMALL)
+    planner.policy.has_early_exit = False
+    options = {"sources": ("ngram",), "text": repeating, "num_prompt_tokens": 8, "num_tokens": 1000}
+    simulation = Simulation(SMALL, planner, always(0.0), lambda _: 4, **options)  # type: ignore[arg-type]
+    while sum(step.tokens for step in simulation.steps) < 4 * lookups.MAX_READ:
+        simulation.step()
+    assert any(step.source == "ngram" for step in simulation.steps[-40:])
+
+
+def test_a_row_that_only_catches_up_teaches_nothing() -> None:
+    """Its plan asked for no draft; none was rejected."""
+    planner = auto(PACKED)
+    simulation = Simulation(PACKED, planner, always(1.0), lambda _: 1).run(num_rounds=20)
+    (sequence,) = simulation.running
+    (group,) = planner._groups.values()
+    before = list(group.acceptance.reached)
+    sequence.draft_blocks.num_computed_tokens = 0
+    planner.choose([sequence])
+    part = ScheduledSequence(sequence, 1, True, 0, "draft_model", num_catch_up_tokens=1024)
+    plan = StepPlan([part], [part], RowNeeds.CATCH_UP, 1, 0.0)
+    one = Round([0], [0], [[7]], PhaseSeconds(0.1, 0.01, 0.0))
+    planner.observe(plan, StepResult([one], host_seconds=0.001))
+    assert group.acceptance.reached == before
+
+
+@pytest.mark.parametrize("machine", [PACKED, SMALL], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("acceptance", [0.05, 0.9])
+def test_the_reported_speed_up_is_possible(machine: Machine, acceptance: float) -> None:
+    """Achieved and plain are rates of the same rounds, host included in both."""
+    planner = auto(machine)
+    simulation = Simulation(machine, planner, always(acceptance), lambda _: 2).run(12.0)
+    rates = planner.state()["tokens_per_second"]
+    assert isinstance(rates, dict)
+    true = simulation.rate(6.0) / fixed_rates(machine, always(acceptance), 2)[0]
+    assert rates["achieved"] / rates["plain"] == pytest.approx(true, rel=0.12)
+
+
+def test_acceptance_by_position() -> None:
+    acceptance = Acceptance()
+    for _ in range(300):
+        acceptance.learn(3, 3)
+        acceptance.learn(3, 1)
+    rates = acceptance.rates()
+    assert rates[0] > 0.95
+    assert rates[1] == pytest.approx(0.5, abs=0.1)
+    assert rates[2] > 0.9
+    expected = [acceptance.expected(length) for length in range(MAX_LENGTH + 1)]
+    assert expected == sorted(expected)
+    assert expected[3] == pytest.approx(1 + 0.5 + 0.5, abs=0.2)
+
+
+def test_a_sequence_starts_from_its_group() -> None:
+    group = Acceptance()
+    for _ in range(100):
+        group.learn(4, 4)
+    assert Acceptance(group).expected(4) == pytest.approx(group.expected(4), rel=0.02)
+
+
+def test_what_slows_every_option_is_the_level() -> None:
+    costs = Costs(PassCosts({1: 1.0, 8: 2.0}), PassCosts({1: 0.1, 8: 0.2}))
+    plain, drafting = Shape(1, 0, 0, ()), Shape(1, 3, 3, (1, 1, 1))
+    before = costs.model_seconds(drafting) / costs.model_seconds(plain)
+    for _ in range(50):
+        costs.observe(plain, 3.0, is_same=True)
+    assert costs.model_seconds(plain) == pytest.approx(3.0, rel=0.05)
+    assert costs.model_seconds(drafting) / costs.model_seconds(plain) == pytest.approx(before)
+    for _ in range(50):
+        costs.observe(drafting, 9.0, is_same=False)
+    assert costs.model_seconds(drafting) == pytest.approx(9.0, rel=0.05)
+    assert costs.model_seconds(plain) == pytest.approx(3.0, rel=0.05)
+
+
+def test_an_early_exit_refuses_nothing_that_is_hardly_known() -> None:
+    assert ConfidenceTable().rates() == (1.0,) * 8
+
+
+def test_early_exit_is_tried_and_costs_little() -> None:
+    simulation = Simulation(PACKED, auto(PACKED), always(0.7), lambda _: 4, spread=0.4).run(60.0)
+    assert simulation.planner.costs.is_measured(4, EARLY_EXIT)  # type: ignore[attr-defined]
+    assert simulation.rate(30.0) > 0.95 * max(fixed_rates(PACKED, always(0.7), 4, spread=0.4))
+
+
+def test_sources_without_a_model_of_theirs_cost_nothing() -> None:
+    planner = auto(PACKED)
+    simulation = Simulation(PACKED, planner, always(0.5), lambda _: 3, sources=()).run(num_rounds=50)
+    assert simulation.mean_length() == 0
+    assert planner.state()["on"] is None
