@@ -1,7 +1,7 @@
 /* What is added to or taken from raw logits before temperature: bias, penalties, the minimum length, a mask.
  *
- * The same arithmetic as adjust.py in "engine/sampling", which is the reference: float32, each operation rounded.
- * Only the tokens that a row names or has seen are touched.
+ * The same arithmetic as in "engine/sampling/adjust.py", the reference: float32, each operation rounded. Only
+ * the tokens that a row names or has seen are touched.
  */
 
 #include <math.h>

@@ -1,4 +1,4 @@
-/* Working memory of a function, kept from call to call: asking for it anew costs more than a small product. */
+/* Working memory of a function, kept from call to call: to ask for it anew costs more than a small product. */
 
 #ifndef FORETOKEN_ARENA_H
 #define FORETOKEN_ARENA_H
@@ -20,7 +20,7 @@ static inline size_t arena_size(int64_t length, size_t size) {
     return (length * size + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE;
 }
 
-/* Empties the arena, which then holds so many bytes; 0 if there is no memory. */
+/* Empties the arena, which then holds size bytes; 0 if there is no memory. */
 static inline int arena_reserve(Arena *arena, size_t size) {
     arena->used = 0;
     if (size <= arena->size) return 1;

@@ -1,7 +1,7 @@
 /* A whole pass of a Llama-shaped decoder in one call: token ids in, logits out, for a few tokens on a CPU.
  *
- * A small model's pass is over a hundred calls of the functions in layers.c and product.c, each of which takes
- * Python longer to make than it takes to run. The same functions in the same order, so the same bits.
+ * A small model's pass is over a hundred calls of the functions in layers.c and product.c. Python takes longer
+ * to make such a call than C to run it. The same functions in the same order, so the same bits.
  * "decoder.py" calls this; all arrays are row-major.
  */
 
@@ -58,17 +58,22 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     const DecoderLayer *shape = decoder->layers;
     const int64_t width = shape->qkv->out_features, attended_width = shape->output->in_features;
     const int64_t mlp = shape->down->in_features;
-    const size_t numbers = 2 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
-    const size_t vectors = 2 * arena_size(rows * size, sizeof(float)) + arena_size(rows * width, sizeof(float))
-        + arena_size(rows * attended_width, sizeof(float)) + 3 * arena_size(rows * mlp, sizeof(float));
-    if (!arena_reserve(&arena, numbers + vectors)) return 0;
-    int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t)), *angle = arena_alloc(&arena, rows, sizeof(int64_t));
+    const size_t integers = 2 * arena_size(rows, sizeof(int64_t))
+        + arena_size(new->num_spans + 1, sizeof(int64_t));
+    const size_t vectors = 2 * arena_size(rows * size, sizeof(float))
+        + arena_size(rows * width, sizeof(float)) + arena_size(rows * attended_width, sizeof(float))
+        + 3 * arena_size(rows * mlp, sizeof(float));
+    if (!arena_reserve(&arena, integers + vectors)) return 0;
+    int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
+    int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *first_token = arena_alloc(&arena, new->num_spans + 1, sizeof(int64_t));
     const Spans spans = find_places(decoder, new, rows, slots, angle, first_token);
-    float *hidden = arena_alloc(&arena, rows * size, sizeof(float)), *normed = arena_alloc(&arena, rows * size, sizeof(float));
+    float *hidden = arena_alloc(&arena, rows * size, sizeof(float));
+    float *normed = arena_alloc(&arena, rows * size, sizeof(float));
     float *qkv = arena_alloc(&arena, rows * width, sizeof(float));
     float *attended = arena_alloc(&arena, rows * attended_width, sizeof(float));
-    float *gate_up = arena_alloc(&arena, 2 * rows * mlp, sizeof(float)), *gated = arena_alloc(&arena, rows * mlp, sizeof(float));
+    float *gate_up = arena_alloc(&arena, 2 * rows * mlp, sizeof(float));
+    float *gated = arena_alloc(&arena, rows * mlp, sizeof(float));
 
     for (int64_t row = 0; row < rows; row++)
         memcpy(hidden + row * size, decoder->embeddings + new->token_ids[row] * size, size * sizeof(float));

@@ -1,7 +1,7 @@
 /* The drafts of a round: those from outside, and the draft model's, by a pass and a draw for each token.
  *
- * A row's first pass computes what the draft model's cache misses of it, too. Draws are those of sampling.c, with
- * the same random numbers as anywhere else.
+ * A row's first pass computes what the draft model's cache misses of it, too. Draws are those of sampling.c,
+ * with the same random numbers as anywhere else.
  */
 
 #include <math.h>
@@ -17,7 +17,7 @@ void process_row(const Row *row, const Scratch *scratch, float *probs, const flo
     process(probs, logits, &own, cut, 1, 1, scratch->vocab, 1);
 }
 
-/* The draft model's logits [known] in the target's width: ids that only one of both knows have probability 0. */
+/* The draft model's logits [known] in the target's width: ids that it does not know have probability 0. */
 static float *pad_logits(const Scratch *scratch, float *logits, int64_t known) {
     if (known >= scratch->vocab) return logits;
     float *padded = scratch->padded + omp_get_thread_num() * scratch->vocab;
@@ -60,9 +60,10 @@ static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t 
     return id;
 }
 
-/* Whether a row drafts on after a token from a distribution of this confidence, which is kept unless the row's
- * early exit ends the draft before it. */
-static int should_continue(const Rounds *rounds, Scratch *scratch, int64_t row, int64_t position, float confidence) {
+/* Whether a row drafts on after a token from a distribution of this confidence. Keeps the token, unless the
+ * row's early exit ends the draft before it. */
+static int should_continue(const Rounds *rounds, Scratch *scratch, int64_t row, int64_t position,
+                           float confidence) {
     const Row *of = rounds->rows[row];
     scratch->num_drawn[row] = position + 1;
     if (of->rates) {
@@ -136,8 +137,8 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
     return 1;
 }
 
-/* How much a row drafts in a round: it emits one token more, and the text must hold it. Drafts from outside are
- * those of the first round. */
+/* How much a row drafts in a round: it emits one token more, and the text must hold it. Drafts from outside
+ * are those of the first round. */
 static int64_t limit_of(const Rounds *rounds, const Row *row, int64_t round) {
     if (row->draft_ids && round > 0) return 0;
     const int64_t room = row->max_num_tokens - row->num_tokens - 1;
@@ -147,8 +148,8 @@ static int64_t limit_of(const Rounds *rounds, const Row *row, int64_t round) {
     return limit > 0 ? limit : 0;
 }
 
-/* Sets num_drafted, num_drawn, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if there
- * is no memory. */
+/* Sets num_drafted, num_drawn, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if
+ * there is no memory. */
 int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round) {
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *of = rounds->rows[row];
@@ -156,7 +157,8 @@ int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, in
         scratch->num_drawn[row] = scratch->num_drafted[row] = 0;
         if (!of->draft_ids) continue;
         scratch->num_drafted[row] = scratch->limit[row];
-        memcpy(scratch->draft_ids + row * rounds->max_drafts, of->draft_ids, scratch->limit[row] * sizeof(int64_t));
+        int64_t *drafts = scratch->draft_ids + row * rounds->max_drafts;
+        memcpy(drafts, of->draft_ids, scratch->limit[row] * sizeof(int64_t));
     }
     if (!model) return 1;
     const int is_done = draft_by_model(model, rounds, scratch, round);

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def native_draws() -> "NativeDraws | None":
-    """If the C functions can be had, and say on a few rows what torch says."""
+    """None where the C functions cannot be had, or differ from torch's on a few rows."""
     library = load_library()
     if library is None:
         return None

@@ -8,13 +8,13 @@
 /* As in random.py. */
 enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, RACE_STREAM = 4 };
 
-/* Below so many numbers to draw from, some 10 microseconds, other threads are not woken. */
+/* Numbers to draw from, some 10 microseconds, below which other threads are not woken. */
 #define MIN_PARALLEL_DRAWS (1 << 14)
 
 /* The new tokens of some sequences, one after the other, and where their caches lie. */
 typedef struct {
     int64_t num_spans, num_tokens, block_size;
-    int64_t max_queries;          /* longer spans are stored, but attended by somebody else */
+    int64_t max_queries;          /* longer spans are stored, and attended by torch */
     const int64_t *slots;         /* [num_tokens], where the new keys and values go */
     const int64_t *first_token;   /* [num_spans + 1] into the packed tokens */
     const int64_t *num_stored;    /* [num_spans] tokens that the cache had before */

@@ -4,7 +4,7 @@
  * Here they are three calls: a norm, everything from rotary embedding to attention, a gated activation.
  * Rows of different lengths are attended as they are, straight from the cache: no padding, no copies.
  *
- * All arrays are float32 and row-major. "library.py" compiles this file and says what it is called with.
+ * All arrays are float32 and row-major. "library.py" compiles this file and declares what it is called with.
  */
 
 #include "kernels.h"

@@ -1,6 +1,6 @@
 """Compiles the C files of this folder for this processor, once, and loads them.
 
-C files and the compiler at hand instead of a binary for everybody: the loops are then made for the vector
+C files and the compiler at hand instead of a binary: the loops are then made for the vector
 instructions that are there. It takes a second; the result is kept in the user's cache folder, under a name
 that changes with the source, the compiler and the processor. Without a compiler the engine runs as before.
 """
@@ -176,7 +176,7 @@ def _compiled() -> Path:
     if made.exists():
         return made
     made.parent.mkdir(parents=True, exist_ok=True)
-    # Another worker may be doing the same: whoever is last replaces what is equal.
+    # Another worker may be doing the same: the last one replaces what is equal.
     with tempfile.TemporaryDirectory(dir=made.parent) as work:
         new = Path(work) / made.name
         sources = map(str, SOURCES)

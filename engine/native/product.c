@@ -16,7 +16,7 @@
 #define MAX_ROWS 6
 #endif
 #define VECTORS (PANEL / LANES)
-/* Weights are fetched so many bytes before they are used, but for a single row: the processor's own
+/* Weights are fetched this many bytes before they are used, but for a single row: the processor's own
  * prefetching is as good there. */
 #define PREFETCH 8192
 
@@ -104,7 +104,7 @@ static inline ALWAYS void multiply_rows(
             for (int i = 0; i < VECTORS; i++) sum[row][i] += weight[i] * factors[i][row];
         }
     }
-    /* Sums of which somebody else knows the address would not be kept in registers. */
+    /* Sums whose address is known elsewhere would not be kept in registers. */
     for (int row = 0; row < num_rows; row++)
         for (int i = 0; i < VECTORS; i++) kept[row][i] = sum[row][i];
     finish(product, out, residual, kept[0], column, num_rows);

@@ -1,8 +1,8 @@
 /* Rounds of speculation in one call: drafts, the target's pass over them, the verdict, and on from there.
  *
  * For models whose round takes hardly longer than what Python does around it. Each round is what it would be
- * alone: the same passes, the same random numbers, the same comparisons as sampler.py and verify.py, which are
- * the reference. "runner.py" calls this; all arrays are row-major.
+ * alone: the same passes, the same random numbers, the same comparisons as in sampler.py and verify.py, the
+ * reference. "runner.py" calls this; all arrays are row-major.
  */
 
 #include <omp.h>
@@ -92,7 +92,8 @@ static void prepare_rows(const Rounds *rounds, Scratch *scratch) {
         scratch->first_draft_block[i] = size;
         memcpy(scratch->blocks + size, row->draft_blocks, row->num_draft_blocks * sizeof(int64_t));
         size += row->num_draft_blocks;
-        if (row->counts) while (row->num_counted < row->num_tokens) count_token(row, row->token_ids[row->num_counted]);
+        while (row->counts && row->num_counted < row->num_tokens)
+            count_token(row, row->token_ids[row->num_counted]);
     }
 }
 
@@ -116,8 +117,8 @@ static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) 
     return decode(target, &new, scratch->logits);
 }
 
-/* Speculative sampling (Leviathan et al. 2211.17192, algorithm 1), as verify_rejection: whether a draft is accepted.
- * Sets the token that stands at its position; draft is -1 behind the last one. */
+/* Speculative sampling (Leviathan et al. 2211.17192, algorithm 1), as verify_rejection: whether a draft is
+ * accepted. Sets the token emitted at its position; draft is -1 behind the last one. */
 static int accept_or_recover(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position,
                              int64_t draft, const float *probs, int64_t *emitted) {
     const Row *of = rounds->rows[row];
@@ -140,7 +141,7 @@ static int accept_or_recover(const Rounds *rounds, const Scratch *scratch, int64
     return 0;
 }
 
-/* Whether a row's draft is accepted by the target's logits, which are adjusted and a distribution; as above. */
+/* Whether a row's draft is accepted by the target's logits, adjusted and a distribution; as above. */
 static int accept(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position, int64_t draft,
                   const float *logits, int64_t *emitted) {
     const Row *of = rounds->rows[row];
@@ -189,7 +190,8 @@ static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64
     emitted[num_accepted] = scratch->next_id[i];
     /* The last draft drawn was not stored; what was stored of rejected ones is overwritten. */
     if (scratch->num_drawn[i]) {
-        const int64_t stored = row->num_tokens + scratch->num_drawn[i] - 1, valid = row->num_tokens + num_accepted;
+        const int64_t stored = row->num_tokens + scratch->num_drawn[i] - 1;
+        const int64_t valid = row->num_tokens + num_accepted;
         row->num_draft_computed = stored < valid ? stored : valid;
     }
     row->num_tokens += num_accepted + 1;
@@ -200,8 +202,9 @@ static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64
     return row->num_tokens < row->max_num_tokens;
 }
 
-/* Runs rounds and returns how many are complete. It ends when a row has ended, when time is up, and before a round
- * that cannot be verified here: logits that are no distribution, no memory. draft_model is NULL if no row needs it. */
+/* Runs rounds and returns how many are complete. It ends when a row has ended, when time is up, and before a
+ * round that cannot be verified here: logits that are no distribution, no memory. draft_model is NULL if no
+ * row needs it. */
 int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Rounds *rounds) {
     const int64_t num_rows = rounds->num_rows, vocab = target->head->out_features;
     const double began = now();
@@ -210,7 +213,8 @@ int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Roun
     if (!make_scratch(&scratch, rounds, vocab, draft_model ? draft_model->head->out_features : 0)) return 0;
     prepare_rows(rounds, &scratch);
     int64_t round = 0, num_ended = 0;
-    for (; round < rounds->num_rounds && !num_ended && round_began - began + longest <= rounds->seconds; round++) {
+    for (; round < rounds->num_rounds && !num_ended; round++) {
+        if (round_began - began + longest > rounds->seconds) break;
         int64_t *num_accepted = rounds->num_accepted + round * num_rows, num_broken = 0;
         if (!draft_round(draft_model, rounds, &scratch, round)) break;
         const double drafted = now();

@@ -11,7 +11,7 @@
 /* Verification rules, and with them how a row's drafts are drawn. */
 enum { GREEDY, COUPLED, REJECTION };
 
-/* A sequence that decodes. It serves in many calls: what a sequence is, the tokens it has, the step's part. */
+/* A sequence that decodes; serves in many calls. */
 typedef struct {
     /* These follow the rounds. */
     int64_t num_tokens;           /* the last one is pending: in no cache yet */
@@ -28,8 +28,8 @@ typedef struct {
     int64_t num_masked, mask_words;
     const uint32_t *mask;         /* [num_masked, mask_words] a bit for each allowed token, by position of the
                                      first round; NULL: all are allowed */
-    float *logits;                /* [num_rounds, max_drafts + 1, vocab] receives the target's raw logits of all
-                                     emitted tokens; NULL: not needed */
+    float *logits;                /* [num_rounds, max_drafts + 1, vocab] receives the target's raw logits of
+                                     all emitted tokens; NULL: not needed */
     /* The sequence's. */
     int64_t *token_ids;           /* [max_num_tokens] */
     int64_t max_num_tokens;
@@ -39,7 +39,8 @@ typedef struct {
     int64_t rule, seed, top_k;
     float temperature, top_p, min_p;
     float repetition, frequency, presence; /* penalties */
-    int64_t *distinct_ids, *counts; /* [max_num_tokens] how often which tokens stand in the text; NULL: no penalties */
+    int64_t *distinct_ids, *counts; /* [max_num_tokens] tokens of the text, and how often they stand there;
+                                     NULL: no penalties */
     int64_t num_biases;
     const int64_t *bias_ids;
     const float *biases;
@@ -51,21 +52,21 @@ typedef struct {
     int64_t max_draft_len;        /* tokens that the draft model can hold of a sequence */
     int64_t num_threads, num_bins;
     const double *bins;           /* [num_bins] lower ends */
-    double seconds;               /* no round begins that would end later, if it took as long as the longest */
+    double seconds;               /* no round begins that would end later, taking as long as the longest */
     Row **rows;
     /* Results, round by round. */
     int64_t *num_drafted, *num_accepted; /* [num_rounds, num_rows] */
-    int64_t *num_drawn;           /* likewise: by the draft model, the token refused by an early exit included */
+    int64_t *num_drawn;           /* likewise, by the draft model; counts a token refused by an early exit */
     float *confidences;           /* [num_rounds, num_rows, max_drafts]; NULL: no row has an early exit */
     double *phase_seconds;        /* [num_rounds, 3] of drafting, scoring and verifying */
 } Rounds;
 
-/* Working memory of a call: [num_rows] where nothing else is said. */
+/* Working memory of a call: [num_rows] unless another shape is given. */
 typedef struct {
     int64_t *limit;               /* tokens to draft in this round */
     int64_t *num_drafted, *num_drawn;
     int64_t *draft_ids;           /* [num_rows, max_drafts] */
-    float *draft_probs;           /* [num_rows, max_drafts, vocab] under the rejection rule, if a row has it */
+    float *draft_probs;           /* [num_rows, max_drafts, vocab], if a row follows the rejection rule */
     int64_t *next_id, *is_broken;
     int64_t *first_block, *first_draft_block; /* into blocks */
     int64_t *blocks;              /* block tables of all rows */

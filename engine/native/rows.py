@@ -125,7 +125,8 @@ class NativeRow:
         return self._token_ids[first:end].tolist()
 
     def set_mask(self, mask: torch.Tensor | None) -> None:
-        """``mask``: int32 [positions, words], as in ``History``; to be kept while C uses it."""
+        """``mask``: int32 [positions, words], contiguous, as in ``History``; to be kept while C uses it."""
+        assert mask is None or mask.is_contiguous()
         row = self.row
         row.mask = None if mask is None else mask.data_ptr()
         row.num_masked, row.mask_words = (0, 0) if mask is None else mask.shape

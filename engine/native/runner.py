@@ -63,7 +63,7 @@ class NativeRunner:
         return self.phases.run(plan)
 
     def run_rounds(self, plan: StepPlan) -> list[Round]:
-        """Up to ``plan.max_rounds``, until a row ends. None at all if a round could not be verified, as
+        """Up to ``plan.max_rounds``, until a row ends. An empty list if the first could not be verified, as
         logits were no distribution or there was no memory: nothing has happened then but in the caches."""
         known = self._rows
         self._rows = {

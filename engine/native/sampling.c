@@ -53,7 +53,7 @@ static float highest_of(const float *x, int64_t size) {
 }
 
 /* exp of a chunk's logits below the highest, times scale. Returns their sum. */
-static NEVER float soften(float *restrict out, const float *restrict logits, float highest, float scale) {
+static NEVER float softmax_chunk(float *restrict out, const float *restrict logits, float highest, float scale) {
     float sum = 0.0f;
     for (int i = 0; i < CHUNK; i++) out[i] = exp_or_zero((logits[i] - highest) * scale);
     for (int i = 0; i < CHUNK; i++) sum += out[i];
@@ -80,11 +80,11 @@ static void softmax_row(float *probs, const float *logits, int64_t size, float t
     double total = 0.0;
     int64_t begin = 0;
     for (; begin + CHUNK <= size; begin += CHUNK)
-        total += soften(probs + begin, logits + begin, highest, scale);
+        total += softmax_chunk(probs + begin, logits + begin, highest, scale);
     float last[CHUNK], padded[CHUNK];
     for (int i = 0; i < CHUNK; i++) padded[i] = -INFINITY;
     memcpy(padded, logits + begin, (size - begin) * sizeof(float));
-    total += soften(last, padded, highest, scale);
+    total += softmax_chunk(last, padded, highest, scale);
     memcpy(probs + begin, last, (size - begin) * sizeof(float));
     divide_row(probs, size, 0.0f, (float)total);
 }
@@ -107,7 +107,7 @@ static inline ALWAYS uint32_t bits_of(float x) {
 /* The highest t such that the numbers >= t, none negative, weigh as much as goal: by their sum, or by how many
  * they are. 0 if all of them do not. The bits of positive floats are ordered as they are: t is found digit by
  * digit, and x, which is overwritten, shrinks to the numbers that begin like t. */
-static inline ALWAYS float weighing(float *x, int64_t size, double goal, const int by_sum) {
+static inline ALWAYS float radix_select(float *x, int64_t size, double goal, const int by_sum) {
     static const int shifts[] = {23, 15, 7, 0};
     uint32_t found = 0;
     double above = 0.0;
@@ -144,7 +144,7 @@ static float lowest_kept(float *scratch, const float *probs, int64_t size, int64
     double total = 1.0;
     if (top_k > 0 && top_k < size) {
         memcpy(scratch, probs, size * sizeof(float));
-        lowest = weighing(scratch, size, (double)top_k, 0);
+        lowest = radix_select(scratch, size, (double)top_k, 0);
         /* The mass that top-p is a share of is that of k tokens, however many tie with the last. */
         double rest = (double)top_k;
         total = 0.0;
@@ -158,7 +158,7 @@ static float lowest_kept(float *scratch, const float *probs, int64_t size, int64
         lowest = (1.0f - top_p) * 0.5f / (float)size;
     }
     if (top_p >= 1.0f) return lowest;
-    return weighing(scratch, keep(scratch, probs, size, lowest), top_p * total, 1);
+    return radix_select(scratch, keep(scratch, probs, size, lowest), top_p * total, 1);
 }
 
 /* probs [sequences, positions, vocab] of logits of that shape, none NaN and a finite one in each row.
@@ -213,7 +213,7 @@ void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_
         out[i] = to_unit_interval(mix(key_of(seeds[i], positions[i], stream)) >> 12);
 }
 
-/* out [vocab]: the numbers that the race's noise is made of, for whoever wants to compare them. */
+/* out [vocab]: the numbers that the race's noise is made of, for comparisons. */
 void race_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab) {
     const uint64_t key = key_of(seed, position, RACE_STREAM);
     for (int64_t i = 0; i < vocab; i++) out[i] = to_unit_interval(mix(key + (uint64_t)(i + 1) * WEYL) >> 12);
@@ -221,7 +221,7 @@ void race_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab) {
 
 /* The winner of an exponential race: the first token with the highest p / -log(u). As -log(u) > 1 - u, most
  * tokens are out of it without a logarithm, and those with p = 0 mostly without a number. */
-static int64_t winner_of(const float *probs, uint64_t key, int64_t vocab) {
+static int64_t race_winner(const float *probs, uint64_t key, int64_t vocab) {
     double best = 0.0;
     int64_t winner = 0;
     for (int64_t begin = 0; begin < vocab; begin += HEAT) {
@@ -263,7 +263,7 @@ void exponential_race(int64_t *ids, const float *probs, const int64_t *seeds, co
     for (int64_t row = 0; row < rows; row++) {
         const int64_t sequence = row / positions, position = offset + row % positions;
         const uint64_t key = key_of(seeds[sequence], first_positions[sequence] + position, RACE_STREAM);
-        ids[row] = winner_of(probs + row * vocab, key, vocab);
+        ids[row] = race_winner(probs + row * vocab, key, vocab);
     }
 }
 

@@ -21,7 +21,7 @@
 #endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-/* Below so many multiplications, some 10 microseconds, other threads are not woken: it takes as long. */
+/* Multiplications, some 10 microseconds, below which other threads are not woken: that takes as long. */
 #define MIN_PARALLEL (1 << 19)
 
 #define UNROLL _Pragma("GCC unroll 12")
