@@ -6,7 +6,7 @@ Knows nothing of models and schedules: logits come in, token ids go out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -102,16 +102,17 @@ def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
     """One draft for each row; of ``parts``, which are of all rows, at most one has drafted for it and the
     others hold zeros there."""
     drafting = [part for part in parts if any(part.lengths)]
+    # Drafts that exited before their first token have met confidences, too.
+    confidences = next((part.confidences for part in parts if part.confidences is not None), None)
     if not drafting:
-        return Drafts.empty(len(sampler.rows), sampler.device)
+        return replace(Drafts.empty(len(sampler.rows), sampler.device), confidences=confidences)
     if len(drafting) == 1:
-        return drafting[0]
+        return replace(drafting[0], confidences=confidences)
     lengths = [sum(row) for row in zip(*(part.lengths for part in drafting), strict=True)]
     width = max(lengths)
     token_ids = torch.stack(
         [F.pad(part.token_ids, (0, width - part.token_ids.shape[1])) for part in drafting]
     ).sum(0)
-    confidences = next((part.confidences for part in drafting if part.confidences), None)
     if not sampler.uses_draft_probs:
         return Drafts(token_ids, None, lengths, confidences)
     probs = torch.zeros(len(lengths), width, sampler.vocab_size, device=sampler.device)
