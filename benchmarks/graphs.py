@@ -8,7 +8,6 @@ from benchmarks.common import Run
 from benchmarks.engine_runs import Variants
 from engine.core.engine import EngineCore
 from engine.models.step_graphs import StepGraphs
-from engine.proposers.draft_model import DraftModelProposer
 
 WITHOUT = ", without graphs"
 
@@ -20,11 +19,12 @@ def settings(arguments: Namespace) -> dict[str, Any]:
 
 def graphs_of(core: EngineCore) -> dict[str, StepGraphs]:
     """By model; nothing for a model that has none."""
-    models = {"target": core.target}
-    draft = core.draft
-    if isinstance(draft, DraftModelProposer):
-        models["draft"] = draft.model
-    return {name: model.graphs for name, model in models.items() if isinstance(model.graphs, StepGraphs)}
+    models = {"target": core.target, "draft": core.draft}
+    return {
+        name: model.graphs
+        for name, model in models.items()
+        if model is not None and isinstance(model.graphs, StepGraphs)
+    }
 
 
 def facts(core: EngineCore) -> list[dict[str, Any]]:
