@@ -127,7 +127,6 @@ class PhaseRunner:
             emitted=emitted,
             seconds=seconds,
             failed=failed if any(failed) else None,
-            confidences=drafts.confidences,
             logprobs=_output_logprobs(plan, drafts, logits, emitted),
             traces=self._traces(plan, sampler, drafts, logits, verdicts),
         )

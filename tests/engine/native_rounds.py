@@ -9,7 +9,7 @@ from engine.batch import Span
 from engine.core.block_pool import BlockPool, BlockTable
 from engine.core.engine import EngineCore
 from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import EarlyExit, Round, ScheduledSequence, StepPlan, StepResult
+from engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
 from engine.messages import SamplingParams
 from engine.models.decoder_only import DecoderModel
 from engine.runtime.base import Runner
@@ -35,7 +35,6 @@ class RowPlan:
     prompt: list[int]
     num_draft_tokens: int = 3
     num_missing: int = 0
-    early_exit: EarlyExit | None = None
     draft_ids: dict[int, list[int]] = field(default_factory=dict)
     mask_seed: int | None = None
     max_num_tokens: int = 60
@@ -125,7 +124,7 @@ class Side:
 
     def _part(self, sequence: Sequence) -> MaskedPart:
         row, length = self.rows[sequence], len(sequence)
-        part = MaskedPart(sequence, 1, True, early_exit=row.early_exit)
+        part = MaskedPart(sequence, 1, True)
         part.draft_ids = row.draft_ids.get(length - len(row.prompt), [])
         part.source = "ngram" if part.draft_ids else "draft_model"
         self.limit(part, len(part.draft_ids) or row.num_draft_tokens)
@@ -220,14 +219,6 @@ def _assert_same(one: Round, other: Round) -> None:
     assert one.emitted == other.emitted
     assert one.logprobs == other.logprobs
     assert other.failed is None
-    if other.confidences is not None:  # phases drop them where no model's draft has kept a token
-        assert _as_lists(one) == _as_lists(other)
-
-
-def _as_lists(one: Round) -> list[list[float] | None] | None:
-    if one.confidences is None:
-        return None
-    return [None if row is None else list(row) for row in one.confidences]
 
 
 def _assert_same_state(ours: Side, theirs: Side) -> None:
