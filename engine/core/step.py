@@ -6,10 +6,13 @@ short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
 
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.sequence import RowNeeds, Sequence
 from engine.messages import RoundTrace, TokenLogprob
+
+if TYPE_CHECKING:
+    import torch
 
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
 # in the same round.
@@ -25,7 +28,8 @@ class ScheduledSequence:
     ``draft_ids`` are drafts that are known already: those of a source without a model.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
     instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
-    chunk too, now.
+    chunk too, now. ``mask`` is int32 [num_draft_tokens + 1, words], contiguous: a set bit for each token that is
+    allowed at a position of the first round; None: all are.
     """
 
     sequence: Sequence
@@ -36,6 +40,7 @@ class ScheduledSequence:
     num_catch_up_tokens: int = 0
     prefill_draft: bool = True
     draft_ids: list[int] = field(default_factory=list)
+    mask: "torch.Tensor | None" = None
 
 
 @dataclass(slots=True)

@@ -78,7 +78,7 @@ class NativeRunner:
         if RowNeeds.MASK in plan.needs:
             num_rounds = 1
             for row, part in zip(rows, plan.rows, strict=True):
-                row.set_mask(_mask_of(part))
+                row.set_mask(part.mask)
         results = _Results(plan.rows, num_rounds, max_drafts)
         pointers = array("q", [row.address for row in rows])
         num_done = self.target.library.run_rounds(
@@ -152,11 +152,6 @@ class _Results:
             phase_seconds = PhaseSeconds(*seconds[NUM_PHASES * len(rounds) :][:NUM_PHASES])
             rounds.append(Round(numbers[first : first + num_rows], num_accepted, own, phase_seconds))
         return rounds
-
-
-def _mask_of(part: ScheduledSequence) -> torch.Tensor | None:
-    mask: torch.Tensor | None = getattr(part, "mask", None)
-    return mask
 
 
 def _add_logprobs(
