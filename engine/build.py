@@ -21,8 +21,8 @@ from engine.models.errors import ModelLoadError
 from engine.models.lean_decoder import is_lean, run_lean
 from engine.models.loader import load_decoder, resolve_device, resolve_dtype
 from engine.models.self_check import self_check
+from engine.native.backend import NativeBackend, native_backend
 from engine.native.decoder import NativeDecoder
-from engine.native.draws import NativeDraws, native_draws
 from engine.native.runner import NativeRunner
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
@@ -33,7 +33,7 @@ from engine.proposers.translated.proposer import TranslatedDraftProposer
 from engine.runtime.base import Runner
 from engine.runtime.calibrate import calibrate
 from engine.runtime.phases import PhaseRunner
-from engine.sampling.draws import Draws, TorchDraws
+from engine.sampling.backend import SamplingBackend, TorchBackend
 from engine.speculation.costs import Costs
 from engine.speculation.planner import SpeculationPlanner
 
@@ -97,8 +97,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_draft_len,
         tracks_draft_cache=pairing is None or pairing.translators is None,
     )
-    make_draws = _draws(config, device)
-    phases = PhaseRunner(target, proposer, make_draws)
+    make_backend = _sampling_backend(config, device)
+    phases = PhaseRunner(target, proposer, make_backend)
     runner: Runner = phases
     if native is not None:
         runner = _native_runner(config, native, phases, max_draft_len)
@@ -136,7 +136,7 @@ def _native_runner(
     draft, proposer = None, phases.proposer
     if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.whole_pass, NativeDecoder):
         draft = proposer.model.whole_pass
-    draws = isinstance(phases.make_draws(), NativeDraws)
+    draws = isinstance(phases.make_backend(), NativeBackend)
     return NativeRunner(target, draft, phases, draws, config.step_seconds, max_draft_len)
 
 
@@ -183,10 +183,10 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
     return load(may_be_lean=False)
 
 
-def _draws(config: EngineConfig, device: torch.device) -> Callable[[], Draws]:
+def _sampling_backend(config: EngineConfig, device: torch.device) -> Callable[[], SamplingBackend]:
     """How every step's sampler draws."""
-    native = native_draws() if config.native_kernels and device.type == "cpu" else None
-    return TorchDraws if native is None else lambda: native
+    native = native_backend() if config.native_kernels and device.type == "cpu" else None
+    return TorchBackend if native is None else lambda: native
 
 
 def _num_threads(target: DecoderModel) -> int:

@@ -88,7 +88,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);
 /* sampling.c */
 void process(float *probs, const float *logits, const Processors *processors, float *scratch,
              int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
-void exponential_race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
+void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
                       int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
 void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,

@@ -141,13 +141,13 @@ def load_library() -> ctypes.CDLL | None:
     library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
     library.run_rounds.argtypes = [Pointer, Pointer, ctypes.POINTER(Rounds)]
     library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
-    library.exponential_race.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
-    library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
+    library.gumbel_argmax.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
+    library.noise_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
     library.uniform.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
     library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
     of_layers = library.rms_norm, library.gated_silu, library.attend, library.multiply
-    of_draws = library.process, library.exponential_race, library.race_uniforms, library.uniform
+    of_draws = library.process, library.gumbel_argmax, library.noise_uniforms, library.uniform
     of_choices = library.inverse_cdf, library.draw_next
     for function in (*of_layers, *of_draws, *of_choices):
         function.restype = None

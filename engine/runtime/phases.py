@@ -19,7 +19,7 @@ from engine.models.decoder_only import DecoderModel
 from engine.proposers.base import Proposer
 from engine.proposers.known import known_drafts
 from engine.sampling.adjust import History
-from engine.sampling.draws import Draws
+from engine.sampling.backend import SamplingBackend
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
 from engine.sampling.verify import RowVerdict
@@ -31,18 +31,18 @@ class PhaseRunner:
     supports = ~RowNeeds.NONE
 
     def __init__(
-        self, target: DecoderModel, proposer: Proposer | None, make_draws: Callable[[], Draws]
+        self, target: DecoderModel, proposer: Proposer | None, make_backend: Callable[[], SamplingBackend]
     ) -> None:
         self.target = target
         self.proposer = proposer
-        self.make_draws = make_draws
+        self.make_backend = make_backend
         self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Propose, score, verify."""
         clock = _Clock()
-        sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.make_draws)
+        sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.make_backend)
         drafts = self._propose(plan, sampler)
         draft_seconds = clock.lap()
         logits = self._score(plan, drafts.ids)

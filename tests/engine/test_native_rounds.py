@@ -462,9 +462,9 @@ BUGS = {
         "draft_probs[draft] = 0.0f;",
         "drafts from outside",
     ),
-    "races at the first position": (
-        "race(emitted, probs, &of->seed, &place,",
-        "race(emitted, probs, &of->seed, &of->num_tokens,",
+    "coupled draws at the first position": (
+        "gumbel_argmax(emitted, probs, &of->seed, &place,",
+        "gumbel_argmax(emitted, probs, &of->seed, &of->num_tokens,",
         "coupled",
     ),
     "takes rejected drafts for stored": ("= stored < valid ? stored : valid;", "= stored;", "greedy"),
