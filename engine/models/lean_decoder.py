@@ -25,11 +25,11 @@ from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.decoder_only import DecoderModel
 from engine.models.in_place_attention import InPlaceAttention, find_kernel
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
-from engine.models.packed_linear import Product, make_product
+from engine.models.linear import Linear, make_linear
 from engine.native.decoder import NativeDecoder
 from engine.native.layer_parts import NativeKernels, serves
 from engine.native.library import load_library
-from engine.native.product import NativeProduct
+from engine.native.linear import NativeLinear
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -58,7 +58,7 @@ def is_lean(model: Any) -> bool:
 @torch.inference_mode()
 def run_lean(decoder: DecoderModel, native_kernels: bool, narrow: bool = True) -> bool:
     """Let ``decoder`` run through a ``LeanDecoder``, which takes over its weights; ``narrow`` as in
-    ``make_product``. False if the logits of a
+    ``make_linear``. False if the logits of a
     short text then differ from those of the module, which is left without weights in either case."""
     expected = _probe_logits(decoder)
     decoder.short_forward = lean = LeanDecoder(decoder.model, native_kernels, narrow)
@@ -120,10 +120,10 @@ class LeanDecoder:
         self.rotary = Rotary(model.model.rotary_emb, model.config, self.embeddings)
         self.layers = []
         for index, layer in enumerate(model.model.layers):
-            self.layers.append(_Layer(layer, index, partial(make_product, kernels=kernels, narrow=narrow)))
+            self.layers.append(_Layer(layer, index, partial(make_linear, library=kernels, narrow=narrow)))
             model.model.layers[index] = nn.Identity()
         self.norm = Norm.of(model.model.norm)
-        self.head = make_product([model.lm_head], kernels, narrow)
+        self.head = make_linear([model.lm_head], kernels, narrow)
         model.model, model.lm_head = nn.Identity(), nn.Identity()
 
     @property
@@ -143,7 +143,7 @@ class LeanDecoder:
         """Passes over a few tokens as one call of C; None without the kernels, or angles in a table."""
         if not isinstance(self.make_parts, NativeKernels) or self.rotary.table is None:
             return None
-        assert isinstance(self.head, NativeProduct)
+        assert isinstance(self.head, NativeLinear)
         return NativeDecoder(
             self.make_parts,
             self.layers,
@@ -167,7 +167,7 @@ class LeanDecoder:
 
 
 class _Layer:
-    def __init__(self, layer: Any, index: int, make: Callable[[list[nn.Linear]], Product]) -> None:
+    def __init__(self, layer: Any, index: int, make: Callable[[list[nn.Linear]], Linear]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.attention = _attention_shape(attention, index)
         self.input_norm = Norm.of(layer.input_layernorm)

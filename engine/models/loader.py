@@ -17,7 +17,8 @@ from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.lean_decoder import is_lean
-from engine.models.packed_linear import can_pack, pack_linears
+from engine.models.linear import replace_linears
+from engine.native.linear import linear_library
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,12 +46,13 @@ def load_decoder(
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
     may_be_lean: bool = True,
+    native_kernels: bool = True,
     narrow: bool = True,
 ) -> DecoderModel:
     """The model at ``path``, decoder-only or encoder-decoder, on ``device``, its cache not yet allocated.
 
     With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say. Linears are
-    packed (``narrow`` as in ``make_product``) unless the model ``may_be_lean``: then its weights stay as they
+    packed (``narrow`` as in ``make_linear``) unless the model ``may_be_lean``: then its weights stay as they
     are for ``run_lean`` to take.
     """
     model = load_causal_model(
@@ -58,8 +60,9 @@ def load_decoder(
     )
     device = model.get_input_embeddings().weight.device
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if can_pack(dtype, device) and device_map is None and not (may_be_lean and is_lean(model)):
-        pack_linears(model, narrow)
+    on_cpu = device.type == "cpu" and dtype == torch.float32
+    if on_cpu and device_map is None and not (may_be_lean and is_lean(model)):
+        replace_linears(model, linear_library() if native_kernels else None, narrow)
     served = EncoderDecoderModel if model.config.is_encoder_decoder else DecoderModel
     return served(model, num_parameters, dtype, device)
 

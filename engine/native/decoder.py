@@ -1,6 +1,6 @@
 """A whole pass of a Llama-shaped decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
 
-The same functions as the calls one by one (``layer_parts``, ``product``), in the same order: the same bits.
+The same functions as the calls one by one (``layer_parts``, ``linear``), in the same order: the same bits.
 Long prompt chunks go the other way, where torch attends.
 """
 
@@ -16,7 +16,7 @@ from engine.kv_cache import KVCache
 from engine.models.layer_parts import Norm, Rotary
 from engine.native.layer_parts import NativeKernels
 from engine.native.library import Decoder, DecoderLayer, NewTokens
-from engine.native.product import NativeProduct
+from engine.native.linear import NativeLinear
 
 INTEGER_BYTES = 8
 
@@ -50,8 +50,8 @@ class PackedTokens:
 
 
 class NativeDecoder:
-    """Called as ``DecoderModel.whole_pass``. ``layers`` are those of a ``LeanDecoder``, whose products are
-    ``NativeProduct``s all; ``cache`` is the one that the passes write to."""
+    """Called as ``DecoderModel.whole_pass``. ``layers`` are those of a ``LeanDecoder``, all of whose linear
+    layers are ``NativeLinear``s; ``cache`` is the one that the passes write to."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class NativeDecoder:
         layers: Sequence[Any],
         embeddings: torch.Tensor,
         norm: Norm,
-        head: NativeProduct,
+        head: NativeLinear,
         rotary: Rotary,
         cache: KVCache,
         block_size: int,
@@ -71,10 +71,10 @@ class NativeDecoder:
         in_c = (DecoderLayer * len(layers))(
             *(
                 DecoderLayer(
-                    qkv=addressof(layer.qkv.product),
-                    output=addressof(layer.output.product),
-                    gate_up=addressof(layer.gate_up.product),
-                    down=addressof(layer.down.product),
+                    qkv=addressof(layer.qkv.struct),
+                    output=addressof(layer.output.struct),
+                    gate_up=addressof(layer.gate_up.struct),
+                    down=addressof(layer.down.struct),
                     attention=addressof(shape),
                     input_norm=layer.input_norm.weight.data_ptr(),
                     mlp_norm=layer.mlp_norm.weight.data_ptr(),
@@ -94,7 +94,7 @@ class NativeDecoder:
             layers=addressof(in_c),
             embeddings=embeddings.data_ptr(),
             norm=norm.weight.data_ptr(),
-            head=addressof(head.product),
+            head=addressof(head.struct),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             norm_eps=norm.eps,

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from engine.core.engine import EngineCore
 from engine.kv_cache import KVCache
 from engine.messages import SamplingParams, Verification
-from engine.models import attention
+from engine.models import attention, linear
 from engine.models.attention import ATTENTION_NAME, PagedAttention, attention_forward
 from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
@@ -55,6 +55,13 @@ def engine(folder: str, num_speculative_tokens: int, **config: Any) -> EngineCor
     return make_engine(
         folder, folder, num_speculative_tokens=num_speculative_tokens, **{**defaults, **config}
     )
+
+
+@pytest.fixture(autouse=True)
+def _packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are here."""
+    monkeypatch.setattr(linear, "MIN_NATIVE_WEIGHTS", 0)
+    monkeypatch.setattr(linear, "MIN_ONE_DNN_WEIGHTS", 0)
 
 
 @pytest.fixture(scope="module")
