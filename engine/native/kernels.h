@@ -50,8 +50,9 @@ typedef struct {
 /* A decoder and the cache it writes to. */
 typedef struct {
     int64_t num_layers, hidden_size, block_size;
+    int64_t embedding_type;       /* 0: float32, 1: float16, 2: bfloat16 */
     const DecoderLayer *layers;
-    const float *embeddings;      /* [vocab, hidden_size] */
+    const void *embeddings;       /* [vocab, hidden_size] */
     const float *norm;            /* [hidden_size] */
     const Linear *head;
     const float *cos, *sin;       /* [positions, head_size], as in Spans */

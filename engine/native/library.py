@@ -70,7 +70,7 @@ class DecoderLayer(ctypes.Structure):
 
 class Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size")),
+        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size", "embedding_type")),
         *((name, Pointer) for name in ("layers", "embeddings", "norm", "head", "cos", "sin")),
         ("norm_eps", Float),
     )

@@ -34,19 +34,6 @@ typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 #define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
 #define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
 
-/* LANES float16 numbers as float32. */
-static inline ALWAYS vec widen(const uint16_t *half) {
-    vec out;
-#if LANES == 16
-    out = (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
-#elif defined(__F16C__) && LANES == 8
-    out = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
-#else
-    for (int i = 0; i < LANES; i++) out[i] = (float)((const _Float16 *)half)[i];
-#endif
-    return out;
-}
-
 /* A panel's columns of some rows from their sums. One function for any number of rows, so that rounding does
  * not depend on it. */
 static __attribute__((noinline)) void finish(

@@ -15,11 +15,11 @@ from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, TorchParts
-from engine.models.lean_decoder import LeanDecoder
+from engine.models.llama import Llama
 from engine.native import library
 from engine.native.layer_parts import NativeKernels, serves
 from engine.native.linear import NativeLinear, half_scale, linear_library
-from tests.engine.test_lean_decoder import CONFIGS, PARTS, logits_in_parts, save
+from tests.engine.test_llama import CONFIGS, PARTS, logits_in_parts, save
 from tests.models import make_engine
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
 
 def make_cache(shape: AttentionShape) -> KVCache:
     heads = shape.num_kv_heads, shape.head_size
-    cache = KVCache([LayerShape(heads, heads, CPU)], NUM_BLOCKS * BLOCK_SIZE, torch.float32)
+    cache = KVCache([LayerShape(heads, heads, CPU)], NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     generator = torch.Generator().manual_seed(7)
     cache.keys[0].normal_(generator=generator)
     cache.values[0].normal_(generator=generator)
@@ -189,9 +189,9 @@ def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_models_run_with_and_without(native: bool, tmp_path: Path, kernels: NativeKernels) -> None:
     path = save(CONFIGS["qwen3"], tmp_path)
-    model = make_engine(path, None, native_kernels=native).target
-    assert isinstance(model.short_forward, LeanDecoder)
-    assert isinstance(model.short_forward.make_parts, NativeKernels) == native
+    model = make_engine(path, None, native_kernels=native).target.model
+    assert isinstance(model, Llama)
+    assert (model.kernels is not None) == native
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("auto", torch.float16), ("float32", torch.float32)])
@@ -199,10 +199,10 @@ def test_sixteen_bits_are_kept_unless_float32_is_asked_for(
     dtype: str, kept: torch.dtype, tmp_path: Path, kernels: NativeKernels
 ) -> None:
     AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16).save_pretrained(tmp_path)
-    model = make_engine(str(tmp_path), None, dtype=dtype).target
+    model = make_engine(str(tmp_path), None, dtype=dtype).target.model
     assert model.dtype == torch.float32
-    assert isinstance(model.short_forward, LeanDecoder)
-    for linear in (model.short_forward.head, *(layer.qkv for layer in model.short_forward.layers)):
+    assert isinstance(model, Llama)
+    for linear in (model.weights.head, *(layer.qkv for layer in model.weights.layers)):
         assert isinstance(linear, NativeLinear)
         assert linear.weights.dtype == kept
 
@@ -226,9 +226,9 @@ def test_without_a_compiler_the_engine_runs_all_the_same(
         else:
             fresh_library.setenv("CC", compiler)
         library.load_library.cache_clear()
-        model = make_engine(path, None).target
-        assert isinstance(model.short_forward, LeanDecoder)
-        assert model.short_forward.make_parts is TorchParts
+        model = make_engine(path, None).target.model
+        assert isinstance(model, Llama)
+        assert model.kernels is None
         assert reason in caplog.text
 
 
@@ -263,9 +263,9 @@ def test_wrong_kernels_are_noticed_and_not_used(
 ) -> None:
     fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
     path = save(CONFIGS["llama"], tmp_path / "model")
-    model = make_engine(path, None).target
-    assert isinstance(model.short_forward, LeanDecoder)
-    assert model.short_forward.make_parts is TorchParts
+    model = make_engine(path, None).target.model
+    assert isinstance(model, Llama)
+    assert model.kernels is None
     assert logits_in_parts(model, list(range(sum(PARTS))), list(range(8))).isfinite().all()
 
 

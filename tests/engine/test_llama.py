@@ -19,9 +19,10 @@ from transformers.pytorch_utils import Conv1D
 from engine.batch import Span
 from engine.core.block_pool import BlockTable
 from engine.models import layer_parts, linear
-from engine.models.decoder_only import DecoderModel
-from engine.models.lean_decoder import LeanDecoder
+from engine.models.base import Model
 from engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, make_linear, replace_linears
+from engine.models.llama import Llama
+from engine.models.model_runner import ModelRunner
 from engine.native.library import load_library
 from engine.native.linear import half_scale
 from tests.models import make_engine
@@ -76,14 +77,14 @@ def save(config: PreTrainedConfig, folder: Path) -> str:
     return str(folder)
 
 
-def logits_in_parts(model: DecoderModel, ids: list[int], blocks: list[int]) -> torch.Tensor:
+def logits_in_parts(model: Model, ids: list[int], blocks: list[int]) -> torch.Tensor:
     """All of a text's logits through the cache, a few tokens at a time."""
-    model.allocate_cache(num_blocks=16, block_size=4)
+    runner = ModelRunner.build(model, num_blocks=16, block_size=4)
     table = BlockTable()
     table.block_ids = blocks
     parts, start = [], 0
     for size in PARTS:
-        parts.append(model.forward([Span(table, ids[start : start + size], size)]))
+        parts.append(runner.forward([Span(table, ids[start : start + size], size)]).logits)
         start += size
     return torch.cat(parts)
 
@@ -100,8 +101,8 @@ def test_same_logits_as_transformers(folder: str, blocks: list[int], native: boo
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = module(input_ids=torch.tensor([ids])).logits[0]
-    model = make_engine(folder, None, native_kernels=native).target
-    assert isinstance(model.short_forward, LeanDecoder)
+    model = make_engine(folder, None, native_kernels=native).target.model
+    assert isinstance(model, Llama)
     torch.testing.assert_close(logits_in_parts(model, ids, blocks), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -111,12 +112,12 @@ def test_a_wrong_forward_is_noticed_and_not_used(
 ) -> None:
     path = save(CONFIGS["qwen3"], tmp_path)
     ids = list(range(sum(PARTS)))
-    model = make_engine(path, None, dtype=dtype).target
-    assert isinstance(model.short_forward, LeanDecoder)
+    model = make_engine(path, None, dtype=dtype).target.model
+    assert isinstance(model, Llama)
     right = logits_in_parts(model, ids, list(range(8)))
     monkeypatch.setattr(layer_parts, "_rotate", lambda x, cos, sin: x * cos)
-    model = make_engine(path, None, dtype=dtype, native_kernels=False).target
-    assert not isinstance(model.short_forward, LeanDecoder)
+    model = make_engine(path, None, dtype=dtype, native_kernels=False).target.model
+    assert not isinstance(model, Llama)
     if dtype == "float32":
         torch.testing.assert_close(logits_in_parts(model, ids, list(range(8))), right, rtol=1e-3, atol=1e-3)
 
