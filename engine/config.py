@@ -51,9 +51,9 @@ class ModelSettings(BaseModel):
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
     native_kernels: bool = Field(
         True,
-        description="On a CPU, run Llama-shaped models' passes, drafting and sampling in C, compiled once "
-        "where a C compiler is installed. They are compared with the usual ways at load and left out if they "
-        "differ.",
+        description="On a CPU, run linear layers, Llama-shaped models' passes, drafting and sampling in C, "
+        "compiled once where a C compiler is installed. They are compared with the usual ways at load and "
+        "left out if they differ.",
     )
     cuda_graphs: bool = Field(
         True,

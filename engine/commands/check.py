@@ -130,7 +130,7 @@ def check(settings: CheckSettings) -> Report:
         prompts,
         GREEDY_LENGTHS if speculates else (0,),
         min(GREEDY_TOKENS, room),
-        RESOLUTIONS[str(core.target.dtype)],
+        RESOLUTIONS[str(core.target.model.dtype)],
     )
     sampling = [check_law(core, prompt, tested, law, rule, settings.samples) for rule in RULES]
     speeds = _speeds(core, prompts, settings, configured) if speculates else []
@@ -140,7 +140,7 @@ def check(settings: CheckSettings) -> Report:
         draft=settings.draft if method == DraftModelProposer.name else None,
         method=method,
         device=str(core.target.device),
-        dtype=str(core.target.dtype).removeprefix("torch."),
+        dtype=str(core.target.model.dtype).removeprefix("torch."),
         tokenizers=_tokenizers(core, settings),
         greedy=greedy,
         sampling=sampling,

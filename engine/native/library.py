@@ -51,7 +51,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Product(ctypes.Structure):
+class Linear(ctypes.Structure):
     _fields_ = (
         *((name, Integer) for name in ("in_features", "out_features", "is_half")),
         ("weights", Pointer),
@@ -70,7 +70,7 @@ class DecoderLayer(ctypes.Structure):
 
 class Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size")),
+        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size", "embedding_type")),
         *((name, Pointer) for name in ("layers", "embeddings", "norm", "head", "cos", "sin")),
         ("norm_eps", Float),
     )
@@ -120,7 +120,7 @@ class Rounds(ctypes.Structure):
 
 
 # In the order of sizes.c.
-STRUCTS = (Spans, Layer, Product, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
+STRUCTS = (Spans, Layer, Linear, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
 
 
 @cache
@@ -137,7 +137,7 @@ def load_library() -> ctypes.CDLL | None:
     library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, Float]
     library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
     library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
-    library.multiply.argtypes = [ctypes.POINTER(Product), Pointer, Pointer, Pointer, Integer]
+    library.multiply.argtypes = [ctypes.POINTER(Linear), Pointer, Pointer, Pointer, Integer]
     library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
     library.run_rounds.argtypes = [Pointer, Pointer, ctypes.POINTER(Rounds)]
     library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]

@@ -15,7 +15,7 @@ from engine.batch import Span
 from engine.core.sequence import RowNeeds, Sequence
 from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from engine.messages import RoundTrace, TokenLogprob
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.proposers.base import Proposer
 from engine.proposers.known import known_drafts
 from engine.sampling.adjust import History
@@ -31,7 +31,7 @@ class PhaseRunner:
     supports = ~RowNeeds.NONE
 
     def __init__(
-        self, target: DecoderModel, proposer: Proposer | None, make_backend: Callable[[], SamplingBackend]
+        self, target: ModelRunner, proposer: Proposer | None, make_backend: Callable[[], SamplingBackend]
     ) -> None:
         self.target = target
         self.proposer = proposer
@@ -73,7 +73,7 @@ class PhaseRunner:
             num_prompt_tokens=sequence.num_prompt_tokens,
             stop_token_ids=sequence.stop_token_ids,
             num_encoder_tokens=sequence.num_encoder_tokens,
-            rules=self.target.rules,
+            rules=self.target.model.rules,
         )
         return Row(rule, sequence.seed, history)
 
@@ -105,7 +105,7 @@ class PhaseRunner:
             spans.append(
                 Span(table, token_ids, len(token_ids) if sequence.wants_prompt_logprobs else num_logits)
             )
-        logits = self.target.forward(spans)
+        logits = self.target.forward(spans).logits
         if len(logits) == sum(num_row_logits):
             return logits
         return _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)

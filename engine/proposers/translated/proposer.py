@@ -15,7 +15,7 @@ from engine.core.block_pool import BlockPool, BlockTable
 from engine.core.sequence import Sequence
 from engine.core.step import ScheduledSequence
 from engine.messages import Source
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.proposers.known import known_drafts
 from engine.proposers.translated.draft_text import DraftText
 from engine.proposers.translated.target_text import TargetText
@@ -73,7 +73,7 @@ class TranslatedDraftProposer:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: ModelRunner,
         pool: BlockPool,
         target_tokenizer: TextTokenizer,
         draft_tokenizer: TextTokenizer,
@@ -90,7 +90,7 @@ class TranslatedDraftProposer:
         self.max_batched_tokens = max_batched_tokens
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
-        self._end_ids = frozenset(draft_tokenizer.special_tokens) | model.eos_token_ids
+        self._end_ids = frozenset(draft_tokenizer.special_tokens) | model.model.eos_token_ids
         known = set(draft_tokenizer.special_tokens.values())
         self._special_text = {
             token_id: content if content in known else ""
@@ -156,7 +156,7 @@ class TranslatedDraftProposer:
         """``rows`` are those whose spans ask for logits, in the spans' order."""
         if not spans:
             return
-        logits = self.model.forward(spans)[:, : self.draft_tokenizer.num_tokens]
+        logits = self.model.forward(spans).logits[:, : self.draft_tokenizer.num_tokens]
         for row, token_id in zip(rows, logits.argmax(-1).tolist(), strict=True):
             row.ended = token_id in self._end_ids
             if not row.ended:
