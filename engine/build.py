@@ -168,6 +168,7 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
         device,
         device_map=config.device_map,
         trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
         narrow=narrow,
     )
     model = load()

@@ -159,6 +159,7 @@ def _expected(
         resolve_dtype(settings.dtype, device),
         device,
         trust_remote_code=settings.trust_remote_code,
+        allow_pickle=settings.allow_pickle,
     )
     # The shorter the prompt, the more samples there are time for; what follows is as good a test.
     prompt = _encode(tokenizer, text, 0, target.vocab_size)[:NUM_TESTED_PROMPT_TOKENS]

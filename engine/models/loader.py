@@ -44,6 +44,7 @@ def load_decoder(
     *,
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
+    allow_pickle: bool = False,
     may_be_lean: bool = True,
     narrow: bool = True,
 ) -> DecoderModel:
@@ -54,7 +55,13 @@ def load_decoder(
     are for ``run_lean`` to take.
     """
     model = load_causal_model(
-        path, dtype, device, ATTENTION_NAME, device_map=device_map, trust_remote_code=trust_remote_code
+        path,
+        dtype,
+        device,
+        ATTENTION_NAME,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
     )
     device = model.get_input_embeddings().weight.device
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -72,9 +79,10 @@ def load_causal_model(
     *,
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
-    check_folder(path)
+    check_folder(path, allow_pickle=allow_pickle)
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -88,6 +96,7 @@ def load_causal_model(
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
+            use_safetensors=None if allow_pickle else True,
             device_map=device_map,
             output_loading_info=True,
         )
