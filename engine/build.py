@@ -164,6 +164,7 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
         device,
         device_map=config.device_map,
         trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
         native_kernels=config.native_kernels,
         # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
         narrow=config.dtype == "auto",

@@ -12,13 +12,13 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from server.choice import FinishedChoice
 from server.errors import ApiError, ClientDisconnectedError, internal_error
 from server.generation import Generation
-from server.large_json import write_json
-from server.request_id import request_id_of
+from server.http.large_json import write_json
+from server.http.request_id import request_id_of
+from server.http.sse import EventStreamResponse
 from server.services import get_services
-from server.sse import EventStreamResponse
+from server.text.choice import FinishedChoice
 
 logger = logging.getLogger("foretoken.request")
 
@@ -42,7 +42,7 @@ class AnswerWriter(Protocol):
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """The event that tells of an error after the first event."""
+        """The event of an error after the first event."""
         ...
 
 
@@ -72,7 +72,7 @@ async def respond_stream(
         generation.close()
 
     try:
-        # Not for ever: after a while a proxy needs to see something.
+        # Bounded: after a while a proxy needs to see something.
         await until_disconnect(request, asyncio.wait({first}, timeout=PING_SECONDS))
         if first.done():
             first.result()

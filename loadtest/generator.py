@@ -14,7 +14,7 @@ from itertools import accumulate, cycle, islice
 
 import httpx
 
-from server.load.client import Endpoint, Reply
+from loadtest.client import Endpoint, Reply
 
 Prompts = Sequence[str | list[int]]
 TICK = 0.01
@@ -46,7 +46,7 @@ class LoadResult:
 
 
 def new_client(api_key: str, timeout: float) -> httpx.AsyncClient:
-    """Without httpx's limit of connections, which would be a queue that nobody measures."""
+    """Without httpx's limit of connections, which would be a queue outside the measurement."""
     return httpx.AsyncClient(
         headers={"authorization": f"Bearer {api_key}", "accept-encoding": "identity"},
         timeout=timeout,

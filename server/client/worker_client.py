@@ -26,7 +26,9 @@ from engine.messages import (
     Stats,
     StepOutput,
 )
-from server.engine_stream import EngineStream
+from server.client.engine_stream import EngineStream
+from server.client.open_requests import OpenRequests, QueueLimits
+from server.client.worker_process import Patience, WorkerHungError, WorkerProcess
 from server.errors import (
     ApiError,
     EngineError,
@@ -36,8 +38,6 @@ from server.errors import (
     WorkerLostError,
 )
 from server.metrics import Metrics
-from server.open_requests import OpenRequests, QueueLimits
-from server.worker_process import Patience, WorkerHungError, WorkerProcess
 
 logger = logging.getLogger("foretoken.worker")
 
@@ -203,7 +203,7 @@ class WorkerClient:
             lost = WorkerLostError(f"The request was lost. {reason}")
             if self._state.status == "ready":
                 self._requests.fail_lost(lost)
-            else:  # nobody knows when a worker will load again
+            else:  # when a worker will load again is unknown
                 self._requests.fail_all(lost)
             if not self._first_load_over.is_set():
                 self._state = EngineState("failed", reason)
