@@ -1,22 +1,25 @@
 """Outputs say where each round's tokens came from, in the numbers that the engine counts by."""
 
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
 from engine.models.fresh import FreshModel, processed
 from tests.engine.conftest import Models
+from tests.engine.native_pair import LONG, save_pair
 from tests.models import make_engine, stepped
 
 PROMPTS = [[1, 2, 3], [5, 6, 5, 6, 5, 6, 5]]
 
 
-def generate(models: Models, method: str, step_seconds: float, **params: object) -> list[TokenOutput]:
+def generate(core: EngineCore, **params: Any) -> list[TokenOutput]:
     """All outputs, once their sums have been compared with the engine's counters."""
-    core = make_engine(models.target, models.close_draft, method=method, step_seconds=step_seconds)
-    sampling = SamplingParams(max_tokens=40, origins=True, **params)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=40, origins=True, **params)
     for number, prompt in enumerate(PROMPTS):
         core.add(Generate(str(number), prompt, sampling))
     outputs = []
@@ -40,15 +43,16 @@ def generate(models: Models, method: str, step_seconds: float, **params: object)
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram", "auto", "none"])
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"seed": 3}, {"stop_token_ids": [4, 9]}], ids=str)
-def test_sums_are_the_counters(models: Models, method: str, params: dict[str, object]) -> None:
-    outputs = generate(models, method, 0.0, **params)
+def test_sums_are_the_counters(models: Models, method: str, params: dict[str, Any]) -> None:
+    core = make_engine(models.target, models.close_draft, method=method)
+    outputs = generate(core, **params)
     assert sum(len(output.token_ids) for output in outputs) <= 2 * 40
     if method in ("draft_model", "ngram") and "stop_token_ids" not in params:
         assert any(output.num_accepted_tokens for output in outputs)
 
 
-def test_a_step_of_several_rounds_says_it_of_each(models: Models, needs_compiler: None) -> None:
-    outputs = generate(models, "draft_model", 1.0, temperature=0.0)
+def test_a_step_of_several_rounds_says_it_of_each(tmp_path: Path, needs_compiler: None) -> None:
+    outputs = generate(make_engine(*save_pair(tmp_path), step_seconds=LONG), temperature=0.0)
     longest = max(outputs, key=lambda output: output.num_rounds)
     assert longest.num_rounds > 1
     assert longest.origins is not None
