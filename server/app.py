@@ -18,7 +18,7 @@ from server.http.error_handlers import install_error_handlers
 from server.http.openapi import DESCRIPTION, TAGS, install_openapi
 from server.http.request_id import RequestIdMiddleware
 from server.metrics import Metrics
-from server.routes import chat, completions, models, ops, responses, tokenize
+from server.routes import chat, completions, models, ops, page, responses, tokenize
 from server.services import Services, TokenizerLoader
 from server.settings import Settings
 from server.text.tokenizer import load_tokenizer
@@ -54,8 +54,9 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.services = services
-    for route in (completions, chat, responses, tokenize, models, ops):
+    for route in (completions, chat, responses, tokenize, models, ops, page):
         app.include_router(route.router)
+    app.mount("/page", page.PageFiles())
     install_error_handlers(app, metrics.count_error)
     install_openapi(app, settings)
     _add_middleware(app, settings, metrics)
