@@ -56,7 +56,6 @@ def create_app(
     app.state.services = services
     for route in (completions, chat, responses, tokenize, models, ops, page):
         app.include_router(route.router)
-    app.mount("/page", page.PageFiles())
     install_error_handlers(app, metrics.count_error)
     install_openapi(app, settings)
     _add_middleware(app, settings, metrics)

@@ -15,11 +15,18 @@ let following = null; // the loop that reads; null while the view is closed
 
 const share = (value) => (value == null ? "–" : `${Math.round(value * 100)} %`);
 const plainNumber = (value) => (value == null ? "–" : value >= 100 ? value.toFixed(0) : value.toFixed(1));
+const milliseconds = (value) => (value == null ? "–" : `${value.toFixed(value < 10 ? 2 : 0)} ms`);
 const factor = (value) => (value == null ? "–" : `${value.toFixed(2)} ×`);
 
 /** Growth per second of what `read` takes from a sample, between it and the one before. */
 const rate = (read) => (now, before) =>
   before ? Math.max(0, read(now.metrics) - read(before.metrics)) / (now.time - before.time) : null;
+
+/** Mean of what a histogram has observed between two samples, in milliseconds. */
+const mean = (histogram) => (now, before) => {
+  const grown = (part) => now.metrics.total(`${histogram}_${part}`) - before.metrics.total(`${histogram}_${part}`);
+  return before && grown("count") > 0 ? (1000 * grown("sum")) / grown("count") : null;
+};
 
 const phaseRate = (phase) => rate((metrics) => metrics.by("phase_seconds_total", "phase")[phase] ?? 0);
 
@@ -44,6 +51,8 @@ const CHARTS = [
     title: "Time by phase", format: share, stacked: true, top: 1,
     series: PHASES.map((phase, place) => [phase, ["green", "blue", "violet", "grey"][place], phaseRate(phase)]),
   },
+  { title: "Time to first token", format: milliseconds, series: [["mean", "blue", mean("time_to_first_token_seconds")]] },
+  { title: "Time per token", format: milliseconds, series: [["mean, after the first", "blue", mean("inter_token_latency_seconds")]] },
   {
     title: "Cache in use", format: share, top: 1,
     series: [
@@ -53,7 +62,15 @@ const CHARTS = [
   },
 ];
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+/** A custom property's colour as a canvas understands it: of the theme that is shown. */
+function colour(name) {
+  const probe = element("span");
+  probe.style.color = `var(--${name})`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
 
 /** A card with a chart, its legend and the newest values. */
 class Chart {
@@ -79,15 +96,15 @@ class Chart {
       height: 150,
       legend: { show: false },
       cursor: { show: false },
-      padding: [8, 8, 0, 0],
-      scales: { x: { time: false, range: [-NUM_SAMPLES * INTERVAL / 1000, 0] }, y: { range: (_, min, max) => [0, Math.max(this.top ?? 0, this.low * 1.2, (max ?? 0) * 1.1, 0.1)] } },
+      padding: [8, 16, 0, 0],
+      scales: { x: { time: false, range: (_, min) => [Math.min(-30, min ?? 0), 0] }, y: { range: (_, min, max) => [0, Math.max(this.top ?? 0, this.low * 1.2, (max ?? 0) * 1.1, 0.1)] } },
       axes: [
         { ...axis, size: 24, values: clock },
         { ...axis, size: 44, values: (_, values) => values.map((value) => (this.top === 1 ? percent(value) : String(+value.toFixed(2)))) },
       ],
       series: [
         {},
-        ...this.series.map(([, hue]) => ({ stroke: colour(hue), width: 2, fill: this.stacked ? colour(hue) : undefined, points: { show: false } })),
+        ...this.series.map(([, hue]) => ({ stroke: colour(hue), width: 2, fill: this.stacked ? colour(hue) : undefined, spanGaps: true, points: { show: false } })),
       ],
     };
     this.uplot = new uPlot(options, this.data(), this.plot);
@@ -124,7 +141,7 @@ class Positions {
     this.card = element(
       "article",
       { className: "card chart" },
-      element("h2", {}, "Acceptance by position in the draft"),
+      element("h2", {}, "Acceptance by position in the draft, %"),
       element(
         "ul",
         { className: "legend" },
@@ -140,7 +157,7 @@ class Positions {
     const counts = (sample, kind) => sample.metrics.by(`spec_decode_num_${kind}_tokens_per_pos_total`, "position");
     const [drafted, accepted] = [counts(last, "draft"), counts(last, "accepted")];
     const [draftedBefore, acceptedBefore] = [counts(first, "draft"), counts(first, "accepted")];
-    const positions = Object.keys(drafted).map(Number).sort((a, b) => a - b).slice(0, 16);
+    const positions = Object.keys(drafted).map(Number).sort((a, b) => a - b).slice(0, 12);
     this.bars.replaceChildren(
       ...positions.map((position) => {
         const all = (accepted[position] ?? 0) / drafted[position];
@@ -152,7 +169,7 @@ class Positions {
         fill.style.height = `${(recent ?? 0) * 100}%`;
         mark.style.bottom = `${all * 100}%`;
         bar.append(fill, mark);
-        return element("div", { className: "column" }, element("b", {}, share(recent ?? all)), bar, element("span", {}, String(position + 1)));
+        return element("div", { className: "column" }, element("b", {}, String(Math.round((recent ?? all) * 100))), bar, element("span", {}, String(position + 1)));
       }),
     );
     if (!positions.length) this.bars.replaceChildren(element("p", { className: "empty" }, "Nothing has been drafted yet."));

@@ -19,7 +19,7 @@ function open(view) {
     tab.tabIndex = name === view ? 0 : -1;
     byId(name).hidden = name !== view;
   }
-  history.replaceState(null, "", `#${view}`);
+  history.replaceState(null, "", `#/${view}`); // with a slash it names no element, to which browsers would scroll
   follow();
 }
 
@@ -35,7 +35,7 @@ function startTabs() {
       byId(`tab-${next}`).focus();
     });
   }
-  const asked = location.hash.slice(1);
+  const asked = location.hash.slice(2);
   open(VIEWS.includes(asked) ? asked : "playground");
 }
 
@@ -88,7 +88,7 @@ async function watchServer() {
   let text = state.status === "ready" ? "Ready" : `${state.status}: ${state.reason}`;
   if (state.status === "ready") {
     const version = await getJson("version").catch(() => null);
-    if (version) text = `${version.target}${version.draft ? ` ← ${version.draft}` : ""} · ${version.device}, ${version.dtype}`;
+    if (version) text = `${version.model} · ${version.draft ? `${version.draft} drafts for ${version.target}` : version.target} · ${version.device}, ${version.dtype}`;
     if (!byId("model").length) listModels();
   }
   byId("server-text").textContent = visible(text);

@@ -12,6 +12,7 @@ let conversation = []; // messages of the chat so far
 let running = null; // AbortController of the request under way
 let origins;
 
+const isNarrow = () => matchMedia("(max-width: 760px)").matches;
 const mode = () => form.elements.mode.value;
 
 export function startPlayground(modelName) {
@@ -27,7 +28,7 @@ export function startPlayground(modelName) {
   byId("stop").addEventListener("click", () => running?.abort());
   byId("clear").addEventListener("click", clear);
   for (const choice of form.elements.mode) choice.addEventListener("change", changeMode);
-  if (matchMedia("(max-width: 760px)").matches) byId("parameters").open = false;
+  byId("parameters").open = !isNarrow();
   clear();
 }
 
@@ -93,6 +94,7 @@ async function generate(modelName) {
   if (mode() === "chat") conversation.push({ role: "user", content: prompt });
   const [path, body] = request(model);
   const shown = new TokenText(openTurn(prompt));
+  if (isNarrow()) byId("origin-bar").scrollIntoView({ behavior: "smooth" });
   const run = { started: performance.now(), first: null, tokens: 0, report: null, usage: null, end: null };
   let answer = "";
   try {

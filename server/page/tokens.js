@@ -140,6 +140,8 @@ export function watchTokens() {
     document.addEventListener(show, (event) => facts.has(event.target) && showCard(event.target));
     document.addEventListener(hide, (event) => facts.has(event.target) && hideCard());
   }
-  document.addEventListener("scroll", hideCard, { capture: true, passive: true });
+  // To focus a token may scroll to it.
+  const follow = () => (facts.has(document.activeElement) ? showCard(document.activeElement) : hideCard());
+  document.addEventListener("scroll", follow, { capture: true, passive: true });
 }
 

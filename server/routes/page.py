@@ -4,9 +4,8 @@ The policy in its headers lets the page load and call this server only, and run 
 """
 
 from pathlib import Path
-from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
@@ -22,6 +21,7 @@ HEADERS = {
 }
 
 router = APIRouter()
+files = StaticFiles(directory=FOLDER)
 
 
 @router.get("/", include_in_schema=False)
@@ -29,13 +29,10 @@ async def page() -> FileResponse:
     return FileResponse(FOLDER / "index.html", headers=HEADERS)
 
 
-class PageFiles(StaticFiles):
-    """Styles, scripts and pictures, below ``/page``."""
-
-    def __init__(self) -> None:
-        super().__init__(directory=FOLDER)
-
-    def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        response = super().file_response(*args, **kwargs)
-        response.headers.update(HEADERS)
-        return response
+# Not mounted as an application: below a path that a proxy has taken away, it would look in the wrong place.
+@router.get("/page/{path:path}", include_in_schema=False)
+async def page_file(path: str, request: Request) -> Response:
+    """Styles, scripts and pictures."""
+    response = await files.get_response(path, request.scope)
+    response.headers.update(HEADERS)
+    return response

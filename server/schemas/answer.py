@@ -102,7 +102,7 @@ class TokenOrigin(BaseModel):
 
 
 class Choice(BaseModel):
-    """``token_ids`` and ``origins`` are there only if ``return_token_ids`` and ``speculation.origins`` are set."""
+    """``token_ids`` and ``origins`` are there only if a request asks for them."""
 
     index: int
     logprobs: CompletionLogprobs | ChatLogprobs | None = None
