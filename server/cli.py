@@ -30,6 +30,7 @@ commands:
   generate        generate text in the terminal, without a server
   check           test a pair of models before it is deployed: exactness, acceptance, speed-up
   verify-trace    replay a traced answer and confirm every decision in it
+  top             watch a running server: requests, tokens per second, acceptance, speed-up
   bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
 
 options:
@@ -71,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from engine.commands.verify_trace import main as verify_trace
 
             return in_terminal("verify-trace", verify_trace, ReplaySettings, flags)
+        case ["top", *flags]:
+            from server.top import main as top
+
+            return top(flags)
         case ["bench", *flags]:
             return bench(flags)
         case ["--version" | "-V"]:

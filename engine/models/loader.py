@@ -136,7 +136,6 @@ def load_decoder(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )
-    )
     device = module.get_input_embeddings().weight.device
     facts = ModelFacts(module.config, module.generation_config, count(module), dtype, device)
     if device.type == "cpu" and dtype == torch.float32 and device_map is None:

@@ -145,7 +145,9 @@ class PhaseRunner:
         """One by row, if any row wants its own."""
         if RowNeeds.TRACE not in plan.needs or not sampler.traced:
             return None
-        target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
+        target_probs, draft_probs, next_probs = (
+            probs.tolist() for probs in sampler.traced_probs(logits, drafts, verdicts)
+        )
         return [
             RoundTrace(
                 position=row.position,
@@ -156,6 +158,7 @@ class PhaseRunner:
                 draft_probs=draft_probs[i][: drafts.lengths[i]],
                 num_accepted=verdicts[i].num_accepted,
                 next_token=verdicts[i].next_token,
+                next_target_prob=next_probs[i],
             )
             for i, row in enumerate(sampler.rows)
         ]

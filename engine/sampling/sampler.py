@@ -202,14 +202,20 @@ class Sampler:
             found |= zip(indices, self._judge(rule, indices, padded, broken, drafts), strict=True)
         return [found[i] for i in range(len(self.rows))]
 
-    def drafted_probs(self, logits: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the trace: target's and draft's processed probability of each drafted token, [B, K] each."""
+    def traced_probs(
+        self, logits: torch.Tensor, drafts: Drafts, verdicts: list[RowVerdict]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For the trace, as processed: both models' probability of each drafted token, [B, K] each, and
+        the target's of the token that follows, [B]."""
         padded, _ = self._target_logits(logits, drafts)
         target_probs = self._probs(padded, list(range(len(self.rows))))
         greedy = torch.tensor([row.rule is Rule.EXACT_MATCH for row in self.rows], device=self.device)
         one_hot = F.one_hot(padded.argmax(-1), self.vocab_size).float()
         target_probs = torch.where(greedy[:, None, None], one_hot, target_probs)
-        return probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(drafts, slice(None)))
+        lengths, next_tokens, _ = torch.tensor(verdicts, device=self.device).unbind(1)
+        next_probs = target_probs[torch.arange(len(self.rows)), lengths, next_tokens]
+        drafted = probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(drafts, slice(None)))
+        return *drafted, next_probs
 
     def _draw(self, rule: Rule, indices: list[int], logits: torch.Tensor, offset: int) -> DraftDraw:
         """One rule's rows; ``logits`` [members, V], adjusted."""
