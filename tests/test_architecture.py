@@ -144,16 +144,6 @@ def test_changelog_opens_with_the_version() -> None:
     assert headings[0].startswith(f"## [{version}] - ")
 
 
-@pytest.mark.parametrize("path", modules("server", "engine"), ids=name_of)
-def test_readme_lists_the_file(path: Path) -> None:
-    """By its path inside its package, or by a folder that it is in."""
-    file_map = (ROOT / "README.md").read_text().partition("## Files")[2]
-    words = {word.rstrip(",") for word in file_map.split()}
-    inside = path.relative_to(ROOT / path.relative_to(ROOT).parts[0])
-    listed = {inside.as_posix(), *(f"{folder.as_posix()}/" for folder in inside.parents)}
-    assert path.name == "__init__.py" or words & listed, f"README.md's file map lacks {name_of(path)}"
-
-
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
