@@ -1,6 +1,6 @@
 """The ``foretoken`` command: picks the subcommand, reads settings, turns failures into messages.
 
-``serve`` is done by ``server.launch``, ``bench`` by ``server.load``. The other commands run the engine in
+``serve`` is done by ``server.launch``, ``bench`` by ``loadtest``. The other commands run the engine in
 this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
 """
 
@@ -12,8 +12,8 @@ from prometheus_client import disable_created_metrics
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from server.client.worker_client import WorkerFailedError
 from server.config import ConfigError, describe, load_settings, with_config_file
-from server.engine_client import WorkerFailedError
 from server.help import serve_help
 from server.launch import StartError, launch
 from server.logs import configure_logging
@@ -113,7 +113,7 @@ def in_terminal(name: str, run: Callable[[list[str]], int], flags: Sequence[str]
 
 def bench(flags: Sequence[str]) -> int:
     try:
-        from server.load.command import main as put_load
+        from loadtest.command import main as put_load
     except ModuleNotFoundError as error:
         if error.name != "httpx":
             raise

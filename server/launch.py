@@ -14,16 +14,16 @@ import uvicorn
 
 from engine.messages import Ready
 from server.app import create_app
+from server.client.open_requests import QueueLimits
+from server.client.temp_folders import sweep
+from server.client.worker_client import WorkerClient
+from server.client.worker_process import Patience
 from server.draining import CLOSING_SECONDS, Server, drain_when_told
-from server.engine_client import WorkerClient
 from server.metrics import Metrics
-from server.open_requests import QueueLimits
 from server.sampling_params import longest_request
 from server.services import Services
 from server.settings import Settings
-from server.temp_folders import sweep
 from server.version import package_version
-from server.worker_process import Patience
 
 # Who drafts, in words.
 DRAFTERS = {

@@ -1,7 +1,7 @@
 """Prometheus metrics, one registry per app: what requests experience and what the worker reports.
 
 The worker sends totals since its start; they are added up here as growth, so that a restarted worker does
-not make a counter fall. Told by ``server.engine_client`` and ``server.generation``, read by ``/metrics``.
+not make a counter fall. Told by ``server.client`` and ``server.generation``, read by ``/metrics``.
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from engine.messages import FinishReason, Ready, Stats
-from server.choice import ChoiceDelta
 from server.metrics_registry import LabelledRegistry
 from server.settings import DEFAULT_PREFIX, public_name
+from server.text.choice import ChoiceDelta
 from server.version import package_version
 
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -106,7 +106,7 @@ class WorkerMetrics:
 
 
 class Metrics:
-    """All metrics of one server; observes the worker for ``server.engine_client``."""
+    """All metrics of one server; observes the worker for ``server.client.worker_client``."""
 
     def __init__(self, prefix: str = DEFAULT_PREFIX, model_name: str = "") -> None:
         self.registry = CollectorRegistry()

@@ -6,22 +6,13 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from server.auth import api_key_of
-from server.choice import ChoiceDelta, FinishedChoice
-from server.logprobs import ScoredToken, chat_logprobs
-from server.openapi import answer_or_stream
-from server.prompt import chat_prompt, predicted_tokens
-from server.routes.common import (
-    CHUNK_STREAM,
-    ChunkWriter,
-    GenerationContext,
-    check_request,
-    check_room,
-    prompt_limits,
-    respond,
-    start_generation,
-)
-from server.routes.json_route import JsonRoute, in_thread_if_long
+from server.http.auth import api_key_of
+from server.http.json_route import JsonRoute, in_thread_if_long
+from server.http.openapi import answer_or_stream
+from server.routes.checks import check_request, check_room, prompt_limits
+from server.routes.context import GenerationContext
+from server.routes.submit import start_generation
+from server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
 from server.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -34,6 +25,9 @@ from server.schemas.chat import (
 from server.schemas.examples import CHATS
 from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
+from server.text.choice import ChoiceDelta, FinishedChoice
+from server.text.logprobs import ScoredToken, chat_logprobs
+from server.text.prompt import chat_prompt, predicted_tokens
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 

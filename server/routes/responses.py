@@ -7,21 +7,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from server.auth import api_key_of
-from server.choice import FinishedChoice
 from server.errors import ApiError
-from server.logprobs import ScoredToken, chat_logprobs
-from server.openapi import answer_or_stream
-from server.prompt import chat_prompt
-from server.routes.common import (
-    GenerationContext,
-    check_request,
-    check_room,
-    prompt_limits,
-    respond,
-    start_generation,
-)
-from server.routes.json_route import JsonRoute, in_thread_if_long
+from server.http.auth import api_key_of
+from server.http.json_route import JsonRoute, in_thread_if_long
+from server.http.openapi import answer_or_stream
+from server.http.sse import typed_event
+from server.routes.checks import check_request, check_room, prompt_limits
+from server.routes.context import GenerationContext
+from server.routes.submit import start_generation
+from server.routes.writer import respond
 from server.schemas.examples import RESPONSES
 from server.schemas.logprobs import ChatTokenLogprob
 from server.schemas.responses import (
@@ -36,7 +30,9 @@ from server.schemas.responses import (
     Status,
 )
 from server.services import ServicesDep
-from server.sse import typed_event
+from server.text.choice import FinishedChoice
+from server.text.logprobs import ScoredToken, chat_logprobs
+from server.text.prompt import chat_prompt
 
 EVENT_STREAM = (
     "Named events whose data is JSON with a `type`, from `response.created` to `response.completed`, "

@@ -102,7 +102,7 @@ class Choice(BaseModel):
 class Answer(BaseModel):
     """Top level of every completion, chat completion and chunk, in OpenAI's order.
 
-    A chunk leaves ``usage`` out unless the client asked for it; see ``server.sse``.
+    A chunk leaves ``usage`` out unless the client asked for it; see ``server.http.sse``.
     """
 
     id: str

@@ -20,14 +20,14 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.app import create_app
-from server.engine_client import WorkerClient
+from server.client.open_requests import QueueLimits
+from server.client.worker_client import WorkerClient
+from server.client.worker_process import Patience
 from server.launch import bind
 from server.metrics import Metrics
-from server.open_requests import QueueLimits
 from server.services import Services
 from server.settings import Settings
-from server.tokenizer import Tokenizer
-from server.worker_process import Patience
+from server.text.tokenizer import Tokenizer
 from tests.server.orders import WorkerOrders
 
 MODEL = "tiny-model"

@@ -23,7 +23,7 @@ import sys
 from functools import partial
 import server.cli
 import server.launch
-from server.engine_client import WorkerClient
+from server.client.worker_client import WorkerClient
 command = (sys.executable, "-m", "tests.fake_worker", *json.loads(sys.argv[1]))
 server.launch.WorkerClient = partial(WorkerClient, worker_command=command)
 sys.exit(server.cli.main(["serve", *sys.argv[2:]]))

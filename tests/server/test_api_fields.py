@@ -5,8 +5,8 @@ from typing import Any
 import openai
 import pytest
 
-from server.prompt import _template_message
 from server.schemas.chat import Message
+from server.text.prompt import _template_message
 from tests.server.conftest import StartServer
 from tests.server.refusals import CHAT, COMPLETIONS, refused
 from tests.server.running import MODEL, RunningServer

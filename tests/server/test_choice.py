@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
-from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice
-from server.detokenizer import Detokenizer
-from server.tokenizer import Tokenizer
+from server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice
+from server.text.detokenizer import Detokenizer
+from server.text.tokenizer import Tokenizer
 
 EOS = 256
 

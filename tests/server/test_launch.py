@@ -12,7 +12,7 @@ from server.launch import capacity
 from server.sampling_params import build_sampling_params, longest_request
 from server.schemas.completion import CompletionRequest
 from server.settings import RequestSettings, Settings
-from server.tokenizer import load_tokenizer
+from server.text.tokenizer import load_tokenizer
 
 WORKER = Ready(
     target="target",

@@ -13,7 +13,7 @@ import pytest
 
 import server.cli
 import server.launch
-from server.engine_client import WorkerClient
+from server.client.worker_client import WorkerClient
 from tests.server.running import PATIENCE_SECONDS, wait_for
 from tests.server.serve_process import body, serve_process
 

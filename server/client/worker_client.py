@@ -26,7 +26,9 @@ from engine.messages import (
     Stats,
     StepOutput,
 )
-from server.engine_stream import EngineStream
+from server.client.engine_stream import EngineStream
+from server.client.open_requests import OpenRequests, QueueLimits
+from server.client.worker_process import Patience, WorkerHungError, WorkerProcess
 from server.errors import (
     ApiError,
     EngineError,
@@ -36,8 +38,6 @@ from server.errors import (
     WorkerLostError,
 )
 from server.metrics import Metrics
-from server.open_requests import OpenRequests, QueueLimits
-from server.worker_process import Patience, WorkerHungError, WorkerProcess
 
 logger = logging.getLogger("foretoken.worker")
 

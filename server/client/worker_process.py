@@ -1,7 +1,7 @@
 """One run of the worker process: spawn it, talk to it over a ZeroMQ pair, watch it, wait for its end.
 
-Knows the border's bytes but not what the messages mean; ``server.engine_client`` starts a new run when one
-dies.
+Knows the border's bytes but not what the messages mean; ``server.client.worker_client`` starts a new run
+when one dies.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from engine.config import EngineConfig
 from engine.heartbeat import heartbeat_address
 from engine.lifeline import PARENT_VARIABLE
 from engine.messages import FromWorker, Heartbeat, Shutdown, ToWorker, decode_from_worker, encode
+from server.client.temp_folders import SocketFolder
 from server.settings import ENV_PREFIX
-from server.temp_folders import SocketFolder
 
 # How long to wait for the end of a dead worker's connection. One that never had any takes as long.
 LAST_MESSAGES_SECONDS = 2.0

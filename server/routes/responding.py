@@ -12,13 +12,13 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from server.choice import FinishedChoice
 from server.errors import ApiError, ClientDisconnectedError, internal_error
 from server.generation import Generation
-from server.large_json import write_json
-from server.request_id import request_id_of
+from server.http.large_json import write_json
+from server.http.request_id import request_id_of
+from server.http.sse import EventStreamResponse
 from server.services import get_services
-from server.sse import EventStreamResponse
+from server.text.choice import FinishedChoice
 
 logger = logging.getLogger("foretoken.request")
 

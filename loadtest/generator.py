@@ -14,7 +14,7 @@ from itertools import accumulate, cycle, islice
 
 import httpx
 
-from server.load.client import Endpoint, Reply
+from loadtest.client import Endpoint, Reply
 
 Prompts = Sequence[str | list[int]]
 TICK = 0.01

@@ -1,7 +1,7 @@
 """A request's prompt, in whatever form it came, to the token ids the engine continues.
 
-Uses ``server.tokenizer`` for text; knows nothing of sampling. Called by the routes, in a thread, because a
-long prompt takes a while to encode.
+Uses ``server.text.tokenizer`` for text; knows nothing of sampling. Called by the routes, in a thread, because
+a long prompt takes a while to encode.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from server.schemas.chat import ChatRequest, Message
 from server.schemas.common import GenerationRequest, TextPart
 from server.schemas.completion import CompletionRequest
 from server.schemas.responses import InputMessage, InputText, ResponsesRequest
-from server.tokenizer import ChatTemplateError, Tokenizer
+from server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
 TEMPLATE_FIELDS = {"role", "name", "tool_call_id", "reasoning_content"}

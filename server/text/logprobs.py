@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 from engine.messages import TokenLogprob
-from server.prompt import TokenPrompt
 from server.schemas.logprobs import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -17,8 +16,9 @@ from server.schemas.logprobs import (
     PromptLogprobs,
     TopLogprob,
 )
-from server.tokenizer import Tokenizer
-from server.vocabulary import Vocabulary
+from server.text.prompt import TokenPrompt
+from server.text.tokenizer import Tokenizer
+from server.text.vocabulary import Vocabulary
 
 # OpenAI's number for "very unlikely": JSON has no minus infinity.
 VERY_UNLIKELY = -9999.0

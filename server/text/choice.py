@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
-from server.detokenizer import Detokenizer
-from server.logprobs import ScoredToken
+from server.text.detokenizer import Detokenizer
+from server.text.logprobs import ScoredToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """JSON of answers that may be large, written in pieces.
 
 pydantic writes a model in one go, during which no other thread of Python runs; what is written here lets the
-event loop have its turns. Called in a thread by ``server.responding`` and ``server.routes.tokenize``.
+event loop have its turns. Called in a thread by ``server.routes.responding`` and ``server.routes.tokenize``.
 """
 
 from collections.abc import Iterator

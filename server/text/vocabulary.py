@@ -2,7 +2,7 @@
 
 A token may be part of a character only, and decoding such a token alone loses its bytes. Byte-level
 vocabularies (GPT-2's alphabet) and those with byte fallback (``<0x0A>``) tell them. Used by
-``server.logprobs``.
+``server.text.logprobs``.
 """
 
 import json

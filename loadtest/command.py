@@ -18,13 +18,13 @@ from typing import Any
 
 import httpx
 
-from server.load.client import BenchmarkError, Endpoint
-from server.load.counters import DraftCounters, read_counters
-from server.load.generator import LoadResult, Prompts, closed_loop, new_client, open_loop
-from server.load.machine import is_busy, machine
-from server.load.prompts import read_prompts
-from server.load.report import note, print_facts, print_table, save
-from server.load.rows import MAX_LAG_SECONDS, lag, load_row
+from loadtest.client import BenchmarkError, Endpoint
+from loadtest.counters import DraftCounters, read_counters
+from loadtest.generator import LoadResult, Prompts, closed_loop, new_client, open_loop
+from loadtest.machine import is_busy, machine
+from loadtest.prompts import read_prompts
+from loadtest.report import note, print_facts, print_table, save
+from loadtest.rows import MAX_LAG_SECONDS, lag, load_row
 
 LEGEND = (
     "Milliseconds, percentiles: first = to the first text, gap = between chunks, token = per token after the "

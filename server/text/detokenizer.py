@@ -2,7 +2,7 @@
 
 Never splits a UTF-8 character over two pieces, never lets a stop string out (unless asked to), and holds
 text back while it could still become one. Keeps account of which token stands where in the text, and of
-which ones have all of their text out. Knows nothing of HTTP or of the engine; ``server.choice`` has one
+which ones have all of their text out. Knows nothing of HTTP or of the engine; ``server.text.choice`` has one
 ``Detokenizer`` per choice.
 """
 

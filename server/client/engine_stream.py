@@ -1,7 +1,7 @@
 """What the engine produces for one HTTP request: all of its prompts' sequences on one queue.
 
 It also keeps the requests as they were sent, so that they can be sent again as long as nothing has come back.
-Filled by ``server.engine_client``, read by ``server.generation``. ``close`` is synchronous on purpose:
+Filled by ``server.client.worker_client``, read by ``server.generation``. ``close`` is synchronous on purpose:
 it must work inside a cancelled task.
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from server.vocabulary import Vocabulary
+from server.text.vocabulary import Vocabulary
 
 # A folder with a tokenizer has at least one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")

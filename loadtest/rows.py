@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from server.load.client import BenchmarkError
-from server.load.counters import DraftCounters
-from server.load.generator import LoadResult
-from server.load.report import percentile
+from loadtest.client import BenchmarkError
+from loadtest.counters import DraftCounters
+from loadtest.generator import LoadResult
+from loadtest.report import percentile
 
 # The generator's own lateness, beyond which it measured itself: 99 of 100 sends and wake-ups.
 MAX_LAG_SECONDS = 0.02

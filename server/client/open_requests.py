@@ -1,7 +1,7 @@
 """The requests that the engine has not finished: which stream each belongs to, and which still wait.
 
 Limits how many may wait, orders those of several API keys fairly, and knows which of them the next worker can
-take over when one dies. Owned by ``server.engine_client``.
+take over when one dies. Owned by ``server.client.worker_client``.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine.messages import Generate, TokenOutput
-from server.engine_stream import EngineStream
+from server.client.engine_stream import EngineStream
 from server.errors import ApiError, QueueFullError, TooManyRequestsError
 from server.settings import RequestSettings
 
