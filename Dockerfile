@@ -24,7 +24,8 @@ RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')
 
 FROM builder AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt -r requirements.txt
+RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt torch
+RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY . .
 # The kernels for any processor with AVX2, used where nothing can be compiled, such as in a read-only container.
 RUN pip install --no-cache-dir --no-deps . && python -P -m engine.native.library

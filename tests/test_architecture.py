@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PRODUCT = ("server", "engine", "loadtest", "benchmarks", "tools")
+PRODUCT = ("foretoken", "server", "engine", "loadtest", "benchmarks", "tools")
 MAX_LINES = 600
 
 # Subcommands that run the engine in the terminal's process; each import waits until it is asked for.
-COMMANDS = ("engine.commands.generate", "engine.commands.check", "engine.commands.verify_trace")
+COMMANDS = (
+    "engine.commands.about",
+    "engine.commands.check",
+    "engine.commands.generate",
+    "engine.commands.verify_trace",
+)
 
 # What both processes share: messages, settings, and how the worker's life is tied to the front end's.
 BORDER = ("engine.messages", "engine.config", "engine.heartbeat", "engine.lifeline")

@@ -30,6 +30,7 @@ BASE = "docker.io/library/debian:bookworm-slim"
 IMAGE = "localhost/foretoken:check"
 PORT = 18765
 READY_SECONDS = 120
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu/"  # the Dockerfile's own
 
 
 class Buildah:
@@ -63,7 +64,7 @@ def make_base(buildah: Buildah, folder: Path) -> None:
 
 def pip_settings(folder: Path) -> list[str]:
     """Volumes that let pip in the build use this machine's indexes and certificates."""
-    volumes, lines = {}, ["[global]"]
+    volumes, settings = {}, {}
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True
     ).stdout
@@ -78,10 +79,21 @@ def pip_settings(folder: Path) -> list[str]:
                 value = value.replace(
                     word, f"/run/pip{path}/simple" if path != Path(word) else f"/run/pip{path}"
                 )
-        lines.append(f"{name.rpartition('.')[2]} = {value}")
-    (folder / "pip.conf").write_text("\n".join(lines) + "\n")
+        settings[name.rpartition(".")[2]] = value
+    lines = [f"{name} = {value}\n" for name, value in settings.items()]
+    (folder / "pip.conf").write_text("[global]\n" + "".join(lines))
     mounts = [f"{source}:{target}:ro" for source, target in volumes.items()]
     return [f"--volume={mount}" for mount in (*mounts, f"{folder}/pip.conf:/etc/pip.conf:ro")]
+
+
+def torch_index() -> list[str]:
+    """Without the CPU builds' index, pip's own indexes and folders must have such a build of torch."""
+    try:
+        with urllib.request.urlopen(TORCH_INDEX, timeout=10):
+            return []
+    except OSError:
+        print(f"{TORCH_INDEX} cannot be reached: torch comes from where pip is configured to look")
+        return ["--build-arg=TORCH_INDEX=https://pypi.org/simple"]
 
 
 @contextmanager
@@ -171,7 +183,7 @@ def main() -> None:
             make_base(buildah, folder)
         print(f"==> The steps of the Dockerfile, target {options.target}", flush=True)
         build = ["build", "--isolation", "chroot", "--pull-never", "--layers", "--target", options.target]
-        build += [*pip_settings(folder), "--format", "docker", "--tag", IMAGE]
+        build += [*pip_settings(folder), *torch_index(), "--format", "docker", "--tag", IMAGE]
         subprocess.run([*buildah.command, *build, str(ROOT)], check=True)
         print("==> The image's server", flush=True)
         if options.target == "cpu":

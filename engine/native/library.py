@@ -171,6 +171,16 @@ def load_library() -> ctypes.CDLL | None:
     return library
 
 
+def kernels_in_words() -> str:
+    """Which of them ``load_library`` finds. Compiles them if that has not been done yet."""
+    library = load_library()
+    if library is None:
+        return "none: install a C compiler for passes in C, which are several times faster"
+    if library._name == str(BASELINE_LIBRARY):
+        return f"C for {BASELINE}, made when this was packaged; with a C compiler for this processor"
+    return "C, compiled for this processor"
+
+
 def _same_sizes(library: ctypes.CDLL) -> bool:
     library.struct_size.restype = Integer
     library.struct_size.argtypes = [Integer]

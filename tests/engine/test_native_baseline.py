@@ -1,4 +1,4 @@
-"""The kernels that images bring along: used where nothing compiles, on processors that have the instructions."""
+"""The kernels that images bring along: used where nothing compiles, on processors with their instructions."""
 
 import logging
 import platform
