@@ -25,6 +25,8 @@ RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb')
 FROM builder AS build-cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt torch
+# A layer of its own: torch changes less often than the rest.
+# hadolint ignore=DL3059
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY . .
 # The kernels for any processor with AVX2, used where nothing can be compiled, such as in a read-only container.
@@ -42,7 +44,8 @@ RUN groupadd --system --gid 10001 foretoken \
     && install --directory --owner foretoken --group foretoken /cache
 # Downloaded models and compiled kernels.
 # hadolint ignore=DL3064
-ENV HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache FORETOKEN_HOST=0.0.0.0 FORETOKEN_PORT=8000
+ENV HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache TRITON_CACHE_DIR=/cache/triton \
+    FORETOKEN_HOST=0.0.0.0 FORETOKEN_PORT=8000
 VOLUME /cache
 WORKDIR /home/foretoken
 USER 10001:10001

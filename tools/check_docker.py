@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from tools.smoke import try_server
 
 ROOT = Path(__file__).parent.parent
 DEBIAN = "bookworm"
@@ -29,7 +29,6 @@ MIRROR = "http://deb.debian.org/debian"
 BASE = "docker.io/library/debian:bookworm-slim"
 IMAGE = "localhost/foretoken:check"
 PORT = 18765
-READY_SECONDS = 120
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu/"  # the Dockerfile's own
 
 
@@ -111,27 +110,6 @@ def serving(buildah: Buildah, container: str) -> Iterator[subprocess.Popen[bytes
             process.wait(60)
 
 
-def ask(path: str, body: dict[str, object] | None = None) -> str:
-    data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{PORT}{path}", data, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return str(answer.read().decode())
-
-
-def wait_until_ready(process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            ask("/ready")
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.5)
-        else:
-            return
-    raise SystemExit("FAILED: the server did not become ready")
-
-
 def server_process() -> int:
     """The process id of the server that listens on ``PORT``, by its environment."""
     for folder in Path("/proc").glob("[0-9]*"):
@@ -148,10 +126,7 @@ def server_process() -> int:
 def try_image(buildah: Buildah) -> None:
     container = buildah("from", "--pull-never", IMAGE)
     with serving(buildah, container) as process:
-        wait_until_ready(process)
-        print("health:", ask("/health"))
-        body = {"model": "foretoken-demo", "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
-        print("completion:", json.loads(ask("/v1/completions", body))["choices"][0]["text"])
+        try_server(f"http://127.0.0.1:{PORT}", process)
         server = server_process()
         user = (Path("/proc") / str(server)).stat().st_uid
         print("user:", user)
@@ -163,6 +138,9 @@ def try_image(buildah: Buildah) -> None:
         print("exit code after SIGTERM:", code)
         if code:
             raise SystemExit("FAILED: the server did not shut down in order")
+    run = [*buildah.command, "run", "--isolation", "chroot", "--env=XDG_CACHE_HOME=/read-only", container]
+    print("where nothing can be compiled:", flush=True)
+    subprocess.run([*run, "--", "foretoken", "--version"], check=True)
     buildah("rm", container)
 
 
