@@ -42,7 +42,7 @@ format: install-dev ## Reformat the code and fix what ruff can fix
 	$(VENV)/bin/ruff format .
 
 docs: $(SHIP_VENV)/.installed ## Build the documentation site into build/site; broken links are errors
-	@$(SHIP_VENV)/bin/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(SHIP_VENV)/bin/mkdocs build --strict
 
 check-deploy: $(SHIP_VENV)/.installed ## Lint the Dockerfile; check compose, Kubernetes and GitHub files by their schemas
 	$(SHIP_VENV)/bin/hadolint Dockerfile

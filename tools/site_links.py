@@ -1,4 +1,4 @@
-"""A hook of mkdocs: links from docs/ to files of the repository become plain text, as the site does not have them.
+"""A hook of mkdocs: links from docs/ to other files of the repository become text, as the site lacks them.
 
 Links that lead nowhere stay as they are, and ``mkdocs build --strict`` fails on them.
 """

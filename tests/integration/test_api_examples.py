@@ -1,4 +1,4 @@
-"""docs/api-examples.md: every curl command gets the answer printed below it, but for ids, times, numbers, texts."""
+"""docs/api-examples.md: every curl command gets the answer printed below it, but for ids, times and numbers."""
 
 import json
 import re
@@ -15,7 +15,18 @@ PAGE = (Path(__file__).parents[2] / "docs" / "api-examples.md").read_text(encodi
 EXAMPLES = re.findall(r"```\n(curl .*?)```\n+```(json|text)\n(.*?)```", PAGE, re.DOTALL)
 
 # What says the same on every machine and at every time; of other values the type is compared.
-FIXED = {"object", "model", "finish_reason", "role", "type", "param", "code", "message", "status", "prompt_tokens"}
+FIXED = {
+    "object",
+    "model",
+    "finish_reason",
+    "role",
+    "type",
+    "param",
+    "code",
+    "message",
+    "status",
+    "prompt_tokens",
+}
 FIXED |= {"completion_tokens", "count", "tokens", "prompt", "max_model_len", "index"}
 
 
@@ -48,7 +59,9 @@ def outline(value: Any, name: str = "") -> Any:
         return [outline(inner, name) for inner in value]
     if name in FIXED:
         return value
-    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+    return (
+        "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+    )
 
 
 def events(text: str) -> list[Any]:

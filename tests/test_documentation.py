@@ -1,9 +1,12 @@
-"""README.md and its companions: short, and every relative link leads to a file or heading that exists."""
+"""What the pages say exists: files behind links, metrics in queries, settings in tables."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from server.metrics import Metrics
+from server.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
@@ -29,3 +32,28 @@ def test_links_lead_somewhere(page: str) -> None:
         assert target.exists(), f"{page} links to {link}"
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{page} links to {link}"
+
+
+def test_queries_use_metrics_that_exist() -> None:
+    families = Metrics().registry.collect()
+    names = {
+        sample
+        for family in families
+        for sample in (family.name, f"{family.name}_total", f"{family.name}_bucket")
+    }
+    queried = set(re.findall(r"foretoken_\w+", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    assert len(queried) > 15
+    assert queried <= names
+
+
+def test_flags_for_newcomers_exist() -> None:
+    rows = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8").splitlines()
+    ours = [
+        flag
+        for row in rows
+        if row.startswith("| `")
+        for flag in re.findall(r"`--([\w-]+)", row.split("|")[1])
+    ]
+    known = {name.replace("_", "-") for name in Settings.model_fields} | {"api-key"}
+    assert len(ours) > 20
+    assert {flag.removeprefix("no-") for flag in ours} <= known
