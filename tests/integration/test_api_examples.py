@@ -1,4 +1,4 @@
-"""docs/api-examples.md: every curl command gets the answer printed below it, but for ids, times and numbers."""
+"""docs/api-examples.md: every curl command gets the answer printed below it, but for ids, times, numbers."""
 
 import json
 import re
