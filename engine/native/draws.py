@@ -108,13 +108,6 @@ class NativeDraws:
         )
         return ids
 
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = logits.float().contiguous()
-        ids = torch.empty(logits.shape[0], dtype=torch.int64)
-        confidence = torch.empty(logits.shape[0])
-        self.library.argmax(ids.data_ptr(), confidence.data_ptr(), logits.data_ptr(), *logits.shape)
-        return ids, confidence
-
     def draw_next(
         self,
         target_probs: torch.Tensor,
@@ -149,9 +142,6 @@ def _agrees(draws: NativeDraws) -> bool:
     sampling = SamplingTensors.build(PROBE_PARAMS, CPU)
     probs = reference.probs(logits, sampling)
     if not torch.allclose(draws.probs(logits, sampling), probs, rtol=0, atol=TOLERANCE):
-        return False
-    both = zip(draws.likeliest(logits[:, 0]), reference.likeliest(logits[:, 0]), strict=True)
-    if not all(torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE) for ours, theirs in both):
         return False
     probs = probs.repeat(PROBE_DRAWS, 1, 1)
     seeds = torch.arange(len(probs)) * 12345

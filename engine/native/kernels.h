@@ -95,6 +95,6 @@ void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64
                  int64_t num_threads);
 int64_t sample_residual(const float *target, const float *draft, double scale, double uniform, int64_t vocab);
 int is_distribution(const float *logits, int64_t vocab);
-void argmax(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab);
+int64_t argmax(const float *logits, int64_t vocab);
 
 #endif

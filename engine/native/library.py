@@ -104,8 +104,6 @@ class Row(ctypes.Structure):
         ("draft_ids", Pointer),
         *((name, Integer) for name in ("num_blocks", "num_draft_blocks")),
         *((name, Pointer) for name in ("blocks", "draft_blocks")),
-        ("threshold", Double),
-        ("rates", Pointer),
         *((name, Integer) for name in ("num_masked", "mask_words")),
         *((name, Pointer) for name in ("mask", "logits", "token_ids")),
         *((name, Integer) for name in ("max_num_tokens", "min_num_tokens", "num_stops")),
@@ -122,11 +120,9 @@ class Row(ctypes.Structure):
 class Rounds(ctypes.Structure):
     _fields_ = (
         *((name, Integer) for name in ("num_rows", "num_rounds", "max_drafts", "max_draft_len")),
-        *((name, Integer) for name in ("num_threads", "num_bins")),
-        ("bins", Pointer),
+        ("num_threads", Integer),
         ("seconds", Double),
-        *((name, Pointer) for name in ("rows", "num_drafted", "num_accepted", "num_drawn")),
-        *((name, Pointer) for name in ("confidences", "phase_seconds")),
+        *((name, Pointer) for name in ("rows", "num_drafted", "num_accepted", "phase_seconds")),
     )
 
 
@@ -159,14 +155,14 @@ def load_library() -> ctypes.CDLL | None:
     library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
     library.uniform.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
-    library.argmax.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
     of_layers = library.rms_norm, library.gated_silu, library.attend, library.multiply
     of_draws = library.process, library.exponential_race, library.race_uniforms, library.uniform
-    of_choices = library.inverse_cdf, library.argmax, library.draw_next
+    of_choices = library.inverse_cdf, library.draw_next
     for function in (*of_layers, *of_draws, *of_choices):
         function.restype = None
-    for function in (library.panel_size, library.decode, library.run_rounds):
+    library.argmax.argtypes = [Pointer, Integer]
+    for function in (library.panel_size, library.decode, library.run_rounds, library.argmax):
         function.restype = Integer
     return library
 

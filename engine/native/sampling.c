@@ -316,32 +316,12 @@ int is_distribution(const float *logits, int64_t vocab) {
     return !has_nan && isfinite(highest_of(logits, vocab));
 }
 
-/* The highest logit's id, the first among equals, and its share of the two highest ones' probabilities:
- * [rows] each, of logits [rows, vocab]. */
-void argmax(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab) {
-    for (int64_t row = 0; row < rows; row++) {
-        const float *x = logits + row * vocab;
-        float first[CHUNK], second[CHUNK], highest = -INFINITY, next = -INFINITY;
-        for (int i = 0; i < CHUNK; i++) first[i] = second[i] = -INFINITY;
-        for (int64_t begin = 0; begin < vocab; begin += CHUNK) {
-            const int64_t length = vocab - begin < CHUNK ? vocab - begin : CHUNK;
-            for (int64_t i = 0; i < length; i++) {
-                const float value = x[begin + i], lower = value < first[i] ? value : first[i];
-                second[i] = lower > second[i] ? lower : second[i];
-                first[i] = value > first[i] ? value : first[i];
-            }
-        }
-        for (int i = 0; i < CHUNK; i++) {
-            const float lower = first[i] < highest ? first[i] : highest;
-            next = lower > next ? lower : next;
-            next = second[i] > next ? second[i] : next;
-            highest = first[i] > highest ? first[i] : highest;
-        }
-        int64_t id = 0;
-        while (id < vocab - 1 && x[id] != highest) id++;
-        ids[row] = id;
-        confidence[row] = 1.0f / (1.0f + expf(next - highest));
-    }
+/* The id of the highest logit, the first among equals. */
+int64_t argmax(const float *logits, int64_t vocab) {
+    const float highest = highest_of(logits, vocab);
+    int64_t id = 0;
+    while (id < vocab - 1 && logits[id] != highest) id++;
+    return id;
 }
 
 /* ids [rows] drawn from probs [rows, vocab] by uniforms [rows]. */

@@ -6,6 +6,7 @@ parameters and positions, so that other runners can be compared with it bit for 
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,6 +60,8 @@ class PhaseRunner:
             row = self._rows.get(part.sequence)
             if row is None:
                 row = self._rows[part.sequence] = self._row(part.sequence)
+            if part.mask is not None:
+                row = replace(row, history=replace(row.history, mask=part.mask))
             rows.append(row)
         return rows
 
@@ -127,7 +130,6 @@ class PhaseRunner:
             emitted=emitted,
             seconds=seconds,
             failed=failed if any(failed) else None,
-            confidences=drafts.confidences,
             logprobs=_output_logprobs(plan, drafts, logits, emitted),
             traces=self._traces(plan, sampler, drafts, logits, verdicts),
         )

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from engine.sampling.draw import argmax, inverse_cdf, race
+from engine.sampling.draw import inverse_cdf, race
 from engine.sampling.processors import SamplingTensors, to_probs
 from engine.sampling.random import Stream, exponential_noise, uniform
 from engine.sampling.verify import draw_next
@@ -32,10 +32,6 @@ class Draws(Protocol):
 
     def inverse_cdf(self, probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         """``draw.inverse_cdf``: token ids [sequences] for float32 probs [sequences, vocab]."""
-
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The highest of ``logits`` [n, vocab], the first among equals, and how sure it is against the next:
-        the share of their two probabilities that it has. [n] each."""
 
     def draw_next(
         self,
@@ -77,10 +73,6 @@ class TorchDraws:
 
     def inverse_cdf(self, probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         return inverse_cdf(probs, uniforms)
-
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = logits.topk(2).values.unbind(-1)
-        return argmax(logits), torch.sigmoid(first - second)
 
     def draw_next(self, *args: torch.Tensor) -> torch.Tensor:
         return draw_next(*args)

@@ -6,7 +6,7 @@ Knows nothing of models and schedules: logits come in, token ids go out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -79,14 +79,12 @@ class Drafts:
     """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
-    deterministic or no row asks for them. ``confidences`` are those of all distributions that drafts with an
-    early exit have met, the refused token's included; None if no row has one.
+    deterministic or no row asks for them.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
     probs: torch.Tensor | None  # float32 [B, K, V]
     lengths: list[int]
-    confidences: list[list[float] | None] | None = None
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
@@ -102,19 +100,17 @@ def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
     """One draft for each row; of ``parts``, which are of all rows, at most one has drafted for it and the
     others hold zeros there."""
     drafting = [part for part in parts if any(part.lengths)]
-    # Drafts that exited before their first token have met confidences, too.
-    confidences = next((part.confidences for part in parts if part.confidences is not None), None)
     if not drafting:
-        return replace(Drafts.empty(len(sampler.rows), sampler.device), confidences=confidences)
+        return Drafts.empty(len(sampler.rows), sampler.device)
     if len(drafting) == 1:
-        return replace(drafting[0], confidences=confidences)
+        return drafting[0]
     lengths = [sum(row) for row in zip(*(part.lengths for part in drafting), strict=True)]
     width = max(lengths)
     token_ids = torch.stack(
         [F.pad(part.token_ids, (0, width - part.token_ids.shape[1])) for part in drafting]
     ).sum(0)
     if not sampler.uses_draft_probs:
-        return Drafts(token_ids, None, lengths, confidences)
+        return Drafts(token_ids, None, lengths)
     probs = torch.zeros(len(lengths), width, sampler.vocab_size, device=sampler.device)
     for part in drafting:
         drew = on_device([row for row, length in enumerate(part.lengths) if length], sampler.device)
@@ -122,19 +118,14 @@ def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
         if part_probs is None:
             part_probs = F.one_hot(part.token_ids, sampler.vocab_size).float()
         probs[drew, : part_probs.shape[1]] = part_probs[drew]
-    return Drafts(token_ids, probs, lengths, confidences)
+    return Drafts(token_ids, probs, lengths)
 
 
 class DraftDraw(NamedTuple):
-    """One drafted token of each row.
-
-    ``confidence`` says how peaked the distribution is that it was drawn from, whichever token came out: its
-    highest probability; at temperature 0, that of the likeliest token against the second one.
-    """
+    """One drafted token of each row."""
 
     ids: torch.Tensor  # [B]
     probs: torch.Tensor | None  # [B, V], the distributions drawn from, if a row asks for them
-    confidence: torch.Tensor | None  # [B], if it was asked for
 
 
 class Sampler:
@@ -179,9 +170,7 @@ class Sampler:
             return self
         return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device, self.make_draws)
 
-    def draw_drafts(
-        self, logits: torch.Tensor, drafted: torch.Tensor, with_confidence: bool = False
-    ) -> DraftDraw:
+    def draw_drafts(self, logits: torch.Tensor, drafted: torch.Tensor) -> DraftDraw:
         """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
         offset = drafted.shape[1]
         if self._adjusted:
@@ -191,19 +180,16 @@ class Sampler:
             logits, _ = replace_broken(logits)
         if len(self.groups) == 1:
             ((rule, indices),) = self.groups.items()
-            return self._draw(rule, indices, logits, offset, with_confidence)
+            return self._draw(rule, indices, logits, offset)
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
-        confidence = logits.new_empty(len(self.rows)) if with_confidence else None
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
         for rule, indices in self.groups.items():
             members = self._index(indices)
-            draw = self._draw(rule, indices, logits[members], offset, with_confidence)
+            draw = self._draw(rule, indices, logits[members], offset)
             ids[members] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members] = draw.probs
-            if confidence is not None and draw.confidence is not None:
-                confidence[members] = draw.confidence
-        return DraftDraw(ids, probs, confidence)
+        return DraftDraw(ids, probs)
 
     def verify(self, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
         """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row. The
@@ -225,14 +211,12 @@ class Sampler:
         target_probs = torch.where(greedy[:, None, None], one_hot, target_probs)
         return probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(drafts, slice(None)))
 
-    def _draw(
-        self, rule: Rule, indices: list[int], logits: torch.Tensor, offset: int, with_confidence: bool
-    ) -> DraftDraw:
+    def _draw(self, rule: Rule, indices: list[int], logits: torch.Tensor, offset: int) -> DraftDraw:
         """One rule's rows; ``logits`` [members, V], adjusted."""
         if rule is Rule.EXACT_MATCH:
-            ids, confidence = self._draws.likeliest(logits) if with_confidence else (argmax(logits), None)
+            ids = argmax(logits)
             one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
-            return DraftDraw(ids, one_hot, confidence)
+            return DraftDraw(ids, one_hot)
         members = self._index(indices)
         probs = self._probs(logits[:, None], indices, is_draft=True)
         if rule is Rule.COUPLED:
@@ -241,8 +225,7 @@ class Sampler:
             probs = probs[:, 0]
             seeds, positions = self._seeds(rule, members), _take(self.positions, members) + offset
             ids = self._draws.inverse_cdf(probs, self._draws.uniform(seeds, positions, Stream.DRAFT))
-        confidence = probs.amax(-1) if with_confidence else None
-        return DraftDraw(ids, probs if self.uses_draft_probs else None, confidence)
+        return DraftDraw(ids, probs if self.uses_draft_probs else None)
 
     def _judge(
         self,
