@@ -34,7 +34,7 @@ commands:
   bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
 
 options:
-  --version       print the version
+  --version       print the versions of foretoken and torch, the device and the kernels
   --help          print this help; 'foretoken COMMAND --help' lists the options of a command
 
 examples:
@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["bench", *flags]:
             return bench(flags)
         case ["--version" | "-V"]:
-            print(f"foretoken {package_version()}")
+            from engine.commands.about import about
+
+            print(f"foretoken  {package_version()}\n{about()}")
             return OK
         case [] | ["--help" | "-h" | "help"]:
             print(HELP, end="")
