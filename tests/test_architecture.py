@@ -21,8 +21,9 @@ COMMANDS = (
     "engine.commands.verify_trace",
 )
 
-# What both processes share: messages, settings, and how the worker's life is tied to the front end's.
-BORDER = ("engine.messages", "engine.config", "engine.heartbeat", "engine.lifeline")
+# What both processes share: messages, settings, how the worker's life is tied to the front end's, and how
+# commands print.
+BORDER = ("engine.messages", "engine.config", "engine.heartbeat", "engine.lifeline", "engine.terminal")
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
 TORCH_FREE = (

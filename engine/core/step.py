@@ -28,8 +28,8 @@ class ScheduledSequence:
     ``draft_ids`` are drafts that are known already: those of a source without a model.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
     instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
-    chunk too, now. ``mask`` is int32 [num_draft_tokens + 1, words], contiguous: a set bit for each token that is
-    allowed at a position of the first round; None: all are.
+    chunk too, now. ``mask`` is int32 [num_draft_tokens + 1, words], contiguous: a set bit for each token that
+    is allowed at a position of the first round; None: all are.
     """
 
     sequence: Sequence

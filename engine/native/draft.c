@@ -46,7 +46,7 @@ static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t 
     if (!is_distribution(logits, vocab)) memset(logits, 0, vocab * sizeof(float));
     process_row(of, scratch, probs, logits);
     if (of->rule == COUPLED) {
-        exponential_race(&id, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
+        gumbel_argmax(&id, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
     } else {
         double number;
         uniform(&number, &of->seed, &place, DRAFT_STREAM, 1);

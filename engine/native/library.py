@@ -58,7 +58,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Product(ctypes.Structure):
+class Linear(ctypes.Structure):
     _fields_ = (
         *((name, Integer) for name in ("in_features", "out_features", "is_half")),
         ("weights", Pointer),
@@ -77,7 +77,7 @@ class DecoderLayer(ctypes.Structure):
 
 class Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size")),
+        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size", "embedding_type")),
         *((name, Pointer) for name in ("layers", "embeddings", "norm", "head", "cos", "sin")),
         ("norm_eps", Float),
     )
@@ -127,7 +127,7 @@ class Rounds(ctypes.Structure):
 
 
 # In the order of sizes.c.
-STRUCTS = (Spans, Layer, Product, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
+STRUCTS = (Spans, Layer, Linear, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
 
 
 @cache
@@ -147,17 +147,17 @@ def load_library() -> ctypes.CDLL | None:
     library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, Float]
     library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
     library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
-    library.multiply.argtypes = [ctypes.POINTER(Product), Pointer, Pointer, Pointer, Integer]
+    library.multiply.argtypes = [ctypes.POINTER(Linear), Pointer, Pointer, Pointer, Integer]
     library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
     library.run_rounds.argtypes = [Pointer, Pointer, ctypes.POINTER(Rounds)]
     library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
-    library.exponential_race.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
-    library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
+    library.gumbel_argmax.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
+    library.noise_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
     library.uniform.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
     library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
     of_layers = library.rms_norm, library.gated_silu, library.attend, library.multiply
-    of_draws = library.process, library.exponential_race, library.race_uniforms, library.uniform
+    of_draws = library.process, library.gumbel_argmax, library.noise_uniforms, library.uniform
     of_choices = library.inverse_cdf, library.draw_next
     for function in (*of_layers, *of_draws, *of_choices):
         function.restype = None

@@ -150,7 +150,7 @@ static int accept(const Rounds *rounds, const Scratch *scratch, int64_t row, int
     float *probs = scratch->probs + omp_get_thread_num() * vocab;
     process_row(of, scratch, probs, logits);
     if (of->rule == COUPLED) {
-        exponential_race(emitted, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
+        gumbel_argmax(emitted, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
         return *emitted == draft;
     }
     return accept_or_recover(rounds, scratch, row, position, draft, probs, emitted);

@@ -27,16 +27,16 @@ MAX_LOGITS_BYTES = 64 << 20
 
 
 class NativeRunner:
-    """``draws``: C samples as torch does (``native_draws``). No round begins that would probably end later
-    than ``step_seconds`` after the step's first one has begun. ``max_draft_len``: the longest sequence that
-    the draft model can hold. ``phases`` runs all other steps."""
+    """``can_sample``: C samples as torch does (``native_backend``). No round begins that would probably end
+    later than ``step_seconds`` after the step's first one has begun. ``max_draft_len``: the longest sequence
+    that the draft model can hold. ``phases`` runs all other steps."""
 
     def __init__(
         self,
         target: NativeDecoder,
         draft: NativeDecoder | None,
         phases: Runner,
-        draws: bool,
+        can_sample: bool,
         step_seconds: float,
         max_draft_len: int,
     ) -> None:
@@ -48,7 +48,7 @@ class NativeRunner:
         self.supports = RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK | RowNeeds.LOGPROBS
         if draft is not None:
             self.supports |= RowNeeds.DRAFT_MODEL
-        if draws:
+        if can_sample:
             self.supports |= RowNeeds.SAMPLING
         self._rows: dict[Sequence, NativeRow] = {}  # of the last step
 

@@ -14,7 +14,7 @@ from engine.batch import Span
 from engine.core.step import ScheduledSequence
 from engine.host_to_device import on_device
 from engine.messages import Source
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.sampling.sampler import Drafts, Sampler
 
 
@@ -24,7 +24,7 @@ class DraftModelProposer:
     name: Source = "draft_model"
     trace_source = "draft_model"
 
-    def __init__(self, model: DecoderModel, max_len: int, vocab_size: int) -> None:
+    def __init__(self, model: ModelRunner, max_len: int, vocab_size: int) -> None:
         self.model = model
         self.max_len = max_len
         self.vocab_size = vocab_size
@@ -84,7 +84,7 @@ class DraftModelProposer:
         if ids_on_device is not None and self.model.vocab_size < self.vocab_size:
             # As ``_known``.
             ids_on_device = ids_on_device.clamp(max=self.model.vocab_size - 1)
-        logits = self.model.forward(spans, ids_on_device)
+        logits = self.model.forward(spans, ids_on_device).logits
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             return F.pad(logits, (0, missing), value=-torch.inf)

@@ -11,7 +11,7 @@ from engine.core.engine import EngineCore
 from engine.core.sequence import RowNeeds, Sequence
 from engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
 from engine.messages import SamplingParams
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.runtime.base import Runner
 from tests.engine.native_pair import native_runner
 from tests.engine.planners import phases_of
@@ -71,7 +71,7 @@ class Side:
         self.phases: Runner = phases
         self.native = native_runner(core, max_draft_len=max_draft_len)
         self.native.phases = NoPhases()
-        self.models: tuple[DecoderModel, DecoderModel] = core.target, core.draft  # type: ignore[assignment]
+        self.models: tuple[ModelRunner, ModelRunner] = core.target, core.draft  # type: ignore[assignment]
         assert core.scheduler.draft_pool is not None
         self.pools: tuple[BlockPool, BlockPool] = core.scheduler.target_pool, core.scheduler.draft_pool
         self.sequences = [self._prefilled(make_sequence(*row), row[1]) for row in enumerate(rows)]
@@ -158,9 +158,8 @@ class Side:
         found = []
         for sequence in self.sequences:
             for model, table in zip(self.models, _tables(sequence), strict=True):
-                assert model.cache is not None
-                starts = torch.tensor(table.block_ids)[:, None] * model.block_size
-                slots = (starts + torch.arange(model.block_size)).flatten()[: table.num_computed_tokens]
+                starts = torch.tensor(table.block_ids)[:, None] * model.cache.block_size
+                slots = (starts + torch.arange(model.cache.block_size)).flatten()[: table.num_computed_tokens]
                 found += [layer[slots] for layer in (*model.cache.keys, *model.cache.values)]
         return found
 

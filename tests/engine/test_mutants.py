@@ -25,7 +25,7 @@ from engine.models.errors import ModelLoadError
 from engine.proposers import draft_model
 from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling import adjust, draws, sampler, verify
-from engine.sampling.draw import inverse_cdf
+from engine.sampling.ops import inverse_cdf
 from engine.sampling.random import Stream
 from engine.sampling.sampler import Drafts, Rule, Sampler
 from engine.sampling.verify import Verdict
