@@ -57,6 +57,7 @@ def launch(settings: Settings) -> int:
         config = uvicorn.Config(
             app,
             log_config=None,
+            access_log=False,  # ours has more in it
             lifespan="on",
             server_header=False,
             ssl_certfile=settings.ssl_certfile,
