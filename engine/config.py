@@ -38,6 +38,10 @@ class ModelSettings(BaseModel):
     trust_remote_code: bool = Field(
         False, description="Run the model code that a checkpoint brings along. Read it first."
     )
+    allow_pickle: bool = Field(
+        False,
+        description="Load weights from pytorch_model.bin, a pickle, where a checkpoint has no safetensors.",
+    )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
         description="auto: what the target's generation_config.json recommends for sampling is the default "
@@ -51,9 +55,9 @@ class ModelSettings(BaseModel):
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
     native_kernels: bool = Field(
         True,
-        description="On a CPU, run Llama-shaped models' passes, drafting and sampling in C, compiled once "
-        "where a C compiler is installed. They are compared with the usual ways at load and left out if they "
-        "differ.",
+        description="On a CPU, run linear layers, Llama-shaped models' passes, drafting and sampling in C, "
+        "compiled once where a C compiler is installed. They are compared with the usual ways at load and "
+        "left out if they differ.",
     )
     cuda_graphs: bool = Field(
         True,

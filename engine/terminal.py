@@ -71,5 +71,6 @@ def stages(total: int) -> Iterator[Stages]:
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=out, transient=True, refresh_per_second=4, disable=not out.is_terminal) as progress:
+    shown = out.is_terminal
+    with Progress(*columns, console=out, transient=True, refresh_per_second=4, disable=not shown) as progress:
         yield Stages(progress, total)

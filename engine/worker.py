@@ -119,7 +119,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         target=config.target,
         draft=config.draft if "draft_model" in core.admission.methods else None,
         device=str(core.target.device),
-        dtype=str(core.target.dtype).removeprefix("torch."),
+        dtype=str(core.target.model.dtype).removeprefix("torch."),
         vocab_size=core.target.vocab_size,
         max_model_len=core.admission.max_model_len,
         num_target_blocks=target_pool.num_blocks,
@@ -127,7 +127,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         block_size=target_pool.block_size,
         methods=sorted(core.admission.methods),
         method=core.admission.method,
-        default_sampling=default_sampling(core.target.generation_config)
+        default_sampling=default_sampling(core.target.model.generation_config)
         if config.generation_config == "auto"
         else {},
         encoder_decoder=None

@@ -1,6 +1,6 @@
-"""``foretoken bench``: load on a running OpenAI-compatible server, of any make.
+"""``foretoken bench``: load on any running OpenAI-compatible server.
 
-Each load is repeated, all of them by turns, so that a machine that slows down for a while slows all. It runs
+Loads are repeated alternately, so that a machine that slows down for a while slows all. It runs
 in a process of its own and says how late it was itself: numbers of a generator that cannot keep up are its
 own. See ``generator`` for what the two kinds of load mean.
 """
@@ -22,6 +22,7 @@ from loadtest.client import BenchmarkError, Endpoint
 from loadtest.counters import DraftCounters, read_counters
 from loadtest.generator import LoadResult, Prompts, closed_loop, new_client, open_loop
 from loadtest.machine import is_busy, machine
+from loadtest.options import OneLineParser
 from loadtest.prompts import read_prompts
 from loadtest.report import note, print_facts, print_table, save, with_progress
 from loadtest.rows import MAX_LAG_SECONDS, lag, load_row
@@ -58,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_positive(int),
         help="of one load, once (default: 2 a client, 32 for a rate)",
     )
-    add("--repeats", type=_positive(int), default=5, help="of each load, by turns (default %(default)s)")
+    add("--repeats", type=_positive(int), default=5, help="of each load, alternating (default %(default)s)")
     add("--max-tokens", type=_positive(int), default=128)
     add("--temperature", type=float, default=0.0)
     add(
@@ -66,12 +67,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="always --max-tokens tokens; OpenAI's own API refuses it",
     )
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="added to every request")
+    add("--extra-body", type=_json, default={}, metavar="JSON", help="added to every request")
     add("--prompts", type=Path, metavar="FILE", help="one a line, text or JSON; default: story openings")
     add("--seed", type=int, default=0, help="of the arrivals of open loops")
     add("--timeout", type=_positive(float), default=600.0, help="seconds without a byte")
     add("--wait", type=float, default=60.0, help="seconds for a server that is still loading")
     add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture beside it")
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
 
 
 def _positive(kind: type[int] | type[float]) -> Any:
@@ -237,7 +245,7 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         "foretoken bench", description="Put load on a running OpenAI-compatible server and measure it."
     )
     add_options(parser)

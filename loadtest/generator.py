@@ -46,7 +46,7 @@ class LoadResult:
 
 
 def new_client(api_key: str, timeout: float) -> httpx.AsyncClient:
-    """Without httpx's limit of connections, which would be a queue that nobody measures."""
+    """Without httpx's limit of connections, which would be a queue outside the measurement."""
     return httpx.AsyncClient(
         headers={"authorization": f"Bearer {api_key}", "accept-encoding": "identity"},
         timeout=timeout,

@@ -1,4 +1,4 @@
-"""What a load is made of when nobody brings prompts: openings of children's stories."""
+"""What a load is made of without prompts of its own: openings of children's stories."""
 
 import json
 from pathlib import Path

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from prometheus_client import disable_created_metrics
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
 from server.client.worker_client import WorkerFailedError
-from server.config import ConfigError, describe, load_settings, with_config_file
-from server.help import serve_help
+from server.config import ConfigError, check_flags, describe, load_settings, with_config_file, wrong_usage
+from server.help import command_help, serve_help
 from server.launch import StartError, launch
 from server.logs import configure_logging
 from server.services import TokenizerFailedError
@@ -35,7 +35,7 @@ commands:
   bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
 
 options:
-  --version       print the version
+  --version       print the versions of foretoken and torch, the device and the kernels
   --help          print this help; 'foretoken COMMAND --help' lists the options of a command
 
 examples:
@@ -59,17 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["serve", *flags]:
             return serve(flags)
         case ["generate", *flags]:
+            from engine.commands.generate import GenerateSettings
             from engine.commands.generate import main as generate
 
-            return in_terminal("generate", generate, flags)
+            return in_terminal("generate", generate, GenerateSettings, flags)
         case ["check", *flags]:
+            from engine.commands.check import CheckSettings
             from engine.commands.check import main as check
 
-            return in_terminal("check", check, flags)
+            return in_terminal("check", check, CheckSettings, flags)
         case ["verify-trace", *flags]:
+            from engine.commands.verify_trace import ReplaySettings
             from engine.commands.verify_trace import main as verify_trace
 
-            return in_terminal("verify-trace", verify_trace, flags)
+            return in_terminal("verify-trace", verify_trace, ReplaySettings, flags)
         case ["top", *flags]:
             from server.top import main as top
 
@@ -77,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["bench", *flags]:
             return bench(flags)
         case ["--version" | "-V"]:
-            print(f"foretoken {package_version()}")
+            from engine.commands.about import about
+
+            print(f"foretoken  {package_version()}\n{about()}")
             return OK
         case [] | ["--help" | "-h" | "help"]:
             print(HELP, end="")
@@ -104,16 +109,23 @@ def serve(flags: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def in_terminal(name: str, run: Callable[[list[str]], int], flags: Sequence[str]) -> int:
+def in_terminal(
+    name: str, run: Callable[[list[str]], int], options: type[BaseModel], flags: Sequence[str]
+) -> int:
     """A command that runs the engine here. It takes the engine's settings of a YAML file, too."""
+    if {"--help", "-h"} & set(flags):
+        print(command_help(name, options), end="")
+        return OK
     try:
-        return run(with_config_file(flags, os.environ))
+        others = with_config_file(flags, os.environ)
+        check_flags(others, options)
+        return run(others)
     except ConfigError as error:
         _complain(f"foretoken {name}", str(error))
     except ValidationError as error:
         _complain(f"foretoken {name}", describe(error))
     except SettingsError as error:
-        _complain(f"foretoken {name}", str(error))
+        _complain(f"foretoken {name}", wrong_usage(error))
     return WRONG_USAGE
 
 

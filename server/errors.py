@@ -108,7 +108,7 @@ class TooManyRequestsError(ApiError):
 
 
 class ClientDisconnectedError(ApiError):
-    """Nobody reads this answer; the status is for the log. Counted as aborted, not as an error."""
+    """The client has left: the status is for the log. Counted as aborted, not as an error."""
 
     status = 499
     type = "invalid_request_error"
@@ -141,7 +141,7 @@ class ShuttingDownError(ApiError):
 
 
 class RequestTimeoutError(ApiError):
-    """The configured ``request_timeout`` passed. Whoever tries again would wait as long again."""
+    """The configured ``request_timeout`` passed. A second attempt would wait as long again."""
 
     status = 504
     type = "timeout_error"

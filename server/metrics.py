@@ -1,7 +1,7 @@
 """Prometheus metrics, one registry per app: what requests experience and what the worker reports.
 
 The worker sends totals since its start; they are added up here as growth, so that a restarted worker does
-not make a counter fall. Told by ``server.client`` and ``server.generation``, read by ``/metrics``.
+not make a counter fall. Updated by ``server.client`` and ``server.generation``, read by ``/metrics``.
 """
 
 import math
@@ -52,6 +52,12 @@ class RequestMetrics:
             "request_queue_time_seconds",
             "From the worker's queue to a sequence's first step.",
             DURATION_BUCKETS,
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", DURATION_BUCKETS
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From the first token to the last one.", DURATION_BUCKETS
         )
         self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS)
         self.completion_size = histogram(
@@ -209,6 +215,7 @@ class RequestTimer:
             self.first_token_seconds = now - self._started
             self.queue_seconds = queue_seconds
             self._metrics.first_token.observe(self.first_token_seconds)
+            self._metrics.prefill_time.observe(max(0.0, self.first_token_seconds - (queue_seconds or 0.0)))
         if (previous := self._last_output.get(delta.index)) is not None:
             for _ in range(delta.num_rounds):
                 self._metrics.round_interval.observe((now - previous) / delta.num_rounds)
@@ -220,7 +227,9 @@ class RequestTimer:
 
     def finished(self, finish_reason: FinishReason, num_drafted: int, num_accepted: int) -> None:
         self._metrics.requests.labels(finish_reason).inc()
-        self._metrics.duration.observe(self.seconds)
+        seconds = self.seconds
+        self._metrics.duration.observe(seconds)
+        self._metrics.decode_time.observe(seconds - (self.first_token_seconds or 0.0))
         self._metrics.completion_size.observe(self._num_tokens)
         if num_drafted:
             self._metrics.acceptance_rate.observe(num_accepted / num_drafted)

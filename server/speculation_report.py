@@ -1,7 +1,7 @@
 """The ``foretoken`` object of an answer: what speculation did for this request, and its trace if wanted.
 
 Counts, seeds and traces come from ``server.generation``; here they get the method, the rule and the
-parameters that were in force.
+parameters that applied.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def _in_force(
 
 
 def _method(worker: Ready, is_predicted: bool) -> Method:
-    """A prediction is used beside whoever else may draft."""
+    """A prediction is used beside any other draft source."""
     if not is_predicted:
         return worker.method
     return "prediction" if worker.method == "none" else "auto"

@@ -1,6 +1,6 @@
-"""``GET /speculation``: who drafts, how much is accepted, what it gains, and why it is on or off.
+"""``GET /speculation``: what drafts, how much is accepted, what it gains, and why it is on or off.
 
-Put together from the settings, the worker's counts and what its draft-length policy says of itself.
+Put together from the settings, the worker's counts and what its draft-length policy reports.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def _on_and_why(
     if "why" in policy:
         return policy.get("on"), str(policy["why"])
     if worker.method == "none":
-        return False, "off: nobody drafts, unless a request asks for it"
+        return False, "off: no draft source is configured; a request may still ask for one"
     if not stats.num_speculative_tokens:
         return False, "off: num_speculative_tokens is 0"
     return True, (

@@ -4,7 +4,6 @@ Read once a second or so; rates are differences between two readings. Where ther
 ``--once``, one view is printed and that is all.
 """
 
-import argparse
 import json
 import math
 import os
@@ -25,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.terminal import console, printable
+from loadtest.options import OneLineParser
 
 TIMEOUT_SECONDS = 5.0
 NUM_RATES = 60  # readings that the line of tokens per second shows
@@ -227,7 +227,7 @@ def _watch(client: Client, interval: float) -> None:
 
 
 def main(flags: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("foretoken top", description="Watch a running server.")
+    parser = OneLineParser("foretoken top", description="Watch a running server.")
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="of the server (default %(default)s)")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY's value")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliApp, CliImplicitFlag, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
@@ -31,6 +31,7 @@ from engine.commands.check_exactness import (
     expected_law,
 )
 from engine.commands.check_speed import PAYS_FROM, Speed, measure
+from engine.commands.options import command_options
 from engine.config import EngineConfig
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
@@ -63,15 +64,13 @@ RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.
 class CheckSettings(EngineConfig, BaseSettings):
     """Check a pair of models: tokenizers, exactness, acceptance and speed."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="FORETOKEN_", cli_prog_name="foretoken check", cli_kebab_case=True, extra="forbid"
-    )
+    model_config = command_options("check")
 
     prompts: Path | None = Field(None, description="File of prompts, one a line. Default: four openings.")
     samples: int = Field(1500, ge=100, description="Samples of each chi-square test.")
     repeats: int = Field(5, ge=1, description="Timed runs of each variant.")
     seconds: float = Field(14.0, gt=0, description="Time for measuring speed, about.")
-    json_output: CliImplicitFlag[bool] = Field(
+    json_output: bool = Field(
         False, validation_alias="json", description="Print one JSON object instead of the report."
     )
 
@@ -137,7 +136,7 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         prompts,
         GREEDY_LENGTHS if speculates else (0,),
         min(GREEDY_TOKENS, room),
-        RESOLUTIONS[str(core.target.dtype)],
+        RESOLUTIONS[str(core.target.model.dtype)],
     )
     sampling = []
     for rule in RULES:
@@ -150,7 +149,7 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         draft=settings.draft if method == DraftModelProposer.name else None,
         method=method,
         device=str(core.target.device),
-        dtype=str(core.target.dtype).removeprefix("torch."),
+        dtype=str(core.target.model.dtype).removeprefix("torch."),
         tokenizers=_tokenizers(core, settings),
         greedy=greedy,
         sampling=sampling,
@@ -170,6 +169,7 @@ def _expected(
         resolve_dtype(settings.dtype, device),
         device,
         trust_remote_code=settings.trust_remote_code,
+        allow_pickle=settings.allow_pickle,
     )
     # The shorter the prompt, the more samples there are time for; what follows is as good a test.
     prompt = _encode(tokenizer, text, 0, target.vocab_size)[:NUM_TESTED_PROMPT_TOKENS]

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliApp, CliImplicitFlag, CliPositionalArg, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, CliPositionalArg
 from rich.console import Console
 from rich.text import Text
 from tokenizers.decoders import DecodeStream
 from transformers.utils import logging as transformers_logging
 
+from engine.commands.options import command_options
 from engine.config import EngineConfig
 from engine.core.admission import RequestError
 from engine.llm import LLM, Completion
@@ -33,14 +34,10 @@ COLOURS = {"draft_model": "green", "ngram": "cyan", "prediction": "magenta"}
 class GenerateSettings(EngineConfig, BaseSettings):
     """Stream a completion to the terminal; accepted draft tokens are coloured."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="FORETOKEN_", cli_prog_name="foretoken generate", cli_kebab_case=True, extra="forbid"
-    )
+    model_config = command_options("generate")
 
     prompt: CliPositionalArg[str] = Field(description="Text to continue.")
-    compare: CliImplicitFlag[bool] = Field(
-        False, description="Also decode without speculation and print both speeds."
-    )
+    compare: bool = Field(False, description="Also decode without speculation and print both speeds.")
     max_tokens: int = Field(200, ge=1, description="Tokens to generate at most.")
     temperature: float = Field(0.7, ge=0, le=2, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the distribution to sample from.")

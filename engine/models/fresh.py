@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.messages import SamplingParams
-from engine.models.decoder_only import eos_token_ids
+from engine.models.base import eos_token_ids
 from engine.models.generation_rules import decoder_start_ids, generation_rules
 from engine.models.loader import load_causal_model
 from engine.sampling.adjust import History, adjust_logits
@@ -18,14 +18,25 @@ from engine.sampling.rules import NO_RULES
 
 class FreshModel:
     def __init__(
-        self, path: str, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+        self,
+        path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        trust_remote_code: bool = False,
+        allow_pickle: bool = False,
     ) -> None:
         self.model = load_causal_model(
-            path, dtype, device, attention="eager", trust_remote_code=trust_remote_code
+            path,
+            dtype,
+            device,
+            attention="eager",
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
         )
         self.device = device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
-        self.eos_token_ids = eos_token_ids(self.model)
+        self.eos_token_ids = eos_token_ids(self.model.generation_config, self.model.config)
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
 
     def begin(self, prompt: list[int]) -> list[int]:

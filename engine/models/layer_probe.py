@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.kv_cache import LayerShape
-from engine.models.attention import ATTENTION_NAME, attention_forward
+from engine.models.attention import ATTENTION_NAME, AttentionCall, attention_forward
 from engine.models.errors import ModelLoadError
 
 PROBE_NAME = "foretoken-probe"
@@ -34,17 +34,9 @@ class LayerProbe:
         self.layers: dict[int, LayerShape] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self.layers[layer] = LayerShape(
+        self.layers[call.layer] = LayerShape(
             key=(key.shape[1], key.shape[2]), value=(value.shape[1], value.shape[2]), device=key.device
         )
         return query.new_zeros(*query.shape[:2], value.shape[-1])

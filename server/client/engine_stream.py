@@ -15,7 +15,7 @@ AbortSequence = Callable[[str, int | None], None]
 
 
 class EngineStream:
-    """Async iterator of whatever has come since the last time, in order; whoever is slow gets more at once.
+    """Async iterator of whatever has come since the last time, in order; a slow reader gets more at once.
 
     Ends when every sequence has finished or was stopped.
     """

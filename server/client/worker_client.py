@@ -203,7 +203,7 @@ class WorkerClient:
             lost = WorkerLostError(f"The request was lost. {reason}")
             if self._state.status == "ready":
                 self._requests.fail_lost(lost)
-            else:  # nobody knows when a worker will load again
+            else:  # when a worker will load again is unknown
                 self._requests.fail_all(lost)
             if not self._first_load_over.is_set():
                 self._state = EngineState("failed", reason)

@@ -1,7 +1,7 @@
 """Gives every HTTP request an id, answers HEAD like GET, and answers for our own bugs.
 
 The client's ``x-request-id`` is kept if it is sane, else one is made; it is in the answer's headers and in
-the log. An exception that nobody handled becomes a 500 that tells the id and nothing else.
+the log. An unhandled exception becomes a 500 with the id and nothing else.
 """
 
 import logging

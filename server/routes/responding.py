@@ -42,7 +42,7 @@ class AnswerWriter(Protocol):
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """The event that tells of an error after the first event."""
+        """The event of an error after the first event."""
         ...
 
 
@@ -72,7 +72,7 @@ async def respond_stream(
         generation.close()
 
     try:
-        # Not for ever: after a while a proxy needs to see something.
+        # Bounded: after a while a proxy needs to see something.
         await until_disconnect(request, asyncio.wait({first}, timeout=PING_SECONDS))
         if first.done():
             first.result()

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.decoders import DecodeStream
 
+from server.text.detokenizer import TextStream
+from server.text.text_stream import ByteFallbackTextStream, TokenTextStream
 from server.text.vocabulary import Vocabulary
 
 # A folder with a tokenizer has at least one of them.
@@ -40,32 +41,15 @@ class Tokenizer:
         (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def stream(self, *, skip_special_tokens: bool) -> "TokenTextStream":
-        return TokenTextStream(self._fast, skip_special_tokens)
+    def stream(self, *, skip_special_tokens: bool) -> TextStream:
+        if self.vocabulary.fallback_bytes:
+            return ByteFallbackTextStream(
+                self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens
+            )
+        return TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return self._templates.render(messages, {"add_generation_prompt": True} | dict(options))
-
-
-class TokenTextStream:
-    """Incremental decoding of one sequence that can also give up what it still holds back."""
-
-    def __init__(self, fast: FastTokenizer, skip_special_tokens: bool) -> None:
-        self._fast = fast
-        self._skip_special_tokens = skip_special_tokens
-        self._decode_stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._token_ids: list[int] = []
-        self._num_characters = 0
-
-    def step(self, token_id: int) -> str:
-        self._token_ids.append(token_id)
-        text = self._decode_stream.step(self._fast, token_id) or ""
-        self._num_characters += len(text)
-        return text
-
-    def flush(self) -> str:
-        full = str(self._fast.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens))
-        return full[self._num_characters :]
 
 
 class ChatTemplates:

@@ -26,12 +26,23 @@ class Vocabulary:
         }
         self._decoder_types = set(_decoder_types(fast))
         self._known: dict[int, bytes | None] = {}
+        self._special = {
+            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
+        }
+        # Token id -> byte, for vocabularies with byte fallback.
+        self.fallback_bytes: dict[int, bytes] = {}
+        if "ByteFallback" in self._decoder_types:
+            ids = {fast.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
+            self.fallback_bytes = {token_id: byte for token_id, byte in ids.items() if token_id is not None}
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """None for an id without a token: models pad their vocabularies."""
         if token_id not in self._known:
             self._known[token_id] = self._added.get(token_id) or self._read(token_id)
         return self._known[token_id]
+
+    def is_without_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        return (skip_special_tokens and token_id in self._special) or self.bytes_of(token_id) is None
 
     def text_of(self, token_id: int, mark: str = "") -> str:
         r"""The token's text; ``mark`` and ``\xf0\x9f`` for part of a character; ``token_id:7`` for no token.

@@ -73,6 +73,11 @@ class RunningServer:
                     return sample.value
         return 0.0
 
+    def has_metric(self, name: str, **labels: str) -> bool:
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return any(sample.name == name and labels.items() <= sample.labels.items() for sample in samples)
+
     @contextmanager
     def unanswered(self, path: str, body: dict[str, Any]) -> Iterator[None]:
         """A request whose client does not read; it leaves at the end, and at no other time."""

@@ -71,7 +71,7 @@ def serve_process(
         )
     try:
         wait_for(lambda: until in log.read_text(), f"{until!r} in {log}")
-        url = re.search(r"url +(http://\S+)/v1", log.read_text())
+        url = re.search(r"url +(\S+)/v1", log.read_text())
         assert url is not None
         yield ServeProcess(url[1], process, log, orders)
     finally:

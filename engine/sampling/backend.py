@@ -1,25 +1,25 @@
 """How a sampler makes distributions of logits and draws from them: what is asked for, and torch's way.
 
-``engine.native.draws`` does the same in C, on a CPU.
+``engine.native.backend`` does the same in C, on a CPU.
 """
 
 from typing import Protocol
 
 import torch
 
-from engine.sampling.draw import argmax, inverse_cdf, race
+from engine.sampling.ops import gumbel_argmax, inverse_cdf
 from engine.sampling.processors import SamplingTensors, to_probs
 from engine.sampling.random import Stream, exponential_noise, uniform
 from engine.sampling.verify import draw_next
 
 
-class Draws(Protocol):
+class SamplingBackend(Protocol):
     """The rows of one step, always in the same order; made for each step anew."""
 
     def probs(self, logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
         """``processors.to_probs``: [sequences, positions, vocab], float32, from logits of that shape."""
 
-    def race(
+    def gumbel_argmax(
         self, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, offset: int
     ) -> torch.Tensor:
         """Token ids [sequences, n]: what ``probs`` [sequences, n, vocab] draw under the coupled rule.
@@ -31,11 +31,7 @@ class Draws(Protocol):
         """``random.uniform``, of the shape of ``positions``."""
 
     def inverse_cdf(self, probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        """``draw.inverse_cdf``: token ids [sequences] for float32 probs [sequences, vocab]."""
-
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The highest of ``logits`` [n, vocab], the first among equals, and how sure it is against the next:
-        the share of their two probabilities that it has. [n] each."""
+        """``ops.inverse_cdf``: token ids [sequences] for float32 probs [sequences, vocab]."""
 
     def draw_next(
         self,
@@ -49,7 +45,7 @@ class Draws(Protocol):
         """``verify.draw_next``: token ids [sequences] from float32 probabilities."""
 
 
-class TorchDraws:
+class TorchBackend:
     """On any device. The noise that drafts have met is kept for their verification."""
 
     def __init__(self) -> None:
@@ -58,7 +54,7 @@ class TorchDraws:
     def probs(self, logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
         return to_probs(logits, sampling)
 
-    def race(
+    def gumbel_argmax(
         self, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, offset: int
     ) -> torch.Tensor:
         end = offset + probs.shape[1]
@@ -70,17 +66,13 @@ class TorchDraws:
             noise += computed
             if first_new == len(self._noise):
                 self._noise += computed
-        return race(probs, torch.stack(noise, dim=1))
+        return gumbel_argmax(probs, torch.stack(noise, dim=1))
 
     def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         return uniform(seeds, positions, stream)
 
     def inverse_cdf(self, probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         return inverse_cdf(probs, uniforms)
-
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = logits.topk(2).values.unbind(-1)
-        return argmax(logits), torch.sigmoid(first - second)
 
     def draw_next(self, *args: torch.Tensor) -> torch.Tensor:
         return draw_next(*args)

@@ -11,9 +11,10 @@ import torch
 
 from engine.messages import SamplingParams
 from engine.native import library
-from engine.native.draws import NativeDraws, native_draws
+from engine.native.backend import NativeBackend, native_backend
 from engine.sampling.adjust import History
-from engine.sampling.draws import Draws, TorchDraws
+from engine.sampling.backend import SamplingBackend, TorchBackend
+from engine.sampling.ops import argmax
 from engine.sampling.processors import SamplingTensors
 from engine.sampling.random import Stream, exponential_noise, uniform
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
@@ -26,14 +27,14 @@ from tests.models import make_engine
 from tests.naive import distribution
 
 CPU = torch.device("cpu")
-TORCH = TorchDraws
+TORCH = TorchBackend
 SEEDS = torch.tensor([0, 1, -1, 12345, 2**63 - 1, -(2**63)])
 RULES = [Rule.COUPLED, Rule.REJECTION, Rule.BLOCK]
 
 
 @pytest.fixture(scope="module")
-def native() -> NativeDraws:
-    draws = native_draws()
+def native() -> NativeBackend:
+    draws = native_backend()
     if draws is None:
         assert library.load_library() is None, "compiled, but refused"
         pytest.skip("no C compiler")
@@ -44,7 +45,7 @@ def params(**named: Any) -> SamplingParams:
     return SamplingParams(max_tokens=3, **named)
 
 
-def both(native: NativeDraws, logits: torch.Tensor, rows: list[SamplingParams]) -> list[torch.Tensor]:
+def both(native: NativeBackend, logits: torch.Tensor, rows: list[SamplingParams]) -> list[torch.Tensor]:
     return [draws.probs(logits, SamplingTensors.build(rows, CPU)) for draws in (TORCH(), native)]
 
 
@@ -55,7 +56,7 @@ def random_logits(*shape: int, seed: int = 1) -> torch.Tensor:
 # --- numbers
 
 
-def test_numbers_are_the_very_same(native: NativeDraws) -> None:
+def test_numbers_are_the_very_same(native: NativeBackend) -> None:
     positions = torch.tensor([0, 1, 17, 2**40])
     for stream in Stream:
         expected = uniform(SEEDS[:, None], positions, stream)
@@ -64,14 +65,14 @@ def test_numbers_are_the_very_same(native: NativeDraws) -> None:
     for seed in SEEDS.tolist():
         for position in positions.tolist():
             noise = exponential_noise(torch.tensor(seed), torch.tensor(position), 1003)
-            assert torch.equal(-native.race_uniforms(seed, position, 1003).log(), noise)
+            assert torch.equal(-native.noise_uniforms(seed, position, 1003).log(), noise)
 
 
 # --- distributions
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 15, 16, 20, 63, 64, 65, 1003, 3000])
-def test_processors_are_torchs(native: NativeDraws, vocab_size: int) -> None:
+def test_processors_are_torchs(native: NativeBackend, vocab_size: int) -> None:
     logits = random_logits(len(GRID), 2, vocab_size)
     expected, probs = both(native, logits, GRID)
     torch.testing.assert_close(probs, expected, atol=1e-6, rtol=0)
@@ -81,7 +82,7 @@ def test_processors_are_torchs(native: NativeDraws, vocab_size: int) -> None:
         np.testing.assert_allclose(probs[row, 0].numpy(), want, atol=1e-6, err_msg=str(GRID[row]))
 
 
-def test_ties_are_kept_together(native: NativeDraws) -> None:
+def test_ties_are_kept_together(native: NativeBackend) -> None:
     """Wherever they stand: in full vectors, in the rest after them."""
     flat = torch.zeros(1, 1, 1003)
     for cut in (params(top_k=1), params(top_k=7), params(top_p=0.5), params(top_k=7, top_p=0.5, min_p=1.0)):
@@ -96,7 +97,7 @@ def test_ties_are_kept_together(native: NativeDraws) -> None:
             assert len(probs[steps == value].unique()) == 1
 
 
-def test_extreme_logits_and_parameters(native: NativeDraws) -> None:
+def test_extreme_logits_and_parameters(native: NativeBackend) -> None:
     logits = random_logits(6, 1, 100)
     logits[1, 0, 10:] = -torch.inf
     logits[2, 0, 1:] = -torch.inf
@@ -122,16 +123,13 @@ def test_extreme_logits_and_parameters(native: NativeDraws) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [2, 15, 64, 65, 1003, 3000])
-def test_the_likeliest_ids_and_their_lead_are_torchs(native: NativeDraws, vocab_size: int) -> None:
-    logits = random_logits(60, 1, vocab_size)[:, 0]
+def test_argmax_takes_the_first_among_equals(native: NativeBackend, vocab_size: int) -> None:
+    logits = random_logits(40, 1, vocab_size)[:, 0].contiguous()
     logits[10:20] = (logits[10:20] * 2).round()  # ties
     logits[20:30, 1:] = -torch.inf
     logits[30:40, -1] = 9.0
-    for row in range(40, 50):  # the two highest in one lane of the vectors, in either order
-        logits[row, row % vocab_size], logits[row, (row + 64) % vocab_size] = 7.0, 7.0 + row % 3 - 1
-    (ids, lead), (expected_ids, expected_lead) = native.likeliest(logits), TORCH().likeliest(logits)
-    assert torch.equal(ids, expected_ids)
-    torch.testing.assert_close(lead, expected_lead, atol=1e-6, rtol=0)
+    ids = [native.library.argmax(row.data_ptr(), vocab_size) for row in logits]
+    assert ids == argmax(logits).tolist()
 
 
 # --- draws
@@ -145,16 +143,16 @@ def random_probs(rows: int, positions: int, vocab_size: int, seed: int = 3) -> t
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 16, 100, 2053])
-def test_races_are_won_by_the_same(native: NativeDraws, vocab_size: int) -> None:
+def test_gumbel_argmax_is_torchs(native: NativeBackend, vocab_size: int) -> None:
     probs = random_probs(200, 5, vocab_size)
     seeds = torch.arange(200) * 7919 - 5
     for offset in (0, 3):
-        expected = TORCH().race(probs, seeds, seeds.abs(), offset)
-        assert torch.equal(native.race(probs, seeds, seeds.abs(), offset), expected)
+        expected = TORCH().gumbel_argmax(probs, seeds, seeds.abs(), offset)
+        assert torch.equal(native.gumbel_argmax(probs, seeds, seeds.abs(), offset), expected)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 64, 100, 2053])
-def test_shares_and_residuals_are_drawn_the_same(native: NativeDraws, vocab_size: int) -> None:
+def test_shares_and_residuals_are_drawn_the_same(native: NativeBackend, vocab_size: int) -> None:
     rows, k = 300, 3
     target = random_probs(rows, k + 1, vocab_size)
     draft = torch.where(
@@ -177,7 +175,7 @@ def test_shares_and_residuals_are_drawn_the_same(native: NativeDraws, vocab_size
         assert (target[:, 0].gather(1, drawn[:, None]) > 0).all()
 
 
-def test_without_drafts_there_is_no_residual(native: NativeDraws) -> None:
+def test_without_drafts_there_is_no_residual(native: NativeBackend) -> None:
     target, none = random_probs(9, 1, 50), torch.zeros(9, dtype=torch.int64)
     uniforms = uniform(torch.arange(9)[:, None], torch.zeros(1, dtype=torch.int64), Stream.RECOVER)
     drawn = native.draw_next(target, target[:, :0], none, none, torch.ones(9).double(), uniforms)
@@ -185,7 +183,7 @@ def test_without_drafts_there_is_no_residual(native: NativeDraws) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_does_not_depend_on_its_neighbours(native: NativeDraws, threads: int) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(native: NativeBackend, threads: int) -> None:
     """Bit for bit, whether alone or one of 40, and by however many threads."""
     rows = [GRID[i % len(GRID)] for i in range(40)]
     logits = random_logits(40, 3, 2053)
@@ -194,13 +192,13 @@ def test_a_row_does_not_depend_on_its_neighbours(native: NativeDraws, threads: i
     torch.set_num_threads(threads)
     try:
         probs = native.probs(logits, SamplingTensors.build(rows, CPU))
-        ids = native.race(probs, seeds, seeds, 2)
+        ids = native.gumbel_argmax(probs, seeds, seeds, 2)
         torch.set_num_threads(1)
         for i in range(40):
             for j in range(3):
                 lone = native.probs(logits[i : i + 1, j : j + 1], SamplingTensors.build([rows[i]], CPU))
                 assert torch.equal(lone[0, 0], probs[i, j])
-                assert native.race(lone, seeds[i : i + 1], seeds[i : i + 1], 2 + j) == ids[i, j]
+                assert native.gumbel_argmax(lone, seeds[i : i + 1], seeds[i : i + 1], 2 + j) == ids[i, j]
     finally:
         torch.set_num_threads(before)
 
@@ -208,11 +206,11 @@ def test_a_row_does_not_depend_on_its_neighbours(native: NativeDraws, threads: i
 # --- through the sampler
 
 
-def make_sampler(rows: list[Row], make_draws: Callable[[], Draws]) -> Sampler:
-    return Sampler(rows, 100, CPU, make_draws)
+def make_sampler(rows: list[Row], make_backend: Callable[[], SamplingBackend]) -> Sampler:
+    return Sampler(rows, 100, CPU, make_backend)
 
 
-def test_a_step_of_all_rules_is_torchs(native: NativeDraws) -> None:
+def test_a_step_of_all_rules_is_torchs(native: NativeBackend) -> None:
     """Rows of every rule side by side, drafts of different lengths, one row cut, one broken."""
     k = 3
     rows = [
@@ -228,12 +226,12 @@ def test_a_step_of_all_rules_is_torchs(native: NativeDraws) -> None:
     logits[4, 1, 7], logits[8, 0], logits[9, 0, 0] = torch.nan, -torch.inf, torch.inf
     lengths = [i % (k + 1) for i in range(len(rows))]
     results = []
-    for make_draws in (TORCH, lambda: native):
-        sampler = make_sampler(rows, make_draws)
+    for make_backend in (TORCH, lambda: native):
+        sampler = make_sampler(rows, make_backend)
         ids = torch.zeros(len(rows), k, dtype=torch.int64)
         probs = torch.zeros(len(rows), k, 100)
         for j in range(k):
-            draw = sampler.draw_drafts(logits[:, j] + 0.3, ids[:, :j], with_confidence=True)
+            draw = sampler.draw_drafts(logits[:, j] + 0.3, ids[:, :j])
             assert draw.probs is not None
             ids[:, j], probs[:, j] = draw.ids, draw.probs
         packed = torch.cat([logits[i, : length + 1] for i, length in enumerate(lengths)])
@@ -246,11 +244,11 @@ def test_a_step_of_all_rules_is_torchs(native: NativeDraws) -> None:
 
 
 @pytest.fixture
-def sample_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[NativeDraws], None]:
+def sample_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[NativeBackend], None]:
     """Lets the simulated rounds draw in C."""
 
-    def use(draws: NativeDraws) -> None:
-        monkeypatch.setattr(simulation, "Sampler", partial(Sampler, make_draws=lambda: draws))
+    def use(draws: NativeBackend) -> None:
+        monkeypatch.setattr(simulation, "Sampler", partial(Sampler, make_backend=lambda: draws))
 
     return use
 
@@ -266,41 +264,41 @@ CUTS = {
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_joint_distribution_is_the_targets(
-    rule: Rule, cut: str, native: NativeDraws, sample_with: Callable[[NativeDraws], None]
+    rule: Rule, cut: str, native: NativeBackend, sample_with: Callable[[NativeBackend], None]
 ) -> None:
     sample_with(native)
     joint_distribution(rule, cut)(native)
 
 
-def wide_races_are_fair(draws: NativeDraws) -> None:
+def wide_gumbel_argmax_is_fair(draws: NativeBackend) -> None:
     """Among more tokens than are looked at together."""
     probs = random_logits(50, seed=12).mul(0.3).softmax(-1)
     seeds = torch.arange(30_000)
-    won = draws.race(probs.expand(len(seeds), 1, 50), seeds, seeds % 7, 2)
+    won = draws.gumbel_argmax(probs.expand(len(seeds), 1, 50), seeds, seeds % 7, 2)
     counts = torch.bincount(won[:, 0], minlength=50).double().numpy()
     assert simulation.chi_square(counts, probs.double().numpy()) > gates.SIGNIFICANCE
 
 
-def joint_distribution(rule: Rule, cut: str) -> Callable[[NativeDraws], None]:
+def joint_distribution(rule: Rule, cut: str) -> Callable[[NativeBackend], None]:
     return lambda draws: gates.joint_distribution(CUTS[cut], rule, num_samples=8000)
 
 
-def test_wide_races_are_fair(native: NativeDraws) -> None:
-    wide_races_are_fair(native)
+def test_wide_gumbel_argmax_is_fair(native: NativeBackend) -> None:
+    wide_gumbel_argmax_is_fair(native)
 
 
 # Planted bugs: (what is right, what is wrong, the gate that sees it).
-BUGS: dict[str, tuple[str, str, Callable[[NativeDraws], None]]] = {
+BUGS: dict[str, tuple[str, str, Callable[[NativeBackend], None]]] = {
     "noise is not exponential": (
         "p[i] / -log(to_unit_interval(n[i]))",
         "p[i] / to_unit_interval(n[i])",
         joint_distribution(Rule.COUPLED, "plain"),
     ),
-    "gives up too early": ("(1.0 + 1e-12)", "0.7", wide_races_are_fair),
+    "gives up too early": ("(1.0 + 1e-12)", "0.7", wide_gumbel_argmax_is_fair),
     "misses the last of a vector": (
         "for (int i = 0; i < HEAT; i++) {",
         "for (int i = 0; i < HEAT - 1; i++) {",
-        wide_races_are_fair,
+        wide_gumbel_argmax_is_fair,
     ),
     "one noise for all positions": (
         "first_positions[sequence] + position, RACE_STREAM",
@@ -336,15 +334,15 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeDraws], None]]] = {
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], NativeDraws]]:
-    def planted(right: str, wrong: str) -> NativeDraws:
+def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], NativeBackend]]:
+    def planted(right: str, wrong: str) -> NativeBackend:
         monkeypatch.setattr(library, "SOURCES", plant_in(library.SOURCES, right, wrong, tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr(library, "FLAGS", ["-O1", *(flag for flag in library.FLAGS if flag != "-O3")])
         library.load_library.cache_clear()
         loaded = library.load_library()
         assert loaded is not None
-        return NativeDraws(loaded)
+        return NativeBackend(loaded)
 
     yield planted
     library.load_library.cache_clear()
@@ -354,31 +352,31 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 def test_wrong_draws_are_noticed_at_load_and_by_the_gate(
     right: str,
     wrong: str,
-    gate: Callable[[NativeDraws], None],
-    native: NativeDraws,
-    plant: Callable[[str, str], NativeDraws],
-    sample_with: Callable[[NativeDraws], None],
+    gate: Callable[[NativeBackend], None],
+    native: NativeBackend,
+    plant: Callable[[str, str], NativeBackend],
+    sample_with: Callable[[NativeBackend], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     draws = plant(right, wrong)
     sample_with(draws)
     with pytest.raises(AssertionError):
         gate(draws)
-    assert native_draws() is None
+    assert native_backend() is None
     assert "differ from torch's" in caplog.text
 
 
 def test_who_draws_in_the_engine(
-    native: NativeDraws, models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    native: NativeBackend, models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert isinstance(phases_of(make_engine(models.target, None)).make_draws(), NativeDraws)
+    assert isinstance(phases_of(make_engine(models.target, None)).make_backend(), NativeBackend)
     assert isinstance(
-        phases_of(make_engine(models.target, None, native_kernels=False)).make_draws(), TorchDraws
+        phases_of(make_engine(models.target, None, native_kernels=False)).make_backend(), TorchBackend
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "false")
     library.load_library.cache_clear()
     try:
-        assert isinstance(phases_of(make_engine(models.target, None)).make_draws(), TorchDraws)
+        assert isinstance(phases_of(make_engine(models.target, None)).make_backend(), TorchBackend)
     finally:
         library.load_library.cache_clear()

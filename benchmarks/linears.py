@@ -1,7 +1,7 @@
-"""One linear layer of few rows, each way there is: python -m benchmarks.products --threads 2
+"""One linear layer of few rows, each way there is: python -m benchmarks.linears --threads 2
 
-Float32 rows times weights that float16 holds: ``F.linear`` and oneDNN's packed product on them as float32,
-the kernels in C on them as float32 and as float16, FBGEMM on them as float16. Each way has as many copies of
+Float32 rows times weights that float16 holds: ``F.linear`` and oneDNN's packed layer on them as float32,
+the kernels in C on them as float32 and as float16. Each way has as many copies of
 the weights as layers would have, used in turn, so that they come from memory as in a model. Microseconds,
 medians of interleaved repeats.
 """
@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import machine, median_seconds, note, print_facts, print_table, warn_if_busy
-from engine.models.packed_linear import HalfProduct, PackedProduct
+from engine.models.linear import OneDnnLinear
 from engine.native.library import load_library
-from engine.native.product import NativeProduct
+from engine.native.linear import NativeLinear
 
 # Enough copies to be larger than the processor's caches.
 COPIES_BYTES, MAX_COPIES = 200 << 20, 64
@@ -43,13 +43,12 @@ def ways_of(weight: torch.Tensor) -> dict[str, Callable[[], Callable[[torch.Tens
 
     ways: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
         "F.linear": plain,
-        "oneDNN": lambda: PackedProduct(weight, None),
-        "FBGEMM, 16 bits": lambda: HalfProduct(weight, None, 1.0),
+        "oneDNN": lambda: OneDnnLinear(weight, None),
     }
     library = load_library()
     if library is not None:
-        ways["C"] = lambda: NativeProduct(library, weight, None, None)
-        ways["C, 16 bits"] = lambda: NativeProduct(library, weight, None, 1.0)
+        ways["C"] = lambda: NativeLinear(library, [weight], None, None)
+        ways["C, 16 bits"] = lambda: NativeLinear(library, [weight], None, 1.0)
     return ways
 
 
@@ -57,16 +56,16 @@ def ways_of(weight: torch.Tensor) -> dict[str, Callable[[], Callable[[torch.Tens
 def measure(shape: tuple[int, int], num_rows: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     weight = (torch.randn(shape) * 0.02).half().float()
     copies = max(2, min(MAX_COPIES, COPIES_BYTES // (4 * weight.numel())))
-    products = {name: [make() for _ in range(copies)] for name, make in ways_of(weight).items()}
-    table: dict[str, dict[str, Any]] = {name: {"product": name} for name in products}
+    linears = {name: [make() for _ in range(copies)] for name, make in ways_of(weight).items()}
+    table: dict[str, dict[str, Any]] = {name: {"linear layer": name} for name in linears}
     for rows in num_rows:
         x = torch.randn(rows, shape[1])
 
         def run(name: str, x: torch.Tensor = x) -> None:
-            for product in products[name]:
-                product(x)
+            for linear in linears[name]:
+                linear(x)
 
-        work = {name: partial(run, name) for name in products}
+        work = {name: partial(run, name) for name in linears}
         for name, seconds in median_seconds(work, repeats).items():
             table[name][f"{rows} rows"] = round(1e6 * seconds / copies, 1)
         note(f"{rows} rows")

@@ -1,7 +1,7 @@
 /* Linear layers of a few float32 rows on a CPU, with weights in float32 or float16.
  *
  * Weights are read once for as many rows as there are registers for their sums: few rows cost what it takes to
- * read them. "product.py" lays them out and calls this; all arrays are row-major.
+ * read them. "linear.py" lays them out and calls this; all arrays are row-major.
  */
 
 #include "kernels.h"
@@ -34,38 +34,25 @@ typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
 #define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
 #define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
 
-/* LANES float16 numbers as float32. */
-static inline ALWAYS vec widen(const uint16_t *half) {
-    vec out;
-#if LANES == 16
-    out = (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
-#elif defined(__F16C__) && LANES == 8
-    out = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
-#else
-    for (int i = 0; i < LANES; i++) out[i] = (float)((const _Float16 *)half)[i];
-#endif
-    return out;
-}
-
 /* A panel's columns of some rows from their sums. One function for any number of rows, so that rounding does
  * not depend on it. */
 static __attribute__((noinline)) void finish(
-    const Product *product, float *out, const float *residual, const vec *sum, int64_t column, int64_t rows) {
-    const int64_t width = product->out_features, end = width - column < PANEL ? width - column : PANEL;
-    const float *bias = product->bias ? product->bias + column : NULL;
+    const Linear *linear, float *out, const float *residual, const vec *sum, int64_t column, int64_t rows) {
+    const int64_t width = linear->out_features, end = width - column < PANEL ? width - column : PANEL;
+    const float *bias = linear->bias ? linear->bias + column : NULL;
     for (int64_t row = 0; row < rows; row++, sum += VECTORS) {
         float *to = out + row * width + column;
         const float *add = residual ? residual + row * width + column : NULL;
         if (end == PANEL) {
             for (int i = 0; i < VECTORS; i++) {
-                vec value = sum[i] * product->scale;
+                vec value = sum[i] * linear->scale;
                 if (bias) value += *(const vec *)(bias + i * LANES);
                 if (add) value += *(const vec *)(add + i * LANES);
                 *(vec *)(to + i * LANES) = value;
             }
         } else {
             for (int64_t i = 0; i < end; i++) {
-                float value = sum[i / LANES][i % LANES] * product->scale;
+                float value = sum[i / LANES][i % LANES] * linear->scale;
                 if (bias) value += bias[i];
                 if (add) value += add[i];
                 to[i] = value; /* at the very last: it may be what is added */
@@ -76,11 +63,11 @@ static __attribute__((noinline)) void finish(
 
 /* A panel's columns for some rows, whose sums stay in registers; x [in_features, num_rows]. */
 static inline ALWAYS void multiply_rows(
-    const Product *product, float *out, const float *x, const float *residual, int64_t column,
+    const Linear *linear, float *out, const float *x, const float *residual, int64_t column,
     const int is_half, const int num_rows) {
-    const int64_t in = product->in_features;
-    const uint16_t *half = (const uint16_t *)product->weights + column * in;
-    const float *whole = (const float *)product->weights + column * in;
+    const int64_t in = linear->in_features;
+    const uint16_t *half = (const uint16_t *)linear->weights + column * in;
+    const float *whole = (const float *)linear->weights + column * in;
     vec sum[MAX_ROWS][VECTORS], kept[MAX_ROWS][VECTORS];
     for (int row = 0; row < num_rows; row++)
         for (int i = 0; i < VECTORS; i++) sum[row][i] = (vec){0};
@@ -107,7 +94,7 @@ static inline ALWAYS void multiply_rows(
     /* Sums whose address is known elsewhere would not be kept in registers. */
     for (int row = 0; row < num_rows; row++)
         for (int i = 0; i < VECTORS; i++) kept[row][i] = sum[row][i];
-    finish(product, out, residual, kept[0], column, num_rows);
+    finish(linear, out, residual, kept[0], column, num_rows);
 }
 
 /* Part ``part`` of num_parts of x [rows, size] as [size, rows of the part]. */
@@ -137,17 +124,17 @@ static void interleave(float *to, const float *x, int64_t rows, int64_t size, in
 }
 
 /* A panel's columns for all rows, num_parts of them in turn; x: each part interleaved. */
-static void multiply_panel(const Product *product, float *out, const float *x, const float *residual,
+static void multiply_panel(const Linear *linear, float *out, const float *x, const float *residual,
                            int64_t rows, int64_t num_parts, int64_t panel) {
-    const int64_t in = product->in_features, width = product->out_features, column = panel * PANEL;
+    const int64_t in = linear->in_features, width = linear->out_features, column = panel * PANEL;
     for (int64_t part = 0; part < num_parts; part++) {
         const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
         float *to = out + row * width;
         const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
-        switch (num_rows + (product->is_half ? MAX_ROWS : 0)) {
+        switch (num_rows + (linear->is_half ? MAX_ROWS : 0)) {
 #define CASE(n) \
-            case n: multiply_rows(product, to, from, add, column, 0, n); break; \
-            case MAX_ROWS + n: multiply_rows(product, to, from, add, column, 1, n); break;
+            case n: multiply_rows(linear, to, from, add, column, 0, n); break; \
+            case MAX_ROWS + n: multiply_rows(linear, to, from, add, column, 1, n); break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if MAX_ROWS == 12
             CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -159,8 +146,8 @@ static void multiply_panel(const Product *product, float *out, const float *x, c
 
 /* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
  * which may be out itself. */
-void multiply(const Product *product, float *out, const float *x, const float *residual, int64_t rows) {
-    const int64_t in = product->in_features, width = product->out_features;
+void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
+    const int64_t in = linear->in_features, width = linear->out_features;
     int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
     /* What is needed together then lies together, and not all in the same few cache lines, as it would if rows
      * were a power of two long. */
@@ -173,8 +160,8 @@ void multiply(const Product *product, float *out, const float *x, const float *r
         num_parts = rows; /* single rows are in order as they are */
     }
     FOR_EACH(panel, (width + PANEL - 1) / PANEL, in * width * rows,
-             multiply_panel(product, out, x, residual, rows, num_parts, panel));
+             multiply_panel(linear, out, x, residual, rows, num_parts, panel));
 }
 
-/* Columns of a Product's weights together, panel by panel: what the weights must be laid out as. */
+/* Columns of a Linear's weights together, panel by panel: what the weights must be laid out as. */
 int64_t panel_size(void) { return PANEL; }

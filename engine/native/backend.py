@@ -1,7 +1,7 @@
 """Distributions and draws in C (``sampling.c``): float32 logits on a CPU.
 
 torch computes noise, a logarithm and a quotient for every token and sorts for top-p, each an operation of its
-own; for small models that is a quarter of a round. At load both ways are compared (``native_draws``).
+own; for small models that is a quarter of a round. At load both ways are compared (``native_backend``).
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import torch
 
 from engine.messages import SamplingParams
 from engine.native.library import Processors, load_library
-from engine.sampling.draws import TorchDraws
+from engine.sampling.backend import TorchBackend
 from engine.sampling.processors import SamplingTensors
 from engine.sampling.random import Stream
 
@@ -36,19 +36,19 @@ PROBE_PARAMS = [
 logger = logging.getLogger(__name__)
 
 
-def native_draws() -> "NativeDraws | None":
+def native_backend() -> "NativeBackend | None":
     """None where the C functions cannot be had, or differ from torch's on a few rows."""
     library = load_library()
     if library is None:
         return None
-    draws = NativeDraws(library)
-    if _agrees(draws):
-        return draws
+    backend = NativeBackend(library)
+    if _agrees(backend):
+        return backend
     logger.warning("The native draws differ from torch's and are not used")
     return None
 
 
-class NativeDraws:
+class NativeBackend:
     """Keeps nothing between calls: the same object serves every step."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -75,13 +75,13 @@ class NativeDraws:
         )
         return probs
 
-    def race(
+    def gumbel_argmax(
         self, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, offset: int
     ) -> torch.Tensor:
         # Kept as long as the pointers to them are used.
         probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
         ids = torch.empty(probs.shape[:2], dtype=torch.int64)
-        self.library.exponential_race(
+        self.library.gumbel_argmax(
             ids.data_ptr(),
             probs.data_ptr(),
             seeds.data_ptr(),
@@ -108,13 +108,6 @@ class NativeDraws:
         )
         return ids
 
-    def likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = logits.float().contiguous()
-        ids = torch.empty(logits.shape[0], dtype=torch.int64)
-        confidence = torch.empty(logits.shape[0])
-        self.library.argmax(ids.data_ptr(), confidence.data_ptr(), logits.data_ptr(), *logits.shape)
-        return ids, confidence
-
     def draw_next(
         self,
         target_probs: torch.Tensor,
@@ -135,39 +128,36 @@ class NativeDraws:
         )
         return ids
 
-    def race_uniforms(self, seed: int, position: int, vocab_size: int) -> torch.Tensor:
-        """What the race's noise of tokens 0 to ``vocab_size`` is made of, to be compared: float64."""
+    def noise_uniforms(self, seed: int, position: int, vocab_size: int) -> torch.Tensor:
+        """Uniforms behind the noise of ``gumbel_argmax`` for tokens 0 to ``vocab_size``, float64."""
         numbers = torch.empty(vocab_size, dtype=torch.float64)
-        self.library.race_uniforms(numbers.data_ptr(), seed, position, vocab_size)
+        self.library.noise_uniforms(numbers.data_ptr(), seed, position, vocab_size)
         return numbers
 
 
-def _agrees(draws: NativeDraws) -> bool:
-    reference = TorchDraws()
+def _agrees(backend: NativeBackend) -> bool:
+    reference = TorchBackend()
     shape = len(PROBE_PARAMS), 2, PROBE_VOCAB
     logits = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
     sampling = SamplingTensors.build(PROBE_PARAMS, CPU)
     probs = reference.probs(logits, sampling)
-    if not torch.allclose(draws.probs(logits, sampling), probs, rtol=0, atol=TOLERANCE):
-        return False
-    both = zip(draws.likeliest(logits[:, 0]), reference.likeliest(logits[:, 0]), strict=True)
-    if not all(torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE) for ours, theirs in both):
+    if not torch.allclose(backend.probs(logits, sampling), probs, rtol=0, atol=TOLERANCE):
         return False
     probs = probs.repeat(PROBE_DRAWS, 1, 1)
     seeds = torch.arange(len(probs)) * 12345
     drawn = seeds, seeds % 100, 3
-    if not torch.equal(draws.race(probs, *drawn), reference.race(probs, *drawn)):
+    if not torch.equal(backend.gumbel_argmax(probs, *drawn), reference.gumbel_argmax(probs, *drawn)):
         return False
     numbers = seeds[:, None], seeds[:, None] + torch.arange(2), Stream.RECOVER
     uniforms = reference.uniform(*numbers)
-    if not torch.equal(draws.uniform(*numbers), uniforms):
+    if not torch.equal(backend.uniform(*numbers), uniforms):
         return False
     first = probs[:, 0], uniforms[:, 0]
-    if not torch.equal(draws.inverse_cdf(*first), reference.inverse_cdf(*first)):
+    if not torch.equal(backend.inverse_cdf(*first), reference.inverse_cdf(*first)):
         return False
     # One token was drafted from a flatter distribution; every second row has accepted it.
     draft = probs[:, :1].sqrt()
     draft /= draft.sum(-1, keepdim=True)
     weights = (1 + uniforms[:, 1]) / 2
     follow = probs, draft, torch.ones_like(seeds), seeds % 2, weights, uniforms
-    return torch.equal(draws.draw_next(*follow), reference.draw_next(*follow))
+    return torch.equal(backend.draw_next(*follow), reference.draw_next(*follow))

@@ -27,8 +27,8 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
     return scores.argmax(-1)
 
 
-def race(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """The winner [...] of an exponential race: token i arrives at ``noise[i] / probs[i]``, first wins.
+def gumbel_argmax(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Token ids [...] with the lowest ``noise / probs``, ``noise`` being exponential.
 
     Same law as argmax(log probs + Gumbel noise). ``probs`` and ``noise``: [..., vocab], noise float64.
     """
