@@ -45,7 +45,7 @@ class Job:
     include_stop_string: bool
     skip_special_tokens: bool
     echo: bool
-    report_trace: bool
+    report_trace: bool = False
 
     @property
     def num_choices(self) -> int:

@@ -190,6 +190,7 @@ def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
         f"  target    {settings.target}",
         f"  draft     {settings.draft or 'none'}",
         f"  url       {where}{settings.root_path}/v1   (model name: {', '.join(settings.served_names)})",
+        f"  page      {where}{settings.root_path}/",
     ]
 
 
