@@ -1,6 +1,6 @@
 """``foretoken generate``: stream one prompt to the terminal, accepted tokens in the colour of their source.
 
-With ``--compare`` the same prompt runs with and without speculation, several times by turns, and the
+With ``--compare`` the same prompt runs with and without speculation, several times in alternation, and the
 medians are printed side by side. Settings are the engine's own, from flags and ``FORETOKEN_*``.
 """
 
