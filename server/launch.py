@@ -59,6 +59,7 @@ def launch(settings: Settings) -> int:
         config = uvicorn.Config(
             app,
             log_config=None,
+            access_log=False,  # ours has more in it
             lifespan="on",
             server_header=False,
             ssl_certfile=settings.ssl_certfile,
@@ -189,6 +190,7 @@ def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
         f"  target    {settings.target}",
         f"  draft     {settings.draft or 'none'}",
         f"  url       {where}{settings.root_path}/v1   (model name: {', '.join(settings.served_names)})",
+        f"  page      {where}{settings.root_path}/",
     ]
 
 
