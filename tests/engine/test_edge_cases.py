@@ -69,7 +69,7 @@ def test_a_broken_draft_changes_nothing(models: Models) -> None:
     core = make_engine(models.target, models.close_draft)
     draft = core.draft
     honest = draft.forward
-    draft.forward = lambda *arguments: honest(*arguments) * torch.nan
+    draft.forward = lambda *arguments: ForwardOutput(honest(*arguments).logits * torch.nan)
     assert run_engine(core, PROMPTS, params) == expected
 
 
