@@ -43,11 +43,11 @@ from benchmarks.pairs import BUNDLED, Pair, add_pair_options, prompt_ids, resolv
 from benchmarks.plots import panels
 from benchmarks.request_mix import requests
 from engine.worker import keep_loaded
-from server.load.client import BenchmarkError
-from server.load.command import find_model
-from server.load.counters import DraftCounters, read_counters
-from server.load.generator import new_client
-from server.load.machine import BUSY_SHARE
+from loadtest.client import BenchmarkError
+from loadtest.command import find_model
+from loadtest.counters import DraftCounters, read_counters
+from loadtest.generator import new_client
+from loadtest.machine import BUSY_SHARE
 
 DEFAULT, NONE, BEFORE, APART = "default", "none", "before ", "apart "
 NUM_PROMPTS = 64

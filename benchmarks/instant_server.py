@@ -11,8 +11,8 @@ from pathlib import Path
 from prometheus_client import disable_created_metrics
 
 from server import launch
+from server.client.worker_client import WorkerClient
 from server.config import load_settings
-from server.engine_client import WorkerClient
 from server.logs import configure_logging
 
 

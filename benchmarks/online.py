@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import note, print_table
-from server.load.client import BenchmarkError
-from server.load.command import Bench, Load, add_options, document, draw, loads, open_bench, show
-from server.load.generator import new_client
-from server.load.machine import is_busy
-from server.load.report import save
+from loadtest.client import BenchmarkError
+from loadtest.command import Bench, Load, add_options, document, draw, loads, open_bench, show
+from loadtest.generator import new_client
+from loadtest.machine import is_busy
+from loadtest.report import save
 
 ROOT = Path(__file__).parent.parent
 

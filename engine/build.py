@@ -19,8 +19,8 @@ from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.loader import load_model, resolve_device, resolve_dtype
 from engine.models.model_runner import ModelRunner
+from engine.native.backend import NativeBackend, native_backend
 from engine.native.decoder import NativeDecoder
-from engine.native.draws import NativeDraws, native_draws
 from engine.native.runner import NativeRunner
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
@@ -31,7 +31,7 @@ from engine.proposers.translated.proposer import TranslatedDraftProposer
 from engine.runtime.base import Runner
 from engine.runtime.calibrate import calibrate
 from engine.runtime.phases import PhaseRunner
-from engine.sampling.draws import Draws, TorchDraws
+from engine.sampling.backend import SamplingBackend, TorchBackend
 from engine.speculation.costs import Costs
 from engine.speculation.planner import SpeculationPlanner
 
@@ -96,8 +96,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_draft_len,
         tracks_draft_cache=pairing is None or pairing.translators is None,
     )
-    make_draws = _draws(config, device)
-    phases = PhaseRunner(target_runner, proposer, make_draws)
+    make_backend = _sampling_backend(config, device)
+    phases = PhaseRunner(target_runner, proposer, make_backend)
     runner: Runner = phases
     if native is not None:
         runner = _native_runner(config, native, phases, max_draft_len)
@@ -135,8 +135,8 @@ def _native_runner(
     draft, proposer = None, phases.proposer
     if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.fast_pass, NativeDecoder):
         draft = proposer.model.fast_pass
-    draws = isinstance(phases.make_draws(), NativeDraws)
-    return NativeRunner(target, draft, phases, draws, config.step_seconds, max_draft_len)
+    can_sample = isinstance(phases.make_backend(), NativeBackend)
+    return NativeRunner(target, draft, phases, can_sample, config.step_seconds, max_draft_len)
 
 
 def _proposer(
@@ -164,6 +164,7 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
         device,
         device_map=config.device_map,
         trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
         native_kernels=config.native_kernels,
         # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
         narrow=config.dtype == "auto",
@@ -171,10 +172,10 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
     )
 
 
-def _draws(config: EngineConfig, device: torch.device) -> Callable[[], Draws]:
+def _sampling_backend(config: EngineConfig, device: torch.device) -> Callable[[], SamplingBackend]:
     """How every step's sampler draws."""
-    native = native_draws() if config.native_kernels and device.type == "cpu" else None
-    return TorchDraws if native is None else lambda: native
+    native = native_backend() if config.native_kernels and device.type == "cpu" else None
+    return TorchBackend if native is None else lambda: native
 
 
 def _num_threads(target: Model) -> int:

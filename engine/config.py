@@ -38,6 +38,10 @@ class ModelSettings(BaseModel):
     trust_remote_code: bool = Field(
         False, description="Run the model code that a checkpoint brings along. Read it first."
     )
+    allow_pickle: bool = Field(
+        False,
+        description="Load weights from pytorch_model.bin, a pickle, where a checkpoint has no safetensors.",
+    )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
         description="auto: what the target's generation_config.json recommends for sampling is the default "

@@ -11,17 +11,17 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from server.auth import BearerAuthMiddleware
-from server.body_limit import BodyLimitMiddleware
-from server.engine_client import WorkerClient
-from server.errors import install_error_handlers
+from server.client.worker_client import WorkerClient
+from server.http.auth import BearerAuthMiddleware
+from server.http.body_limit import BodyLimitMiddleware
+from server.http.error_handlers import install_error_handlers
+from server.http.openapi import DESCRIPTION, TAGS, install_openapi
+from server.http.request_id import RequestIdMiddleware
 from server.metrics import Metrics
-from server.openapi import DESCRIPTION, TAGS, install_openapi
-from server.request_id import RequestIdMiddleware
-from server.routes import chat, completions, models, ops, responses, tokenize
+from server.routes import chat, completions, models, ops, page, responses, tokenize
 from server.services import Services, TokenizerLoader
 from server.settings import Settings
-from server.tokenizer import load_tokenizer
+from server.text.tokenizer import load_tokenizer
 from server.version import package_version
 
 
@@ -54,7 +54,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.services = services
-    for route in (completions, chat, responses, tokenize, models, ops):
+    for route in (completions, chat, responses, tokenize, models, ops, page):
         app.include_router(route.router)
     install_error_handlers(app, metrics.count_error)
     install_openapi(app, settings)

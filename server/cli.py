@@ -1,6 +1,6 @@
 """The ``foretoken`` command: picks the subcommand, reads settings, turns failures into messages.
 
-``serve`` is done by ``server.launch``, ``bench`` by ``server.load``. The other commands run the engine in
+``serve`` is done by ``server.launch``, ``bench`` by ``loadtest``. The other commands run the engine in
 this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
 """
 
@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 
 from prometheus_client import disable_created_metrics
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
-from server.config import ConfigError, describe, load_settings, with_config_file
-from server.engine_client import WorkerFailedError
-from server.help import serve_help
+from server.client.worker_client import WorkerFailedError
+from server.config import ConfigError, check_flags, describe, load_settings, with_config_file, wrong_usage
+from server.help import command_help, serve_help
 from server.launch import StartError, launch
 from server.logs import configure_logging
 from server.services import TokenizerFailedError
@@ -30,10 +30,11 @@ commands:
   generate        generate text in the terminal, without a server
   check           test a pair of models before it is deployed: exactness, acceptance, speed-up
   verify-trace    replay a traced answer and confirm every decision in it
+  top             watch a running server: requests, tokens per second, acceptance, speed-up
   bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
 
 options:
-  --version       print the version
+  --version       print the versions of foretoken and torch, the device and the kernels
   --help          print this help; 'foretoken COMMAND --help' lists the options of a command
 
 examples:
@@ -57,21 +58,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["serve", *flags]:
             return serve(flags)
         case ["generate", *flags]:
+            from engine.commands.generate import GenerateSettings
             from engine.commands.generate import main as generate
 
-            return in_terminal("generate", generate, flags)
+            return in_terminal("generate", generate, GenerateSettings, flags)
         case ["check", *flags]:
+            from engine.commands.check import CheckSettings
             from engine.commands.check import main as check
 
-            return in_terminal("check", check, flags)
+            return in_terminal("check", check, CheckSettings, flags)
         case ["verify-trace", *flags]:
+            from engine.commands.verify_trace import ReplaySettings
             from engine.commands.verify_trace import main as verify_trace
 
-            return in_terminal("verify-trace", verify_trace, flags)
+            return in_terminal("verify-trace", verify_trace, ReplaySettings, flags)
+        case ["top", *flags]:
+            from server.top import main as top
+
+            return top(flags)
         case ["bench", *flags]:
             return bench(flags)
         case ["--version" | "-V"]:
-            print(f"foretoken {package_version()}")
+            from engine.commands.about import about
+
+            print(f"foretoken  {package_version()}\n{about()}")
             return OK
         case [] | ["--help" | "-h" | "help"]:
             print(HELP, end="")
@@ -98,22 +108,29 @@ def serve(flags: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def in_terminal(name: str, run: Callable[[list[str]], int], flags: Sequence[str]) -> int:
+def in_terminal(
+    name: str, run: Callable[[list[str]], int], options: type[BaseModel], flags: Sequence[str]
+) -> int:
     """A command that runs the engine here. It takes the engine's settings of a YAML file, too."""
+    if {"--help", "-h"} & set(flags):
+        print(command_help(name, options), end="")
+        return OK
     try:
-        return run(with_config_file(flags, os.environ))
+        others = with_config_file(flags, os.environ)
+        check_flags(others, options)
+        return run(others)
     except ConfigError as error:
         _complain(f"foretoken {name}", str(error))
     except ValidationError as error:
         _complain(f"foretoken {name}", describe(error))
     except SettingsError as error:
-        _complain(f"foretoken {name}", str(error))
+        _complain(f"foretoken {name}", wrong_usage(error))
     return WRONG_USAGE
 
 
 def bench(flags: Sequence[str]) -> int:
     try:
-        from server.load.command import main as put_load
+        from loadtest.command import main as put_load
     except ModuleNotFoundError as error:
         if error.name != "httpx":
             raise

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import SettingsError
 
@@ -35,7 +36,7 @@ def load_settings(flags: Sequence[str], environ: Mapping[str, str] | None = None
     except ValidationError as error:
         raise ConfigError(describe(error)) from None
     except SettingsError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(wrong_usage(error)) from None
 
 
 def _spell_out(flags: Sequence[str]) -> list[str]:
@@ -64,18 +65,21 @@ def with_config_file(flags: Sequence[str], environ: MutableMapping[str, str]) ->
     return others
 
 
-def check_flags(flags: Sequence[str]) -> None:
-    """Refuse unknown flags by name before argparse does so with a page of usage."""
-    known = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
-    negated = {
-        f"--no-{name.replace('_', '-')}"
-        for name, field in Settings.model_fields.items()
-        if field.annotation is bool
-    }
+def check_flags(flags: Sequence[str], kind: type[BaseModel] = Settings) -> None:
+    """Refuse unknown flags by name before argparse does so with a list of all of them."""
+    options = [(name, field) for name, field in kind.model_fields.items() if not field.is_required()]
+    fields = {flag_name(name, field): field for name, field in options}
+    known = {f"--{name}" for name in fields}
+    negated = {f"--no-{name}" for name, field in fields.items() if field.annotation is bool}
     for flag in flags:
         name = flag.partition("=")[0]
         if name.startswith("--") and name not in known | negated:
             raise ConfigError(unknown_key("flag", name, known | negated))
+
+
+def flag_name(name: str, field: FieldInfo) -> str:
+    alias = field.validation_alias
+    return (alias if isinstance(alias, str) else name).replace("_", "-")
 
 
 def check_environment(environ: Mapping[str, str]) -> None:
@@ -124,6 +128,11 @@ def _config_path(flags: Sequence[str], environ: Mapping[str, str]) -> Path | Non
             return Path(path)
     path = environ.get(f"{ENV_PREFIX}CONFIG")
     return Path(path) if path else None
+
+
+def wrong_usage(error: SettingsError) -> str:
+    """argparse's own message, such as a flag without its value."""
+    return f"{str(error).removeprefix('error parsing CLI: ')}."
 
 
 def describe(error: ValidationError) -> str:

@@ -21,7 +21,7 @@ POLL_SECONDS = 0.05
 
 
 class Server(uvicorn.Server):
-    """Counts signals, for ``drain_when_told``; a third one is obeyed on the spot. SIGINT is like SIGTERM."""
+    """Counts signals, for ``drain_on_signal``; a third one ends it at once. SIGINT is like SIGTERM."""
 
     num_signals = 0
     last_signal = 0
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
         return len(self.server_state.tasks)
 
 
-async def drain_when_told(server: Server, services: Services) -> None:
+async def drain_on_signal(server: Server, services: Services) -> None:
     """Wait for the signal, then for the running requests, until the next one or for ``drain_timeout``."""
     while not server.num_signals:
         await asyncio.sleep(POLL_SECONDS)

@@ -1,17 +1,10 @@
 """Every error a client can get: one exception tree, and its body in OpenAI's shape.
 
-Raise an ``ApiError`` anywhere below a route; ``install_error_handlers`` turns it, FastAPI's validation
-errors and unknown routes into ``{"error": {message, type, param, code}}``.
+Raise an ``ApiError`` anywhere below a route; ``server.http.error_handlers`` answers with it, as
+``{"error": {message, type, param, code}}``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, ValidationError
-from starlette.exceptions import HTTPException
+from pydantic import BaseModel, Field
 
 ErrorBody = dict[str, dict[str, str | None]]
 
@@ -115,7 +108,7 @@ class TooManyRequestsError(ApiError):
 
 
 class ClientDisconnectedError(ApiError):
-    """Nobody reads this answer; the status is for the log. Counted as aborted, not as an error."""
+    """The client has left: the status is for the log. Counted as aborted, not as an error."""
 
     status = 499
     type = "invalid_request_error"
@@ -148,7 +141,7 @@ class ShuttingDownError(ApiError):
 
 
 class RequestTimeoutError(ApiError):
-    """The configured ``request_timeout`` passed. Whoever tries again would wait as long again."""
+    """The configured ``request_timeout`` passed. A second attempt would wait as long again."""
 
     status = 504
     type = "timeout_error"
@@ -182,89 +175,3 @@ def _shorten(text: str, limit: int) -> str:
 def internal_error(request_id: str) -> InternalError:
     """What a client may know about a bug of ours; the log has the rest under the same id."""
     return InternalError(f"The server failed to handle this request. Its id in the log is {request_id}.")
-
-
-# Statuses that the framework itself raises, as codes.
-_FRAMEWORK_CODES = {
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "body_timeout",
-    413: "request_too_large",
-}
-
-# pydantic's error types as OpenAI's codes; anything else is "invalid_value".
-_VALIDATION_CODES = {
-    "missing": "missing_required_parameter",
-    "extra_forbidden": "unknown_parameter",
-}
-
-
-def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> None:
-    def respond(
-        error: ApiError, status: int | None = None, headers: dict[str, str] | None = None
-    ) -> JSONResponse:
-        count_error(error.code or error.type)
-        return JSONResponse(error.body(), status or error.status, headers or error.headers())
-
-    async def on_api_error(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ApiError)
-        if isinstance(error, ClientDisconnectedError):
-            return JSONResponse(error.body(), error.status)
-        return respond(error)
-
-    async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        first: dict[str, Any] = error.errors()[0]
-        return respond(_from_validation(first, first["loc"][1:], error.body))
-
-    async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        message = _framework_message(error, request)
-        translated = InvalidRequestError(message, code=_FRAMEWORK_CODES.get(error.status_code))
-        return respond(translated, error.status_code, dict(error.headers or {}))
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
-
-
-def _framework_message(error: HTTPException, request: Request) -> str:
-    if error.status_code == 404:
-        return f"Unknown path: {request.method} {request.url.path}"
-    if error.status_code == 405:
-        return f"{request.method} is not allowed for {request.url.path}"
-    if error.status_code == 408:
-        return "The request's body did not arrive in time (body_timeout)."
-    if error.status_code == 413:
-        return "The request body is larger than this server accepts (max_body_size)."
-    return str(error.detail)
-
-
-def invalid_body(error: ValidationError, body: Any) -> InvalidRequestError:
-    """The first problem of a body. Lists and mappings stop at their first one, so there are few."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return _from_validation(first, first["loc"], body)
-
-
-def _from_validation(
-    first: Mapping[str, Any], location: Sequence[str | int], body: Any
-) -> InvalidRequestError:
-    kind = str(first["type"])
-    param = ".".join(_path(location, body)) or None
-    code = _VALIDATION_CODES.get(kind, "invalid_type" if kind.endswith(("_type", "_parsing")) else None)
-    message = str(first["msg"]).removeprefix("Value error, ")
-    return InvalidRequestError(f"{param or 'body'}: {message}", param=param, code=code)
-
-
-def _path(location: Sequence[str | int], body: Any) -> list[str]:
-    """Where in the body the fault is: pydantic's location without the names of its own alternatives."""
-    path = []
-    for number, part in enumerate(location):
-        is_key = isinstance(body, dict) and part in body
-        is_index = isinstance(body, list) and isinstance(part, int) and part < len(body)
-        if is_key or is_index:
-            body = body[part]
-        elif number < len(location) - 1 or not isinstance(body, dict):
-            continue  # the last one may be a key that is missing
-        path.append(str(part))
-    return path

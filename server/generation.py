@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
-from server.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
-from server.detokenizer import Detokenizer
-from server.engine_client import WorkerClient
-from server.engine_stream import EngineStream
+from server.client.engine_stream import EngineStream
+from server.client.worker_client import WorkerClient
 from server.errors import RequestTimeoutError
 from server.metrics import Metrics, RequestTimer
-from server.prompt import TokenPrompt
 from server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
-from server.tokenizer import Tokenizer
+from server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
+from server.text.detokenizer import Detokenizer
+from server.text.prompt import TokenPrompt
+from server.text.tokenizer import Tokenizer
 
 # Values in an answer up to which it is written at once: some milliseconds.
 SMALL_ANSWER = 5000
@@ -44,6 +44,7 @@ class Job:
     include_stop_string: bool
     skip_special_tokens: bool
     echo: bool
+    report_trace: bool
 
     @property
     def num_choices(self) -> int:
@@ -73,7 +74,7 @@ class Job:
         if self.params.prompt_logprobs is None:
             return None
         return msgspec.structs.replace(
-            self.params, max_tokens=1, logprobs=None, num_speculative_tokens=0, trace=False
+            self.params, max_tokens=1, logprobs=None, num_speculative_tokens=0, trace=False, origins=False
         )
 
     def engine_requests(self) -> list[Generate]:

@@ -1,17 +1,18 @@
-"""The text of ``foretoken serve --help`` and of ``docs/configuration.md``, from the ``Settings`` declaration.
+"""The texts of ``--help`` and of ``docs/configuration.md``, from the declarations of the settings.
 
-argparse's own page shows Python types and raw defaults; this one is for people. Called by ``server.cli`` and
+argparse's own page shows Python types and raw defaults; these are for people. Called by ``server.cli`` and
 ``tools/write_configuration.py``.
 """
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import ByteSize
+from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
+from server.config import flag_name
 from server.settings import ENV_PREFIX, Settings
 
 WIDTH = 100
@@ -24,6 +25,15 @@ Start the HTTP server; without options, the bundled demo pair on http://127.0.0.
 
 An option --some-name can also be set as FORETOKEN_SOME_NAME in the environment or as some_name in a YAML
 file given with --config. Flags win over the environment, and the environment over the file.
+"""
+
+COMMAND_INTRODUCTION = """\
+{usage}
+
+{description}
+
+The engine's options can also be set as FORETOKEN_SOME_NAME in the environment or as some_name in a YAML file
+given with --config.
 """
 
 PAGE_INTRODUCTION = """\
@@ -52,9 +62,22 @@ PLACEHOLDERS: Mapping[type, str] = {
 
 
 def serve_help() -> str:
-    return INTRODUCTION + "".join(
+    return INTRODUCTION + _options(setting_groups())
+
+
+def command_help(command: str, kind: type[BaseModel]) -> str:
+    """Of a command that runs the engine: its own options and those of the engine."""
+    (description, own), *groups = reversed(list(setting_groups(kind)))
+    positional = [name for name, field in own.items() if field.is_required()]
+    usage = " ".join(["usage: foretoken", command, *map(str.upper, positional), "[OPTIONS]"])
+    introduction = COMMAND_INTRODUCTION.format(usage=usage, description=description)
+    return introduction + _options([("Options", own), *reversed(groups)])
+
+
+def _options(groups: Iterable[tuple[str, dict[str, FieldInfo]]]) -> str:
+    return "".join(
         f"\n{title}:\n" + "".join(_entry(name, field) for name, field in fields.items())
-        for title, fields in setting_groups()
+        for title, fields in groups
     )
 
 
@@ -65,13 +88,13 @@ def configuration_page() -> str:
     )
 
 
-def setting_groups() -> Iterator[tuple[str, dict[str, FieldInfo]]]:
-    """The classes that ``Settings`` is made of: their titles, and the settings that each declares."""
-    for group in reversed(Settings.__mro__):
-        names = [name for name in vars(group).get("__annotations__", {}) if name in Settings.model_fields]
+def setting_groups(kind: type[BaseModel] = Settings) -> Iterator[tuple[str, dict[str, FieldInfo]]]:
+    """The classes that ``kind`` is made of: their titles, and the settings that each declares."""
+    for group in reversed(kind.__mro__):
+        names = [name for name in vars(group).get("__annotations__", {}) if name in kind.model_fields]
         if names:
             title = str(group.__doc__).partition("\n")[0]
-            yield title, {name: Settings.model_fields[name] for name in names}
+            yield title, {name: kind.model_fields[name] for name in names}
 
 
 def _entry(name: str, field: FieldInfo) -> str:
@@ -96,7 +119,9 @@ def _row(name: str, field: FieldInfo) -> str:
 
 
 def _flag(name: str, field: FieldInfo) -> str:
-    words = name.replace("_", "-")
+    words = flag_name(name, field)
+    if field.is_required():
+        return name.upper()
     if field.annotation is bool:
         return f"--[no-]{words}"
     shown = _placeholder(field.annotation)

@@ -1,4 +1,4 @@
-"""Start the server for given settings: open the port, start the worker, run until told to stop.
+"""Start the server for given settings: open the port, start the worker, run until a signal ends it.
 
 The one place where engine client, app and uvicorn meet. Called by ``server.cli``; prints for people.
 """
@@ -7,6 +7,7 @@ import asyncio
 import gc
 import signal
 import socket
+import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,18 +15,18 @@ import uvicorn
 
 from engine.messages import Ready
 from server.app import create_app
-from server.draining import CLOSING_SECONDS, Server, drain_when_told
-from server.engine_client import WorkerClient
+from server.client.open_requests import QueueLimits
+from server.client.temp_folders import sweep
+from server.client.worker_client import WorkerClient
+from server.client.worker_process import Patience
+from server.draining import CLOSING_SECONDS, Server, drain_on_signal
 from server.metrics import Metrics
-from server.open_requests import QueueLimits
 from server.sampling_params import longest_request
 from server.services import Services
 from server.settings import Settings
-from server.temp_folders import sweep
 from server.version import package_version
-from server.worker_process import Patience
 
-# Who drafts, in words.
+# Draft sources, as the start shows them.
 DRAFTERS = {
     "auto": "draft model or n-grams, by expected speed",
     "draft_model": "the draft model",
@@ -43,6 +44,7 @@ def launch(settings: Settings) -> int:
     Raises ``StartError`` or, if a model does not load or the worker keeps dying, that error.
     """
     check_models(settings)
+    check_tls(settings)
     sweep()
     with _listen(settings) as listener:
         metrics = Metrics(settings.metrics_prefix, settings.model_name)
@@ -82,6 +84,17 @@ def check_models(settings: Settings) -> None:
             )
         if Path(model).is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
             raise StartError(f"The {role} model folder {model} does not exist. Set --{role}.")
+
+
+def check_tls(settings: Settings) -> None:
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:  # of which SSLError is one
+        files = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
+        reason = error.strerror or error
+        raise StartError(f"Cannot use ssl_certfile and ssl_keyfile ({files}): {reason}.") from error
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -134,7 +147,7 @@ async def _serve(server: Server, listener: socket.socket, services: Services) ->
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(services, server))
     failing = asyncio.create_task(services.engine.wait_until_failed())
-    draining = asyncio.create_task(drain_when_told(server, services))
+    draining = asyncio.create_task(drain_on_signal(server, services))
     _end_with_the_terminal(server)
     try:
         await asyncio.wait({serving, announcing}, return_when=asyncio.FIRST_COMPLETED)
@@ -180,7 +193,7 @@ def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
 
 
 def capacity(settings: Settings, worker: Ready) -> list[str]:
-    """What the loaded pair can take: who drafts, and what fits into the cache."""
+    """What the loaded pair can take: what drafts, and what fits into the cache."""
     longest = longest_request(worker)
     blocks_per_request = -(-longest // worker.block_size)
     num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)
@@ -198,10 +211,10 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
 def _drafting(settings: Settings, worker: Ready) -> str:
     length = settings.num_speculative_tokens
     if worker.method == "none" or length == 0:
-        return "nothing, unless a request asks for it" if worker.methods else "nothing"
+        return "off, unless a request asks for it" if worker.methods else "off"
     if length == "auto":
-        return f"as many tokens a round as pays, by {DRAFTERS[worker.method]}"
-    return f"{length} {'token' if length == 1 else 'tokens'} a round, by {DRAFTERS[worker.method]}"
+        return f"length auto; source: {DRAFTERS[worker.method]}"
+    return f"length {length}; source: {DRAFTERS[worker.method]}"
 
 
 def _together(worker: Ready) -> str:

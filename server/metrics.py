@@ -1,7 +1,7 @@
 """Prometheus metrics, one registry per app: what requests experience and what the worker reports.
 
 The worker sends totals since its start; they are added up here as growth, so that a restarted worker does
-not make a counter fall. Told by ``server.engine_client`` and ``server.generation``, read by ``/metrics``.
+not make a counter fall. Updated by ``server.client`` and ``server.generation``, read by ``/metrics``.
 """
 
 import math
@@ -12,9 +12,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from engine.messages import FinishReason, Ready, Stats
-from server.choice import ChoiceDelta
 from server.metrics_registry import LabelledRegistry
 from server.settings import DEFAULT_PREFIX, public_name
+from server.speculation_state import achieved_speedup
+from server.text.choice import ChoiceDelta
 from server.version import package_version
 
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -51,6 +52,12 @@ class RequestMetrics:
             "request_queue_time_seconds",
             "From the worker's queue to a sequence's first step.",
             DURATION_BUCKETS,
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", DURATION_BUCKETS
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From the first token to the last one.", DURATION_BUCKETS
         )
         self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS)
         self.completion_size = histogram(
@@ -101,12 +108,15 @@ class WorkerMetrics:
         self.estimated_speedup = gauge(
             "estimated_speedup", "Tokens per second over those without drafts; NaN where not estimated."
         )
+        self.achieved_speedup = gauge(
+            "achieved_speedup", "The same, as measured over about the last fifty steps; NaN where it is not."
+        )
         self.ready = gauge("ready", "1 when a request can be taken.")
         self.build = Info(f"{prefix}build", "Version and models.", registry=registry)
 
 
 class Metrics:
-    """All metrics of one server; observes the worker for ``server.engine_client``."""
+    """All metrics of one server; observes the worker for ``server.client.worker_client``."""
 
     def __init__(self, prefix: str = DEFAULT_PREFIX, model_name: str = "") -> None:
         self.registry = CollectorRegistry()
@@ -114,7 +124,7 @@ class Metrics:
         self.requests = RequestMetrics(self.registry, prefix)
         self.worker = WorkerMetrics(self.registry, prefix)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
-        self.worker.estimated_speedup.set(math.nan)
+        self.speculation({})
         self.worker.build.info({"version": package_version()})
 
     def count_error(self, code: str) -> None:
@@ -125,7 +135,7 @@ class Metrics:
 
     def worker_ready(self, ready: Ready) -> None:
         self._totals = {}
-        self.worker.estimated_speedup.set(math.nan)
+        self.speculation({})
         self.worker.build.info(
             {
                 "version": package_version(),
@@ -141,6 +151,8 @@ class Metrics:
 
     def speculation(self, state: Mapping[str, Any]) -> None:
         self.worker.estimated_speedup.set(state.get("predicted_speedup", math.nan))
+        achieved = achieved_speedup(state)
+        self.worker.achieved_speedup.set(math.nan if achieved is None else achieved)
 
     def stats(self, stats: Stats) -> None:
         worker = self.worker
@@ -180,6 +192,7 @@ class RequestTimer:
     def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self._started = time.perf_counter()
+        self._first_output = self._started
         self._last_output: dict[int, float] = {}  # choice -> time of its last round
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
@@ -198,7 +211,9 @@ class RequestTimer:
         if queue_seconds is not None:
             self._metrics.queue_time.observe(queue_seconds)
         if not self._last_output:
+            self._first_output = now
             self._metrics.first_token.observe(now - self._started)
+            self._metrics.prefill_time.observe(max(0.0, now - self._started - (queue_seconds or 0.0)))
         if (previous := self._last_output.get(delta.index)) is not None:
             for _ in range(delta.num_rounds):
                 self._metrics.round_interval.observe((now - previous) / delta.num_rounds)
@@ -210,7 +225,9 @@ class RequestTimer:
 
     def finished(self, finish_reason: FinishReason, num_drafted: int, num_accepted: int) -> None:
         self._metrics.requests.labels(finish_reason).inc()
-        self._metrics.duration.observe(time.perf_counter() - self._started)
+        now = time.perf_counter()
+        self._metrics.duration.observe(now - self._started)
+        self._metrics.decode_time.observe(now - self._first_output)
         self._metrics.completion_size.observe(self._num_tokens)
         if num_drafted:
             self._metrics.acceptance_rate.observe(num_accepted / num_drafted)

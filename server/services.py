@@ -16,11 +16,11 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from engine.messages import Ready
-from server.engine_client import WorkerClient
+from server.client.worker_client import WorkerClient
 from server.errors import NotReadyError
 from server.metrics import Metrics
 from server.settings import Settings
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 from server.version import package_version
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What the whole server can be told: the engine's settings and HTTP's own, declared once.
+"""Every setting of the server: the engine's settings and HTTP's own, declared once.
 
 Flags, ``FORETOKEN_*`` environment, a YAML file and ``--help`` all come from the ``Settings`` declaration;
 ``server.config`` reads them.
@@ -76,7 +76,7 @@ class ServerSettings(BaseModel):
     drain_timeout: float = Field(
         30,
         ge=0,
-        description="Seconds that running requests get to finish when the server is told to stop, "
+        description="Seconds that running requests get to finish after a signal to stop, "
         "while new ones get 503. A second signal stops it at once.",
     )
     heartbeat_timeout: float = Field(

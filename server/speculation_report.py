@@ -1,7 +1,7 @@
 """The ``foretoken`` object of an answer: what speculation did for this request, and its trace if wanted.
 
 Counts, seeds and traces come from ``server.generation``; here they get the method, the rule and the
-parameters that were in force.
+parameters that applied.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def speculation_report(generation: Generation, config: EngineConfig, worker: Rea
         verification=_rule(params),
         seeds=[choice.seed for choice in generation.choices],
     )
-    if job.params.trace:
+    if job.report_trace:
         report.trace = [[_traced(round_) for round_ in choice.trace] for choice in generation.choices]
         report.prompt_token_ids = [prompt.token_ids for prompt in job.prompts]
         report.sampling_params = _as_json(params)
@@ -52,7 +52,7 @@ def _in_force(
 
 
 def _method(worker: Ready, is_predicted: bool) -> Method:
-    """A prediction is used beside whoever else may draft."""
+    """A prediction is used beside any other draft source."""
     if not is_predicted:
         return worker.method
     return "prediction" if worker.method == "none" else "auto"

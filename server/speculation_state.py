@@ -1,6 +1,6 @@
-"""``GET /speculation``: who drafts, how much is accepted, what it gains, and why it is on or off.
+"""``GET /speculation``: what drafts, how much is accepted, what it gains, and why it is on or off.
 
-Put together from the settings, the worker's counts and what its draft-length policy says of itself.
+Put together from the settings, the worker's counts and what its draft-length policy reports.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def speculation_state(
         draft_length=stats.num_speculative_tokens if stats else None,
         acceptance_rate=accepted / drafted if drafted else None,
         acceptance_by_position=_by_position(stats) if stats else [],
-        speedup=Speedup(predicted=policy.get("predicted_speedup"), achieved=_achieved(policy)),
+        speedup=Speedup(predicted=policy.get("predicted_speedup"), achieved=achieved_speedup(policy)),
         phase_seconds=stats.phase_seconds if stats else {},
         policy=dict(policy),
     )
@@ -42,7 +42,7 @@ def _on_and_why(
     if "why" in policy:
         return policy.get("on"), str(policy["why"])
     if worker.method == "none":
-        return False, "off: nobody drafts, unless a request asks for it"
+        return False, "off: no draft source is configured; a request may still ask for one"
     if not stats.num_speculative_tokens:
         return False, "off: num_speculative_tokens is 0"
     return True, (
@@ -60,6 +60,7 @@ def _by_position(stats: Stats) -> list[PositionAcceptance]:
     ]
 
 
-def _achieved(policy: Mapping[str, Any]) -> float | None:
+def achieved_speedup(policy: Mapping[str, Any]) -> float | None:
+    """Over plain decoding of the same rows, as far as that has been measured."""
     rates = policy.get("tokens_per_second", {})
     return round(rates["achieved"] / rates["plain"], 3) if rates.get("plain") else None

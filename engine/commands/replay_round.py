@@ -199,7 +199,7 @@ class RoundCheck:
             )
 
     def _scores(self, logits: torch.Tensor, probs: torch.Tensor, row: int) -> torch.Tensor:
-        """What the winner is the highest of: logits, or log-probabilities under the race's noise."""
+        """What the winner is the highest of: logits, or log-probabilities with the coupled rule's noise."""
         if self.rule is Rule.EXACT_MATCH:
             return logits
         noise = exponential_noise(self.seed, self.position + row, self.vocab_size)

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliApp, CliPositionalArg
 from transformers.utils import logging as transformers_logging
 
+from engine.commands.options import command_options
 from engine.commands.replay import Replayer, RoundReport
 from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
@@ -31,9 +32,7 @@ HEADER = (
 class ReplaySettings(EngineConfig, BaseSettings):
     """Replay a traced answer against both models and confirm every decision."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="FORETOKEN_", cli_prog_name="foretoken verify-trace", cli_kebab_case=True, extra="forbid"
-    )
+    model_config = command_options("verify-trace")
 
     file: CliPositionalArg[Path] = Field(
         description="JSON file: an answer to a request with speculation: {trace: true}, "

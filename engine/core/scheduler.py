@@ -200,7 +200,6 @@ class Scheduler:
         if part.num_draft_tokens:
             part.num_catch_up_tokens = min(choice.num_missing, self._catch_up_budget)
             self._catch_up_budget -= part.num_catch_up_tokens
-            part.early_exit = choice.early_exit
             part.draft_ids = choice.draft_ids[: part.num_draft_tokens]
             if part.num_catch_up_tokens < choice.num_missing:
                 # All of it would stall the others; the rest comes in the next steps.
@@ -264,6 +263,8 @@ def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
         bits |= part.sequence.needs._value_
         if part.num_tokens > 1 or part.sequence.wants_prompt_logprobs:
             bits |= RowNeeds.PROMPT._value_
+        if part.mask is not None:
+            bits |= RowNeeds.MASK._value_
         if part.source == DRAFT_MODEL:
             if part.num_draft_tokens:
                 bits |= RowNeeds.DRAFT_MODEL._value_

@@ -21,7 +21,7 @@ from engine.models.errors import ModelLoadError
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
-def check_folder(path: str) -> None:
+def check_folder(path: str, *, allow_pickle: bool = False) -> None:
     """``ModelLoadError`` if ``path`` is meant to be a folder, but no model can be loaded from it."""
     folder = Path(path).expanduser()
     if path.endswith(".gguf"):
@@ -42,6 +42,11 @@ def check_folder(path: str) -> None:
         raise ModelLoadError(f"{path} is not a model folder: it has {kind}")
     if not weights:
         raise ModelLoadError(f"{path} has a config.json, but no weights (*.safetensors)")
+    if not allow_pickle and not any(name.suffix == ".safetensors" for name in weights):
+        raise ModelLoadError(
+            f"{path} has its weights only as a pickle ({weights[0].name}): convert them to safetensors, or "
+            "set allow_pickle if you trust their source"
+        )
 
 
 def _base_model(folder: Path) -> str:

@@ -18,10 +18,21 @@ from engine.sampling.rules import NO_RULES
 
 class FreshModel:
     def __init__(
-        self, path: str, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False
+        self,
+        path: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        trust_remote_code: bool = False,
+        allow_pickle: bool = False,
     ) -> None:
         self.model = load_causal_model(
-            path, dtype, device, attention="eager", trust_remote_code=trust_remote_code
+            path,
+            dtype,
+            device,
+            attention="eager",
+            trust_remote_code=trust_remote_code,
+            allow_pickle=allow_pickle,
         )
         self.device = device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)

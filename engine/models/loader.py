@@ -52,6 +52,7 @@ def load_model(
     *,
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
+    allow_pickle: bool = False,
     native_kernels: bool = True,
     narrow: bool = True,
     check: bool = True,
@@ -62,7 +63,7 @@ def load_model(
     CPU keep weights in 16 bits where that loses nothing. ``check``: refuse a model that over our cache
     deviates from itself.
     """
-    check_folder(path)
+    check_folder(path, allow_pickle=allow_pickle)
     path = _expanded(path)
     if device_map is None and (llama := _by_name(path, dtype, device, native_kernels, narrow)) is not None:
         return llama
@@ -72,6 +73,7 @@ def load_model(
         device,
         device_map=device_map,
         trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
         native_kernels=native_kernels,
         narrow=narrow,
     )
@@ -120,12 +122,19 @@ def load_decoder(
     *,
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
+    allow_pickle: bool = False,
     native_kernels: bool = True,
     narrow: bool = True,
 ) -> DecoderModel | EncoderDecoderModel:
     """The model at ``path`` by transformers' module, with linear layers of our own on a CPU."""
     module = load_causal_model(
-        path, dtype, device, ATTENTION_NAME, device_map=device_map, trust_remote_code=trust_remote_code
+        path,
+        dtype,
+        device,
+        ATTENTION_NAME,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
     )
     device = module.get_input_embeddings().weight.device
     facts = ModelFacts(module.config, module.generation_config, count(module), dtype, device)
@@ -151,9 +160,10 @@ def load_causal_model(
     *,
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
-    check_folder(path)
+    check_folder(path, allow_pickle=allow_pickle)
     path = _expanded(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -167,6 +177,7 @@ def load_causal_model(
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
+            use_safetensors=None if allow_pickle else True,
             device_map=device_map,
             output_loading_info=True,
         )

@@ -89,13 +89,13 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);
 /* sampling.c */
 void process(float *probs, const float *logits, const Processors *processors, float *scratch,
              int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
-void exponential_race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
+void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
                       int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
 void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
                  int64_t num_threads);
 int64_t sample_residual(const float *target, const float *draft, double scale, double uniform, int64_t vocab);
 int is_distribution(const float *logits, int64_t vocab);
-void argmax(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab);
+int64_t argmax(const float *logits, int64_t vocab);
 
 #endif

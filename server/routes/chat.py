@@ -6,22 +6,13 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from server.auth import api_key_of
-from server.choice import ChoiceDelta, FinishedChoice
-from server.logprobs import ScoredToken, chat_logprobs
-from server.openapi import answer_or_stream
-from server.prompt import chat_prompt, predicted_tokens
-from server.routes.common import (
-    CHUNK_STREAM,
-    ChunkWriter,
-    GenerationContext,
-    check_request,
-    check_room,
-    prompt_limits,
-    respond,
-    start_generation,
-)
-from server.routes.json_route import JsonRoute, in_thread_if_long
+from server.http.auth import api_key_of
+from server.http.json_route import JsonRoute, in_thread_if_long
+from server.http.openapi import answer_or_stream
+from server.routes.checks import check_request, check_room, prompt_limits
+from server.routes.context import GenerationContext
+from server.routes.submit import start_generation
+from server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
 from server.schemas.chat import (
     AssistantMessage,
     ChatChoice,
@@ -34,6 +25,9 @@ from server.schemas.chat import (
 from server.schemas.examples import CHATS
 from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
+from server.text.choice import ChoiceDelta, FinishedChoice
+from server.text.logprobs import ScoredToken, chat_logprobs
+from server.text.prompt import chat_prompt, predicted_tokens
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
@@ -81,7 +75,7 @@ class ChatWriter(ChunkWriter):
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
             choice = self._chunk_choice(delta)
-            if delta.text or delta.finish_reason or choice.token_ids:
+            if delta.text or delta.finish_reason or choice.token_ids or choice.origins:
                 yield ChatChunk(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:
             yield ChatChunk(**context.header(), choices=[], **context.totals())
@@ -103,6 +97,7 @@ class ChatWriter(ChunkWriter):
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=self._context.token_ids(choice.token_ids),
+            origins=self._context.origins(choice.origins),
         )
 
     def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
@@ -113,6 +108,7 @@ class ChatWriter(ChunkWriter):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=self._context.token_ids(delta.token_ids),
+            origins=self._context.origins(delta.origins) or None,
         )
 
     def _logprobs(self, scored: list[ScoredToken]) -> ChatLogprobs | None:

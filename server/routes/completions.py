@@ -8,26 +8,20 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from engine.messages import TokenLogprob
-from server.auth import api_key_of
-from server.choice import ChoiceDelta, FinishedChoice
-from server.logprobs import ScoredToken, completion_logprobs, echoed_tokens
-from server.openapi import answer_or_stream
-from server.prompt import completion_prompts, num_prompts, predicted_tokens
-from server.routes.common import (
-    CHUNK_STREAM,
-    ChunkWriter,
-    GenerationContext,
-    check_request,
-    check_room,
-    prompt_limits,
-    respond,
-    start_generation,
-)
-from server.routes.json_route import JsonRoute, in_thread_if_long
+from server.http.auth import api_key_of
+from server.http.json_route import JsonRoute, in_thread_if_long
+from server.http.openapi import answer_or_stream
+from server.routes.checks import check_request, check_room, prompt_limits
+from server.routes.context import GenerationContext
+from server.routes.submit import start_generation
+from server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
 from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
 from server.schemas.examples import COMPLETIONS
 from server.schemas.logprobs import CompletionLogprobs
 from server.services import ServicesDep
+from server.text.choice import ChoiceDelta, FinishedChoice
+from server.text.logprobs import ScoredToken, completion_logprobs, echoed_tokens
+from server.text.prompt import completion_prompts, num_prompts, predicted_tokens
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
@@ -77,7 +71,7 @@ class CompletionWriter(ChunkWriter):
                 choice = await asyncio.to_thread(self._chunk_choice, delta, is_first)
             else:
                 choice = self._chunk_choice(delta, is_first)
-            if choice.text or choice.token_ids or choice.finish_reason:
+            if choice.text or choice.token_ids or choice.origins or choice.finish_reason:
                 yield Completion(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:
             yield Completion(**context.header(), choices=[], **context.totals())
@@ -90,6 +84,7 @@ class CompletionWriter(ChunkWriter):
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=self._context.token_ids(choice.token_ids),
+            origins=self._context.origins(choice.origins),
             prompt_logprobs=self._context.prompt_logprobs(choice.prompt_scored),
             prompt_token_ids=self._prompt_token_ids(choice.index),
         )
@@ -104,6 +99,7 @@ class CompletionWriter(ChunkWriter):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=self._context.token_ids(delta.token_ids),
+            origins=self._context.origins(delta.origins) or None,
             prompt_token_ids=self._prompt_token_ids(delta.index) if is_first else None,
         )
 

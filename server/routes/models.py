@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from server.errors import ErrorAnswer
-from server.routes.common import check_model
+from server.routes.checks import check_model
 from server.sampling_params import longest_request
 from server.services import Services, ServicesDep
 

@@ -7,21 +7,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from server.auth import api_key_of
-from server.choice import FinishedChoice
 from server.errors import ApiError
-from server.logprobs import ScoredToken, chat_logprobs
-from server.openapi import answer_or_stream
-from server.prompt import chat_prompt
-from server.routes.common import (
-    GenerationContext,
-    check_request,
-    check_room,
-    prompt_limits,
-    respond,
-    start_generation,
-)
-from server.routes.json_route import JsonRoute, in_thread_if_long
+from server.http.auth import api_key_of
+from server.http.json_route import JsonRoute, in_thread_if_long
+from server.http.openapi import answer_or_stream
+from server.http.sse import typed_event
+from server.routes.checks import check_request, check_room, prompt_limits
+from server.routes.context import GenerationContext
+from server.routes.submit import start_generation
+from server.routes.writer import respond
+from server.schemas.answer import TokenOrigin
 from server.schemas.examples import RESPONSES
 from server.schemas.logprobs import ChatTokenLogprob
 from server.schemas.responses import (
@@ -36,7 +31,9 @@ from server.schemas.responses import (
     Status,
 )
 from server.services import ServicesDep
-from server.sse import typed_event
+from server.text.choice import FinishedChoice
+from server.text.logprobs import ScoredToken, chat_logprobs
+from server.text.prompt import chat_prompt
 
 EVENT_STREAM = (
     "Named events whose data is JSON with a `type`, from `response.created` to `response.completed`, "
@@ -87,9 +84,12 @@ class ResponsesWriter:
                 for event in self._opening():
                     yield event
             choice.add(delta)
-            if delta.text or delta.scored:
+            if delta.text or delta.scored or delta.origins:
                 yield self._text_event(
-                    "delta", delta=delta.text, logprobs=_as_json(self._logprobs(delta.scored))
+                    "delta",
+                    delta=delta.text,
+                    logprobs=_as_json(self._logprobs(delta.scored)),
+                    **_origins_as_json(self._context.origins(delta.origins)),
                 )
         for event in self._closing(choice):
             yield event
@@ -113,7 +113,12 @@ class ResponsesWriter:
         (item,) = answer.output
         (part,) = item.content
         return [
-            self._text_event("done", text=part.text, logprobs=_as_json(part.logprobs)),
+            self._text_event(
+                "done",
+                text=part.text,
+                logprobs=_as_json(part.logprobs),
+                **_origins_as_json(part.origins),
+            ),
             self._part_event("done", part),
             self._event("response.output_item.done", output_index=0, item=item.model_dump(mode="json")),
             self._event(f"response.{answer.status}", response=answer.model_dump(mode="json")),
@@ -137,7 +142,11 @@ class ResponsesWriter:
 
     def _finished(self, choice: FinishedChoice) -> ResponsesAnswer:
         is_complete = choice.finish_reason == "stop"
-        part = OutputText(text=choice.text, logprobs=self._logprobs(choice.scored))
+        part = OutputText(
+            text=choice.text,
+            logprobs=self._logprobs(choice.scored),
+            origins=self._context.origins(choice.origins),
+        )
         usage = self._context.generation.usage()
         return self._answer(
             "completed" if is_complete else "incomplete",
@@ -183,6 +192,11 @@ class ResponsesWriter:
             return []
         vocabulary = self._context.model.tokenizer.vocabulary
         return chat_logprobs(scored, self._body.top_logprobs or 0, vocabulary).content
+
+
+def _origins_as_json(origins: list[TokenOrigin] | None) -> dict[str, Any]:
+    """A field of an event, or none."""
+    return {} if origins is None else {"origins": [entry.model_dump(mode="json") for entry in origins]}
 
 
 def _as_json(logprobs: list[ChatTokenLogprob]) -> list[dict[str, Any]]:

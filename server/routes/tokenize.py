@@ -6,18 +6,18 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Response
 
 from server.errors import InvalidRequestError
-from server.large_json import write_json
-from server.openapi import BODY_ERRORS
+from server.http.json_route import JsonRoute
+from server.http.large_json import write_json
+from server.http.openapi import BODY_ERRORS
 from server.parameters import check_messages
-from server.prompt import PromptLimits, check_characters, check_token_ids, render_chat
-from server.routes.common import check_model, ignored_header, prompt_limits
-from server.routes.json_route import JsonRoute
+from server.routes.checks import check_model, ignored_header, prompt_limits
 from server.sampling_params import longest_request
 from server.schemas.chat import TemplateFields
 from server.schemas.examples import DETOKENIZE, TOKENIZE
 from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from server.services import Model, Services, ServicesDep
-from server.tokenizer import Tokenizer
+from server.text.prompt import PromptLimits, check_characters, check_token_ids, render_chat
+from server.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["tokenize"], route_class=JsonRoute)
 

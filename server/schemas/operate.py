@@ -41,20 +41,24 @@ class PositionAcceptance(BaseModel):
 class Speedup(BaseModel):
     """Over plain decoding of the same rows, whose cost is measured now and then; null where it is not."""
 
-    predicted: float | None = Field(description="Of the plan in force.")
+    predicted: float | None = Field(description="Of the active plan.")
     achieved: float | None = Field(description="Over about the last fifty steps.")
 
 
 class SpeculationState(BaseModel):
     """How this server speculates now, and why."""
 
-    proposer: Method | None = Field(description="Who drafts unless a request says otherwise.")
-    proposers: list[Source] | None = Field(description="Who could; null until the models are loaded.")
+    proposer: Method | None = Field(description="Draft source of requests that do not name one.")
+    proposers: list[Source] | None = Field(
+        description="Draft sources that requests may name; null until the models are loaded."
+    )
     verification: str = Field(description="The setting: how sampled drafts are verified.")
     num_speculative_tokens: int | Literal["auto"] = Field(description="The setting.")
     on: bool | None = Field(description="Whether the last step drafted; null before the first one.")
     why: str
-    draft_length: float | None = Field(description="In force: tokens that a sequence drafts per round.")
+    draft_length: float | None = Field(
+        description="Tokens that a sequence drafts per round now, by the active plan."
+    )
     acceptance_rate: float | None = Field(description="Accepted per drafted token since the worker started.")
     acceptance_by_position: list[PositionAcceptance]
     speedup: Speedup

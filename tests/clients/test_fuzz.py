@@ -27,12 +27,12 @@ from schemathesis.specs.openapi.checks import (
 
 from engine.config import EngineConfig
 from server.app import create_app
-from server.engine_client import WorkerClient
+from server.client.worker_client import WorkerClient
 from server.metrics import Metrics
 from server.schemas.chat import ChatChunk
 from server.schemas.completion import Completion
 from server.settings import Settings
-from server.tokenizer import load_tokenizer
+from server.text.tokenizer import load_tokenizer
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 

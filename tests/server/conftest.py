@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.tokenizer import Tokenizer, load_tokenizer
+from server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.running import RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 

@@ -20,14 +20,14 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.app import create_app
-from server.engine_client import WorkerClient
+from server.client.open_requests import QueueLimits
+from server.client.worker_client import WorkerClient
+from server.client.worker_process import Patience
 from server.launch import bind
 from server.metrics import Metrics
-from server.open_requests import QueueLimits
 from server.services import Services
 from server.settings import Settings
-from server.tokenizer import Tokenizer
-from server.worker_process import Patience
+from server.text.tokenizer import Tokenizer
 from tests.server.orders import WorkerOrders
 
 MODEL = "tiny-model"
@@ -72,6 +72,11 @@ class RunningServer:
                 if sample.name == name and sample.labels == {"model_name": MODEL} | labels:
                     return sample.value
         return 0.0
+
+    def has_metric(self, name: str, **labels: str) -> bool:
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples]
+        return any(sample.name == name and labels.items() <= sample.labels.items() for sample in samples)
 
     @contextmanager
     def unanswered(self, path: str, body: dict[str, Any]) -> Iterator[None]:

@@ -23,7 +23,7 @@ import sys
 from functools import partial
 import server.cli
 import server.launch
-from server.engine_client import WorkerClient
+from server.client.worker_client import WorkerClient
 command = (sys.executable, "-m", "tests.fake_worker", *json.loads(sys.argv[1]))
 server.launch.WorkerClient = partial(WorkerClient, worker_command=command)
 sys.exit(server.cli.main(["serve", *sys.argv[2:]]))
@@ -71,7 +71,7 @@ def serve_process(
         )
     try:
         wait_for(lambda: until in log.read_text(), f"{until!r} in {log}")
-        url = re.search(r"url +(http://\S+)/v1", log.read_text())
+        url = re.search(r"url +(\S+)/v1", log.read_text())
         assert url is not None
         yield ServeProcess(url[1], process, log, orders)
     finally:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from engine.messages import Generate, SamplingParams
-from server.tokenizer import load_tokenizer
+from server.text.tokenizer import load_tokenizer
 from tests.server.conftest import StartServer
 from tests.server.refusals import CHAT, COMPLETIONS, body, refused, refused_raw
 from tests.server.running import MODEL, RunningServer, run_server

@@ -91,6 +91,45 @@ def test_a_file_of_settings_for_commands_without_a_server(tmp_path: Path) -> Non
     assert with_config_file([f"--config={file}"], {}) == []
 
 
-def test_a_wrong_value_of_a_terminal_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert server.cli.main(["generate", "hi", "--temperature", "5"]) == 2
-    assert capsys.readouterr().err.startswith("foretoken generate: error: temperature: Input should be less")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("serve --port", "argument --port: expected one argument."),
+        ("serve --port x", "port: Input should be a valid integer"),
+        ("serve --cache-memory 12XB", "cache_memory: could not interpret byte unit: XB"),
+        ("serve one two", "unrecognized arguments: two."),
+        ("generate", "the following arguments are required: PROMPT."),
+        ("generate hi --temperature 5", "temperature: Input should be less"),
+        ("generate hi --max-tokens", "argument --max-tokens: expected one argument."),
+        ("generate hi --target", "argument --target: expected one argument."),
+        ("generate hi --tempratur 1", "Unknown flag --tempratur. Did you mean --temperature?"),
+        ("check two words", "unrecognized arguments: two words."),
+        ("check --jsn", "Unknown flag --jsn. Did you mean --json?"),
+        ("check --device-map most", "device_map: Input should be"),
+        ("verify-trace", "the following arguments are required: FILE."),
+        ("verify-trace a.json --tolerance 0", "tolerance: Input should be greater than 0"),
+        ("bench --foo", "unrecognized arguments: --foo."),
+        ("bench --rate -3", "argument --rate: invalid positive float value: '-3'."),
+        ("bench --extra-body {", "argument --extra-body: not JSON: "),
+    ],
+)
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    """Neither a traceback nor a page of usage, whatever the command."""
+    command, *rest = arguments.split()
+    try:
+        code = server.cli.main([command, *rest])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    output = capsys.readouterr()
+    (line,) = output.err.splitlines()
+    assert (code, output.out) == (2, "")
+    assert line.startswith(f"foretoken {command}: error: {message}")
+
+
+@pytest.mark.parametrize("command", ["generate", "check", "verify-trace"])
+def test_help_of_a_terminal_command(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert server.cli.main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: foretoken {command} ")
+    for expected in ("--cache-memory-share NUMBER", "--[no-]self-check", "--max-num-sequences N"):
+        assert expected in text

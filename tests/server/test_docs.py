@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from server import errors
+from server.http import error_handlers
 from server.metrics import Metrics
 from server.schemas.chat import ChatRequest
 from server.schemas.common import SpeculationOptions
@@ -46,7 +47,7 @@ def test_fields(model: type) -> None:
 def test_error_codes() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes = {kind.code for kind in kinds if issubclass(kind, errors.ApiError) and kind.__subclasses__() == []}
-    codes |= set(errors._FRAMEWORK_CODES.values()) | set(errors._VALIDATION_CODES.values())
+    codes |= set(error_handlers._FRAMEWORK_CODES.values()) | set(error_handlers._VALIDATION_CODES.values())
     assert codes - {None, "client_disconnected"} <= WORDS
 
 

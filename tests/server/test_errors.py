@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from server.parameters import UNSUPPORTED
-from server.tokenizer import load_tokenizer
+from server.text.tokenizer import load_tokenizer
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer

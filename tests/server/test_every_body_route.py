@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.engine_client import WorkerClient
+from server.client.worker_client import WorkerClient
 from server.metrics import Metrics
 from server.settings import Settings
 from tests.server.conftest import StartServer

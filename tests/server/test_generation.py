@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
-from server.choice import ChoiceDelta, FinishedChoice
-from server.engine_stream import EngineStream
+from server.client.engine_stream import EngineStream
 from server.errors import EngineError
 from server.generation import Generation, Job
 from server.metrics import Metrics
-from server.prompt import TokenPrompt
-from server.tokenizer import Tokenizer
+from server.text.choice import ChoiceDelta, FinishedChoice
+from server.text.prompt import TokenPrompt
+from server.text.tokenizer import Tokenizer
 
 STOP = "ab"
 

@@ -10,14 +10,14 @@ import pytest
 from pydantic import TypeAdapter
 
 from server.errors import RequestTooLargeError
-from server.large_json import BATCH, write_json
+from server.http.json_body import MAX_CONTAINERS, MAX_VALUES, parse_json
+from server.http.large_json import BATCH, write_json
 from server.schemas.chat import ChatRequest
 from server.schemas.completion import CompletionRequest
-from server.schemas.json_body import MAX_CONTAINERS, MAX_VALUES, parse_json
 from server.schemas.logprobs import CompletionLogprobs
 from server.schemas.responses import ResponsesRequest
 from server.schemas.tokenize import DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 from tests.server.conftest import StartServer
 from tests.server.refusals import CHAT, COMPLETIONS, refused
 from tests.server.running import RunningServer

@@ -3,7 +3,7 @@
 import pytest
 
 from server.errors import InvalidRequestError
-from server.schemas.json_body import MAX_DEPTH, parse_json
+from server.http.json_body import MAX_DEPTH, parse_json
 from tests.server.refusals import CHAT, COMPLETIONS, body, refused_raw
 from tests.server.running import MODEL, RunningServer
 

@@ -12,7 +12,7 @@ from server.launch import capacity
 from server.sampling_params import build_sampling_params, longest_request
 from server.schemas.completion import CompletionRequest
 from server.settings import RequestSettings, Settings
-from server.tokenizer import load_tokenizer
+from server.text.tokenizer import load_tokenizer
 
 WORKER = Ready(
     target="target",
@@ -36,7 +36,7 @@ def worker(**fields: Any) -> Ready:
 def test_capacity() -> None:
     assert capacity(Settings(), WORKER) == [
         "Ready on cuda:0 in bfloat16.",
-        "  drafting  as many tokens a round as pays, by the draft model",
+        "  drafting  length auto; source: the draft model",
         "  cache     2,000 blocks of 16 tokens: 32,000 tokens for each model",
         "  requests  up to 4,000 tokens, prompt and output together; 8 of that length at once",
     ]
@@ -61,10 +61,10 @@ def test_requests_at_once_are_limited_by_the_setting_too() -> None:
 @pytest.mark.parametrize(
     ("length", "fields", "words"),
     [
-        (1, {"method": "ngram"}, "1 token a round, by n-grams of the text so far"),
-        (0, {}, "nothing, unless a request asks for it"),
-        (4, {"method": "none"}, "nothing, unless a request asks for it"),
-        (4, {"method": "none", "methods": []}, "nothing"),
+        (1, {"method": "ngram"}, "length 1; source: n-grams of the text so far"),
+        (0, {}, "off, unless a request asks for it"),
+        (4, {"method": "none"}, "off, unless a request asks for it"),
+        (4, {"method": "none", "methods": []}, "off"),
     ],
 )
 def test_who_drafts(length: int, fields: dict[str, Any], words: str) -> None:

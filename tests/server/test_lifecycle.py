@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from engine.lifeline import PARENT_VARIABLE
-from server.engine_client import WORKER_COMMAND
-from server.temp_folders import SocketFolder, sweep
-from server.worker_process import worker_environment
+from server.client.temp_folders import SocketFolder, sweep
+from server.client.worker_client import WORKER_COMMAND
+from server.client.worker_process import worker_environment
 from tests.server.conftest import StartServer
 from tests.server.refusals import COMPLETIONS
 from tests.server.running import PATIENCE_SECONDS, wait_for

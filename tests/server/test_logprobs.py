@@ -9,9 +9,9 @@ import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from engine.messages import TokenLogprob
-from server.logprobs import ScoredToken, chat_logprobs, completion_logprobs, echoed_tokens
-from server.prompt import TokenPrompt
-from server.tokenizer import Tokenizer
+from server.text.logprobs import ScoredToken, chat_logprobs, completion_logprobs, echoed_tokens
+from server.text.prompt import TokenPrompt
+from server.text.tokenizer import Tokenizer
 from tests.fake_worker import logprob_at
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer

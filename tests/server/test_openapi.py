@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.openapi import TAGS
+from server.http.openapi import TAGS
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer
 

@@ -1,8 +1,12 @@
 """``foretoken serve`` as a process: start-up, friendly failures, and an orderly end."""
 
+import shutil
 import signal
 import socket
+import ssl
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,14 +17,14 @@ import pytest
 
 import server.cli
 import server.launch
-from server.engine_client import WorkerClient
+from server.client.worker_client import WorkerClient
 from tests.server.running import PATIENCE_SECONDS, wait_for
 from tests.server.serve_process import body, serve_process
 
 FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
 
 
-def test_serves_until_it_is_told_to_stop(model_folder: Path, tmp_path: Path) -> None:
+def test_serves_until_a_signal_stops_it(model_folder: Path, tmp_path: Path) -> None:
     with serve_process(model_folder, tmp_path) as serve:
         assert (
             httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=PATIENCE_SECONDS).status_code
@@ -76,3 +80,55 @@ def test_sdk_waits_until_the_models_are_loaded(model_folder: Path, tmp_path: Pat
             wait_for(lambda: were_refused(2), "a refusal")
             serve.worker.go_on()
             assert answer.result().choices
+
+
+def test_a_unix_socket(model_folder: Path, tmp_path: Path) -> None:
+    """It takes requests, and takes the place of a killed server's, but not of a running one's."""
+    with tempfile.TemporaryDirectory() as folder:  # short: a socket's path may have 107 characters
+        path = Path(folder) / "s"
+        for _ in range(2):
+            with (
+                serve_process(model_folder, tmp_path, "--uds", str(path)) as serve,
+                httpx.Client(
+                    transport=httpx.HTTPTransport(uds=str(path)), timeout=PATIENCE_SECONDS
+                ) as client,
+            ):
+                assert serve.url == f"unix:{path}"
+                answer = client.post("http://server/v1/completions", json=body(max_tokens=3))
+                assert answer.json()["usage"]["completion_tokens"] == 3
+                second = ["serve", "--target", str(model_folder), "--uds", str(path)]
+                assert server.cli.main(second) == 1
+            assert path.is_socket()  # left by the one that was killed
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with the openssl command")
+def test_tls(model_folder: Path, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        + ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
+        + ["-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True,
+        capture_output=True,
+    )
+    files = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    with serve_process(model_folder, tmp_path, *files) as serve:
+        assert serve.url.startswith("https://127.0.0.1:")
+        trusting = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=serve.url, verify=trusting, timeout=PATIENCE_SECONDS) as client:
+            assert client.post("/v1/completions", json=body(max_tokens=3)).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{serve.url}/health", timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_tls_files_that_do_not_work(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    file = tmp_path / "cert.pem"
+    if content is not None:
+        file.write_text(content)
+    files = ["--ssl-certfile", str(file), "--ssl-keyfile", str(file)]
+    assert server.cli.main(["serve", "--target", str(model_folder), "--port", "0", *files]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ssl_certfile" in line

@@ -1,5 +1,6 @@
 """``GET /speculation`` and its gauge: what the policy says of itself, and what is known without one."""
 
+import json
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ from engine.messages import DraftCounts, Stats
 from server.metrics import Metrics
 from server.settings import Settings
 from server.speculation_state import speculation_state
+from tests.server.conftest import StartServer
 from tests.server.test_launch import worker
 
 STATS = Stats(
@@ -53,7 +55,7 @@ def test_auto_tells_what_it_measured() -> None:
     [
         ({}, 4, True, "on: the draft length is fixed"),
         ({}, 0, False, "off: num_speculative_tokens is 0"),
-        ({"method": "none"}, 4, False, "off: nobody drafts"),
+        ({"method": "none"}, 4, False, "off: no draft source is configured"),
     ],
 )
 def test_fixed_lengths_estimate_nothing(fields: dict[str, Any], num_tokens: int, on: bool, why: str) -> None:
@@ -64,6 +66,28 @@ def test_fixed_lengths_estimate_nothing(fields: dict[str, Any], num_tokens: int,
     assert state.on is on
     assert state.why.startswith(why)
     assert (state.speedup.predicted, state.speedup.achieved) == (None, None)
+
+
+def test_no_answer_has_a_number_that_json_lacks(start_server: StartServer) -> None:
+    """Whatever the policy divides by zero; fixed lengths have no estimate at all."""
+    with start_server(num_speculative_tokens=3) as server:
+
+        def read() -> Any:
+            return json.loads(server.get("/speculation").text, parse_constant=pytest.fail)
+
+        assert read()["speedup"] == {"predicted": None, "achieved": None}
+        rates = {"achieved": math.nan, "plain": 1.0}
+        server.services.engine.speculation.update(
+            AUTO
+            | {
+                "predicted_speedup": math.nan,
+                "tokens_per_second": rates,
+                "costs": {"score": [math.inf, -math.inf]},
+            }
+        )
+        answer = read()
+        assert answer["speedup"] == {"predicted": None, "achieved": None}
+        assert answer["policy"]["costs"] == {"score": [None, None]}
 
 
 def test_before_anything_ran() -> None:

@@ -7,8 +7,8 @@ import pytest
 from starlette.types import Message
 
 from server.errors import NotReadyError
+from server.http.sse import DONE, EventStreamResponse, chunk_event, error_event
 from server.schemas.completion import Completion
-from server.sse import DONE, EventStreamResponse, chunk_event, error_event
 from tests.server.virtual_time import in_virtual_time
 
 PING = b": ping\n\n"

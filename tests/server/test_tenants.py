@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.open_requests import FairShare
-from server.tokenizer import Tokenizer
+from server.client.open_requests import FairShare
+from server.text.tokenizer import Tokenizer
 from tests.server.conftest import StartServer
 from tests.server.refusals import COMPLETIONS, refused
 from tests.server.running import RunningServer

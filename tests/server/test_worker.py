@@ -194,6 +194,41 @@ def test_logits_that_are_no_distribution_fail_their_request_only(
         assert server.metric("foretoken_request_errors_total", code="invalid_logits") == 1
 
 
+VLLM_NAMES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "num_preemptions_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "request_success_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    *(
+        f"{name}_{part}"
+        for name in (
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "e2e_request_latency_seconds",
+            "request_queue_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_prompt_tokens",
+            "request_generation_tokens",
+        )
+        for part in ("bucket", "sum", "count")
+    ),
+)
+VLLM_LABELS = {
+    "request_success_total": {"finished_reason": "length"},
+    "spec_decode_num_accepted_tokens_per_pos_total": {"position": "0"},
+}
+
+
 def test_metrics_are_exact(start_server: StartServer) -> None:
     with start_server() as server:
         with server.one_step_at_a_time(40):
@@ -205,6 +240,12 @@ def test_metrics_are_exact(start_server: StartServer) -> None:
         assert server.metric("foretoken_request_queue_time_seconds_count") == 1
         assert server.metric("foretoken_request_queue_time_seconds_sum") == QUEUE_SECONDS
         assert server.metric("foretoken_e2e_request_latency_seconds_count") == 1
+        latency = server.metric("foretoken_e2e_request_latency_seconds_sum")
+        first = server.metric("foretoken_time_to_first_token_seconds_sum")
+        decode = server.metric("foretoken_request_decode_time_seconds_sum")
+        assert first + decode == pytest.approx(latency)
+        prefill = server.metric("foretoken_request_prefill_time_seconds_sum")
+        assert prefill == pytest.approx(max(0.0, first - QUEUE_SECONDS))
         # Ten rounds of four tokens: the first one has nothing before it.
         assert server.metric("foretoken_round_interval_seconds_count") == 9
         assert server.metric("foretoken_inter_token_latency_seconds_count") == 36
@@ -217,6 +258,43 @@ def test_metrics_are_exact(start_server: StartServer) -> None:
         assert server.metric("foretoken_spec_decode_num_draft_tokens_per_pos_total", position="0") == 10
         assert server.metric("foretoken_kv_cache_usage_perc", model="target") == 0
         assert server.metric("foretoken_phase_seconds_total", phase="score") == 1.0
+
+
+def test_metrics_have_vllms_names(start_server: StartServer) -> None:
+    """The names that vLLM's dashboards, KEDA examples and the Kubernetes inference gateway query."""
+    with start_server(metrics_prefix="vllm:") as server:
+        server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 8})
+        server.post(COMPLETIONS, {"prompt": 3})
+        for name in VLLM_NAMES:
+            labels = VLLM_LABELS.get(name, {})
+            assert server.has_metric(f"vllm:{name}", **labels), name
+        assert server.metric("vllm:request_success_total", finished_reason="length") == 1
+        assert server.metric("vllm:generation_tokens_total") == 8
+        assert "foretoken_" not in server.get("/metrics").text
+
+
+def test_http_requests_by_route_and_status(start_server: StartServer) -> None:
+    def count(route: str, status: int) -> float:
+        return server.metric("foretoken_http_requests_total", route=route, status=str(status))
+
+    with start_server() as server:
+        server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 8})
+        server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 8, "stream": True})
+        server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": -8})
+        server.get("/v1/models/other")
+        server.get("/no/such/path/1")
+        server.get("/no/such/path/2")
+        assert [count(COMPLETIONS, status) for status in (200, 400)] == [2, 1]
+        assert count("/v1/models/{model_id:path}", 404) == 1
+        assert "/no/such" not in server.get("/metrics").text, (
+            "paths that clients make up would fill the memory"
+        )
+
+
+def test_metrics_of_both_processes(server: RunningServer) -> None:
+    for process in ("server", "worker"):
+        for name in ("resident_memory_bytes", "open_fds", "cpu_seconds_total"):
+            assert server.metric(f"process_{name}", process=process) > 0
 
 
 def test_stop_string_counts_only_what_counts(start_server: StartServer) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.messages import Failed, FromWorker
-from server import worker_process
-from server.worker_process import WorkerProcess
+from server.client import worker_process
+from server.client.worker_process import WorkerProcess
 from tests.server.running import PATIENCE_SECONDS
 
 # Its messages come when it is dead already, as from a connection that has been slow: a child brings them.

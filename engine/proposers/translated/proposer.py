@@ -139,7 +139,7 @@ class TranslatedDraftProposer:
             state.stored += token_ids
             if num_steps:
                 rows.append(_Row(state, indices[id(part)], wanted, num_steps))
-        self._append_likeliest(rows, spans)
+        self._append_argmax(rows, spans)
         return rows
 
     def _draft(self, rows: list[_Row]) -> None:
@@ -150,9 +150,9 @@ class TranslatedDraftProposer:
                 newest = row.drafted[-1:]
                 spans.append(Span(row.state.table, newest, 1))
                 row.state.stored += newest
-            self._append_likeliest(active, spans)
+            self._append_argmax(active, spans)
 
-    def _append_likeliest(self, rows: list[_Row], spans: list[Span]) -> None:
+    def _append_argmax(self, rows: list[_Row], spans: list[Span]) -> None:
         """``rows`` are those whose spans ask for logits, in the spans' order."""
         if not spans:
             return

@@ -1,0 +1,15 @@
+"""How the terminal's commands read their options: the engine's settings and their own, as ``serve`` does."""
+
+from pydantic_settings import SettingsConfigDict
+
+
+def command_options(name: str) -> SettingsConfigDict:
+    """Errors are exceptions, which ``server.cli`` prints as one line."""
+    return SettingsConfigDict(
+        env_prefix="FORETOKEN_",
+        cli_prog_name=f"foretoken {name}",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_exit_on_error=False,
+        extra="forbid",
+    )

@@ -1,0 +1,87 @@
+"""How results are shown: a table on stdout, progress on stderr, JSON and a picture in files.
+
+rich leaves colours out where the stream is no terminal, or NO_COLOR is set.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+# Wide enough for every table where there is no terminal whose width would count.
+PLAIN_WIDTH = 250
+
+T = TypeVar("T")
+
+
+def note(text: str) -> None:
+    """Progress goes to stderr; stdout has the tables only."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def with_progress(items: Sequence[T], name: str) -> Iterable[T]:
+    """A bar on stderr while they are worked on, if that is a terminal. Refreshed seldom: load is measured."""
+    out = Console(stderr=True)
+    return track(items, name, console=out, transient=True, refresh_per_second=1, disable=not out.is_terminal)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linear between the two nearest ranks."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    print("  ".join(f"{key.replace('_', ' ')}: {format_cell(value)}" for key, value in facts.items()))
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Columns from the first row's keys; None is shown as -."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for place, key in enumerate(rows[0]):
+        table.add_column(key.replace("_", " "), justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(format_cell, row.values()))
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    out = Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    out.print(f"\n{title}")
+    out.print(table)
+
+
+def format_cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.2f}"
+    return str(value)
+
+
+def write_json(path: Path | None, document: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(document, indent=2) + "\n")
+        note(f"Wrote {path}")
+
+
+def save(path: Path | None, document: Mapping[str, Any], draw: Callable[[Any], None]) -> None:
+    """The document as JSON at ``path``, and beside it a PNG of what ``draw`` puts on a matplotlib figure."""
+    if path is None:
+        return
+    write_json(path, document)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        note("No picture: matplotlib is not installed; it comes with: pip install 'foretoken[bench]'")
+        return
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    draw(figure)
+    picture = path.with_suffix(".png")
+    figure.savefig(picture, dpi=120)
+    note(f"Wrote {picture}")

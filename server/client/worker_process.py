@@ -1,0 +1,206 @@
+"""One run of the worker process: spawn it, talk to it over a ZeroMQ pair, watch it, wait for its end.
+
+Knows the border's bytes but not what the messages mean; ``server.client.worker_client`` starts a new run
+when one dies.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from engine.config import EngineConfig
+from engine.heartbeat import heartbeat_address
+from engine.lifeline import PARENT_VARIABLE
+from engine.messages import FromWorker, Heartbeat, Shutdown, ToWorker, decode_from_worker, encode
+from server.client.temp_folders import SocketFolder
+from server.settings import ENV_PREFIX
+
+# How long to wait for the end of a dead worker's connection. One that never had any takes as long.
+LAST_MESSAGES_SECONDS = 2.0
+STOP_SECONDS = 5.0
+# How often a worker is looked at; its heartbeats come about as often.
+LOOK_SECONDS = 1.0
+
+
+class WorkerHungError(Exception):
+    """The worker runs and does nothing; the message says how that was noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """In seconds. ``heartbeat`` is how long a worker may be silent after its first sign of life, ``step`` how
+    long its loop may be in one step."""
+
+    heartbeat: float = 30.0
+    step: float = 600.0
+
+
+class WorkerProcess:
+    """A spawned worker. Create it with ``start``, then await ``run`` until the process ends."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        context: zmq.asyncio.Context,
+        socket: zmq.asyncio.Socket,
+        connection_ends: zmq.asyncio.Socket,
+        heartbeats: zmq.asyncio.Socket,
+        folder: SocketFolder,
+    ) -> None:
+        self._process = process
+        self._context = context
+        self._socket = socket
+        self._connection_ends = connection_ends
+        self._heartbeats = heartbeats
+        self._folder = folder
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+
+    @classmethod
+    async def start(cls, command: Sequence[str], config: EngineConfig, number: int) -> "WorkerProcess":
+        folder = SocketFolder()
+        address = f"ipc://{folder.path / f'worker-{number}.sock'}"
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.PAIR)
+        socket.set_hwm(0)  # the front end limits its queue itself; a full socket would only hide tokens
+        socket.linger = 0
+        connection_ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        heartbeats = context.socket(zmq.PULL)
+        try:
+            socket.bind(address)
+            heartbeats.bind(heartbeat_address(address))
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *("--socket", address, "--config", config.model_dump_json()),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the front end, which then stops the worker in order
+                env=worker_environment(os.environ),
+            )
+        except BaseException:
+            _close(context, socket, connection_ends, heartbeats, folder)
+            raise
+        return cls(process, context, socket, connection_ends, heartbeats, folder)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: ToWorker) -> None:
+        """Encoded at once: a message that cannot be is the error of who sends it, not of the connection."""
+        self._outbox.put_nowait(encode(message))
+
+    async def run(self, on_message: Callable[[FromWorker], None], patience: Patience | None = None) -> int:
+        """Pass on every message until the process has ended; return its exit code.
+
+        Raises ``WorkerHungError`` once it has taken longer than ``patience`` has.
+        """
+        exited = asyncio.create_task(self._process.wait())
+        receiving = asyncio.create_task(self._receive(on_message))
+        sending = asyncio.create_task(self._send())
+        watching = asyncio.create_task(self._watch(patience or Patience()))
+        tasks: set[asyncio.Task[Any]] = {exited, receiving, sending, watching}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done():
+                await self._let_arrive(receiving)
+            for task in (receiving, sending, watching):
+                if task.done():
+                    task.result()  # none of these loops ends but by an error
+            return await self._process.wait()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._end()
+
+    async def stop(self, *, at_once: bool) -> None:
+        """Ask the process to leave, then make it; ``run`` returns afterwards. Not asked ``at_once``: while it
+        loads it would not hear."""
+        if not at_once:
+            self.send(Shutdown())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+                return
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    async def _let_arrive(self, receiving: "asyncio.Task[None]") -> None:
+        """A dead worker's last messages. All have come once the connection ends, however long that takes."""
+        ended = asyncio.ensure_future(self._connection_ends.recv_multipart())
+        tasks: set[asyncio.Future[Any]] = {ended, receiving}
+        await asyncio.wait(tasks, timeout=LAST_MESSAGES_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        while not receiving.done() and self._has_message():
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the last one is still on its way to ``receiving``
+
+    def _has_message(self) -> bool:
+        events = self._socket.get(zmq.EVENTS)
+        return isinstance(events, int) and bool(events & zmq.POLLIN)
+
+    async def _receive(self, on_message: Callable[[FromWorker], None]) -> None:
+        while True:
+            on_message(decode_from_worker(await self._socket.recv()))
+
+    async def _watch(self, patience: Patience) -> None:
+        """From the first heartbeat on, which comes once the worker has imported the engine.
+
+        Looks are counted, not seconds: a front end that stood still itself has not waited.
+        """
+        look = min(LOOK_SECONDS, patience.heartbeat)
+        silence = None
+        while True:
+            try:
+                message = decode_from_worker(await asyncio.wait_for(self._heartbeats.recv(), look))
+            except TimeoutError:
+                if silence is None:
+                    continue
+                silence += look
+                if silence >= patience.heartbeat:
+                    raise WorkerHungError(
+                        f"The worker gave no sign of life for {patience.heartbeat:g} s (heartbeat_timeout)."
+                    ) from None
+                continue
+            assert isinstance(message, Heartbeat)
+            if message.step_seconds > patience.step:
+                raise WorkerHungError(
+                    f"The worker has been in one step for {message.step_seconds:.0f} s (step_timeout)."
+                )
+            silence = 0.0
+
+    async def _send(self) -> None:
+        while True:
+            await self._socket.send(await self._outbox.get())
+
+    async def _end(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        _close(self._context, self._socket, self._connection_ends, self._heartbeats, self._folder)
+
+
+def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without this server's settings: the worker gets its own by argument, and keys are none of them."""
+    kept = {name: value for name, value in environ.items() if not name.upper().startswith(ENV_PREFIX)}
+    return kept | {PARENT_VARIABLE: str(os.getpid())}
+
+
+def _close(
+    context: zmq.asyncio.Context,
+    socket: zmq.asyncio.Socket,
+    connection_ends: zmq.asyncio.Socket,
+    heartbeats: zmq.asyncio.Socket,
+    folder: SocketFolder,
+) -> None:
+    socket.disable_monitor()
+    connection_ends.close()
+    socket.close()
+    heartbeats.close()
+    context.term()
+    folder.close()

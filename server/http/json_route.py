@@ -1,0 +1,78 @@
+"""The route class of every path with a body: JSON only; a long one is read beside the event loop.
+
+What a body holds is the schemas' business; whether its fields are served is ``server.parameters``'.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect
+
+from server.errors import ClientDisconnectedError, UnsupportedMediaTypeError
+from server.http.error_handlers import invalid_body
+from server.http.json_body import parse_json
+
+# Bytes of a body up to which work on it is done at once: a trip to another thread would take longer.
+SHORT_BODY = 2048
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class JsonRequest(Request):
+    """A request whose body has been validated already; FastAPI takes an instance of the model as it is."""
+
+    parsed: Any = None
+
+    async def json(self) -> Any:
+        return self.parsed
+
+
+class JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        assert self.body_field is not None
+        annotation: Any = self.body_field.field_info.annotation
+        model: TypeAdapter[Any] = TypeAdapter(annotation)
+
+        def read(content: bytes) -> Any:
+            value = parse_json(content)
+            try:
+                return model.validate_python(value)
+            except ValidationError as error:
+                raise invalid_body(error, value) from None
+
+        async def read_and_handle(request: Request) -> Response:
+            _require_json(request)
+            request = JsonRequest(request.scope, request.receive)
+            try:
+                content = await request.body()
+            except ClientDisconnect as error:
+                raise ClientDisconnectedError("The client closed the connection.") from error
+            if content:  # FastAPI says what an empty body lacks
+                request.parsed = await in_thread_if_long(request, read, content)
+            return await handle(request)
+
+        return read_and_handle
+
+
+async def in_thread_if_long(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Work on the event loop or, for a long body, beside it, so that other requests go on meanwhile."""
+    if len(await request.body()) <= SHORT_BODY:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def _require_json(request: Request) -> None:
+    """Without this FastAPI would call a form body a wrong type, and a compressed one would be bad UTF-8."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    main, _, sub = media_type.partition("/")
+    if main != "application" or (sub != "json" and not sub.endswith("+json")):
+        raise UnsupportedMediaTypeError("Send the request as JSON with 'Content-Type: application/json'.")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaTypeError("Send the request as it is, without a Content-Encoding.")

@@ -1,0 +1,60 @@
+"""What the routes check of a request before it costs anything: fields, model, number of choices, queue.
+
+Every error has its real HTTP status, because nothing has been sent yet.
+"""
+
+from engine.messages import Ready
+from server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
+from server.parameters import check_parameters
+from server.sampling_params import longest_prompt
+from server.schemas.common import GenerationRequest, SamplingRequest
+from server.services import Services
+from server.text.prompt import PromptLimits
+
+MAX_HEADER_LENGTH = 1000
+
+
+def check_request(body: SamplingRequest, services: Services) -> dict[str, str]:
+    """Refuse what is not served; return the headers that report what is ignored."""
+    check_model(body.model, services)
+    if body.priority and not services.settings.allow_priority:
+        raise UnsupportedParameterError(
+            "This server does not let requests choose their 'priority' (setting allow_priority).",
+            param="priority",
+        )
+    return ignored_header(check_parameters(body, strict=services.settings.strict_parameters))
+
+
+def check_model(name: str, services: Services) -> None:
+    served = services.settings.served_names
+    if name not in served:
+        raise ModelNotFoundError(
+            f"The model '{name}' does not exist; this server has '{', '.join(served)}'.", param="model"
+        )
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """Field names come from the client: keep the header ASCII, printable and short."""
+    escaped = [name.encode("unicode_escape").decode("ascii") for name in names]
+    return {"x-foretoken-ignored": ", ".join(escaped)[:MAX_HEADER_LENGTH]} if names else {}
+
+
+def check_room(body: SamplingRequest, num_prompts: int, services: Services, key: str) -> None:
+    """What can be refused before the prompts are tokenized: too many choices, or a full queue."""
+    num_choices, most = num_prompts * choices_per_prompt(body), services.settings.max_choices
+    if num_choices > most:
+        raise InvalidRequestError(
+            f"{num_choices} choices (prompts times n) were asked for, but at most {most} are allowed "
+            "(max_choices).",
+            param="n",
+        )
+    services.engine.check_room(num_choices, key=key)
+
+
+def choices_per_prompt(body: SamplingRequest) -> int:
+    return isinstance(body, GenerationRequest) and body.n or 1
+
+
+def prompt_limits(services: Services, worker: Ready) -> PromptLimits:
+    max_tokens, context = longest_prompt(worker)
+    return PromptLimits(services.settings.max_prompt_characters, max_tokens, context, worker.vocab_size)

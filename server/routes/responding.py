@@ -1,0 +1,125 @@
+"""Send a generation to the client: as one JSON answer or as a stream, and stop it when the client leaves.
+
+Knows no answer format; each endpoint brings an ``AnswerWriter``.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from server.errors import ApiError, ClientDisconnectedError, internal_error
+from server.generation import Generation
+from server.http.large_json import write_json
+from server.http.request_id import request_id_of
+from server.http.sse import EventStreamResponse
+from server.services import get_services
+from server.text.choice import FinishedChoice
+
+logger = logging.getLogger("foretoken.request")
+
+PING_SECONDS = 15.0
+
+T = TypeVar("T")
+
+
+class AnswerWriter(Protocol):
+    """How one endpoint writes its answers."""
+
+    @property
+    def end(self) -> bytes:
+        """What follows the last event of a stream, failed or not."""
+        ...
+
+    def whole(self, choices: list[FinishedChoice]) -> BaseModel: ...
+
+    def events(self) -> AsyncIterator[bytes]:
+        """The events of a stream as they go over the wire; the first one when the first token exists."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event of an error after the first event."""
+        ...
+
+
+async def respond_whole(
+    request: Request, generation: Generation, writer: AnswerWriter, headers: dict[str, str]
+) -> Response:
+    try:
+        choices = await until_disconnect(request, generation.collect())
+    finally:
+        generation.close()
+    if generation.job.may_be_large:
+        answer = await asyncio.to_thread(lambda: write_json(writer.whole(choices)))
+    else:
+        answer = writer.whole(choices).model_dump_json().encode()
+    return Response(answer, headers=headers, media_type="application/json")
+
+
+async def respond_stream(
+    request: Request, generation: Generation, writer: AnswerWriter, headers: dict[str, str]
+) -> Response:
+    """Wait for the first event before answering, so that an early failure still has its own status."""
+    events = writer.events()
+    first = asyncio.ensure_future(anext(events))
+
+    def close() -> None:
+        first.cancel()
+        generation.close()
+
+    try:
+        # Bounded: after a while a proxy needs to see something.
+        await until_disconnect(request, asyncio.wait({first}, timeout=PING_SECONDS))
+        if first.done():
+            first.result()
+    except BaseException:
+        close()
+        raise
+    count_error = get_services(request).metrics.count_error
+    stream = _until_done(first, events, writer, request_id_of(request.scope), count_error)
+    return EventStreamResponse(stream, close, headers, ping_seconds=PING_SECONDS)
+
+
+async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
+    """Await ``work``, but give it up when the client closes the connection."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnectedError("The client closed the connection.")
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _until_done(
+    first: Awaitable[bytes],
+    events: AsyncIterator[bytes],
+    writer: AnswerWriter,
+    request_id: str,
+    count_error: Callable[[str], None],
+) -> AsyncIterator[bytes]:
+    """The whole stream. The status has been sent, so errors can only be events now."""
+    try:
+        yield await first
+        async for event in events:
+            yield event
+    except ApiError as error:
+        count_error(error.code or error.type)
+        yield writer.failure(error)
+    except Exception:
+        logger.exception("Request %s failed while it was streamed", request_id)
+        count_error("internal_error")
+        yield writer.failure(internal_error(request_id))
+    yield writer.end

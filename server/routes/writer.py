@@ -1,0 +1,44 @@
+"""How completions and chats are sent: one JSON answer, or a stream of chunks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from server.errors import ApiError
+from server.http.sse import DONE, chunk_event, error_event
+from server.routes.context import GenerationContext
+from server.routes.responding import AnswerWriter, respond_stream, respond_whole
+from server.schemas.answer import Answer
+
+CHUNK_STREAM = "`data:` lines, each a chunk as JSON, then `data: [DONE]`."
+
+
+class ChunkWriter(ABC):
+    """An ``AnswerWriter`` of chunks: what completions and chats have in common on the wire."""
+
+    end = DONE
+
+    def __init__(self, context: GenerationContext) -> None:
+        self._context = context
+
+    @abstractmethod
+    def chunks(self) -> AsyncIterator[Answer]: ...
+
+    async def events(self) -> AsyncIterator[bytes]:
+        context = self._context
+        async for chunk in self.chunks():
+            if context.continuous_usage:
+                chunk.usage = context.generation.usage()
+            yield chunk_event(chunk, with_usage=self._context.include_usage)
+
+    def failure(self, error: ApiError) -> bytes:
+        return error_event(error)
+
+
+async def respond(
+    request: Request, context: GenerationContext, writer: AnswerWriter, headers: dict[str, str]
+) -> Response:
+    send = respond_stream if context.body.stream else respond_whole
+    return await send(request, context.generation, writer, headers)

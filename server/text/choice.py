@@ -1,0 +1,202 @@
+"""One choice of a request: the engine's outputs of one sequence in, deltas of text out.
+
+Decides where the choice ends (by a stop string, before the engine knows) and gives each token's
+log-probability out together with its text. ``server.generation`` has one ``ChoiceReader`` per choice.
+"""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
+from server.schemas.answer import TokenOrigin
+from server.text.detokenizer import Detokenizer
+from server.text.logprobs import ScoredToken
+from server.text.origins import OriginReader
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What one or several rounds added to a choice.
+
+    ``text`` may be empty while it is held back; ``scored`` and ``origins`` are of the tokens whose text it
+    completes, if they were asked for, while ``token_ids`` are those of the rounds.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    scored: list[ScoredToken] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
+    prompt_scored: list[TokenLogprob | None] | None = None
+    num_rounds: int = 0
+    stop_reason: str | int | None = None
+
+    def __add__(self, later: Self) -> "ChoiceDelta":
+        return ChoiceDelta(
+            index=self.index,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            finish_reason=later.finish_reason,
+            scored=self.scored + later.scored,
+            origins=self.origins + later.origins,
+            prompt_scored=self.prompt_scored,
+            num_rounds=self.num_rounds + later.num_rounds,
+            stop_reason=later.stop_reason,
+        )
+
+
+@dataclass(slots=True)
+class FinishedChoice:
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    scored: list[ScoredToken] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
+    prompt_scored: list[TokenLogprob | None] | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+        self.scored += delta.scored
+        self.origins += delta.origins
+        self.prompt_scored = self.prompt_scored or delta.prompt_scored
+
+
+class SpeculationCounts(NamedTuple):
+    """Of the rounds that drafted."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def plus(self, other: "SpeculationCounts") -> "SpeculationCounts":
+        return SpeculationCounts(
+            self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted
+        )
+
+
+class PredictionCount:
+    """Which of the prediction's ``length`` tokens appeared in a choice. Without a use nothing counts."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._appeared: set[int] = set()
+        self._is_used = False
+
+    def add(self, use: PredictionUse, num_tokens: int) -> None:
+        """One round; only its first ``num_tokens`` are part of the choice."""
+        self._appeared.update(index for index in use.matched[:num_tokens] if index >= 0)
+        self._is_used = True
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self._appeared)
+
+    @property
+    def num_rejected(self) -> int:
+        return self._length - len(self._appeared) if self._is_used else 0
+
+
+class ChoiceReader:
+    """``text_start`` is where the choice's own text starts: after the echoed prompt."""
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        *,
+        include_stop_string: bool,
+        text_start: int,
+        stop_token_ids: Container[int] = (),
+        prediction_length: int = 0,
+    ) -> None:
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.seed: int | None = None
+        self.trace: list[RoundTrace] = []
+        self.predicted = PredictionCount(prediction_length)
+        self._stop_token_ids = stop_token_ids
+        self.speculation = SpeculationCounts()
+        self._detokenizer = detokenizer
+        self._include_stop_string = include_stop_string
+        self._text_start = text_start
+        self._unshown: list[ScoredToken] = []
+        self._origins = OriginReader()
+
+    def read(self, outputs: Sequence[TokenOutput]) -> ChoiceDelta:
+        """Turn one output or more into text. Not to be called after ``finish_reason`` is set.
+
+        What follows a stop string was on its way when the string was found; it is not looked at.
+        """
+        delta = self._read(outputs[0])
+        for output in outputs[1:]:
+            if self.finish_reason is not None:
+                break
+            delta += self._read(output)
+        return delta
+
+    def _read(self, output: TokenOutput) -> ChoiceDelta:
+        # A stop token ends the text without being part of it.
+        ended_by_token = output.finish_reason == "stop" and not self._include_stop_string
+        piece = self._detokenizer.push(output.token_ids[:-1] if ended_by_token else output.token_ids)
+        text, offsets, num_shown = piece.text, piece.offsets, piece.num_shown
+        self.finish_reason = "stop" if piece.stopped else output.finish_reason
+        stop_reason: str | int | None = piece.stop_string
+        if output.finish_reason is not None and not piece.stopped:
+            last = self._detokenizer.finish()
+            text += last.text
+            num_shown += last.num_shown
+            if ended_by_token:
+                offsets.append(self._detokenizer.num_characters)
+                num_shown += 1
+            if last.stopped:
+                self.finish_reason, stop_reason = "stop", last.stop_string
+            elif output.finish_reason == "stop" and output.token_ids[-1] in self._stop_token_ids:
+                stop_reason = output.token_ids[-1]
+        self._remember(output, len(offsets))
+        return ChoiceDelta(
+            index=self.index,
+            text=text,
+            token_ids=output.token_ids[: len(offsets)],
+            finish_reason=self.finish_reason,
+            scored=self._show(output, offsets, num_shown),
+            origins=self._origins.read(output, text, offsets, num_shown) if output.origins else [],
+            prompt_scored=output.prompt_logprobs,
+            num_rounds=output.num_rounds,
+            stop_reason=stop_reason,
+        )
+
+    def read_prompt(self, output: TokenOutput) -> ChoiceDelta:
+        """The output of a request for no tokens: only what it says about the prompt counts."""
+        self.seed = output.seed
+        return self.end_without_tokens(output.prompt_logprobs)
+
+    def end_without_tokens(self, prompt_scored: list[TokenLogprob | None] | None = None) -> ChoiceDelta:
+        self.finish_reason = "length"
+        return ChoiceDelta(self.index, "", [], "length", prompt_scored=prompt_scored)
+
+    def _remember(self, output: TokenOutput, num_tokens: int) -> None:
+        self.seed = output.seed
+        if output.prediction is not None:
+            self.predicted.add(output.prediction, num_tokens)
+        if output.trace is not None:
+            self.trace.append(output.trace)
+        if output.num_draft_tokens:
+            self.speculation = self.speculation.plus(
+                SpeculationCounts(output.num_rounds, output.num_draft_tokens, output.num_accepted_tokens)
+            )
+
+    def _show(self, output: TokenOutput, offsets: list[int], num_shown: int) -> list[ScoredToken]:
+        """Take in the tokens that counted, give out those whose text is out."""
+        self._unshown += [
+            ScoredToken.of(scored, self._text_start + offset)
+            for scored, offset in zip(output.logprobs or [], offsets, strict=False)
+        ]
+        shown, self._unshown = self._unshown[:num_shown], self._unshown[num_shown:]
+        return shown

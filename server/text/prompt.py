@@ -1,0 +1,178 @@
+"""A request's prompt, in whatever form it came, to the token ids the engine continues.
+
+Uses ``server.text.tokenizer`` for text; knows nothing of sampling. Called by the routes, in a thread, because
+a long prompt takes a while to encode.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from server.errors import ContextLengthError, InvalidRequestError, RequestTooLargeError
+from server.schemas.chat import ChatRequest, Message
+from server.schemas.common import GenerationRequest, TextPart
+from server.schemas.completion import CompletionRequest
+from server.schemas.responses import InputMessage, InputText, ResponsesRequest
+from server.text.tokenizer import ChatTemplateError, Tokenizer
+
+# Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
+TEMPLATE_FIELDS = {"role", "name", "tool_call_id", "reasoning_content"}
+
+
+class TokenPrompt(NamedTuple):
+    """``text`` is what ``echo`` repeats; of given token ids it is there only then."""
+
+    token_ids: list[int]
+    text: str
+
+
+class PromptLimits(NamedTuple):
+    """What a request's prompts may have, checked before anything is tokenized.
+
+    ``max_characters`` is that of all of them together (a setting), ``max_tokens`` that of each, for the
+    reason that ``context`` says.
+    """
+
+    max_characters: int
+    max_tokens: int
+    context: str
+    vocab_size: int
+
+
+def completion_prompts(
+    request: CompletionRequest, tokenizer: Tokenizer, limits: PromptLimits
+) -> list[TokenPrompt]:
+    prompts = _as_prompt_list(request.prompt)
+    check_characters(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), limits, "prompt")
+    if request.truncate_prompt_tokens is None:
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                _check_length(prompt, tokenizer, limits, "prompt")
+    encoded = [_token_prompt(prompt, request, tokenizer, limits.vocab_size) for prompt in prompts]
+    if not all(prompt.token_ids for prompt in encoded):
+        raise InvalidRequestError("The prompt is empty: there is nothing to continue.", param="prompt")
+    return encoded
+
+
+def chat_prompt(
+    request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, limits: PromptLimits
+) -> TokenPrompt:
+    messages = request.messages if isinstance(request, ChatRequest) else input_messages(request)
+    name = request.prompt_field
+    options = request.template_options() if isinstance(request, ChatRequest) else {}
+    text = render_chat(messages, tokenizer, param=name, options=options)
+    check_characters(len(text), limits, name)
+    if request.truncate_prompt_tokens is None:
+        _check_length(text, tokenizer, limits, name)
+    # The template writes the special tokens itself; the tokenizer must not add them again.
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if not token_ids:
+        raise InvalidRequestError("The chat template made an empty prompt.", param=name)
+    return TokenPrompt(token_ids[-(request.truncate_prompt_tokens or len(token_ids)) :], text)
+
+
+def check_characters(num_characters: int, limits: PromptLimits, param: str) -> None:
+    """``RequestTooLargeError`` for more text than the server is willing to tokenize."""
+    if num_characters > limits.max_characters:
+        raise RequestTooLargeError(
+            f"{param} has {num_characters} characters, but at most {limits.max_characters} are allowed "
+            "(max_prompt_characters).",
+            param=param,
+        )
+
+
+def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: str) -> None:
+    """``ContextLengthError`` for a text that cannot fit however it is tokenized."""
+    if len(text) > limits.max_tokens * tokenizer.longest_token:
+        raise ContextLengthError(
+            f"{limits.context}, but the {param} has {len(text)} characters, of which a token holds at most "
+            f"{tokenizer.longest_token}.",
+            param=param,
+        )
+
+
+def render_chat(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, param: str, options: Mapping[str, Any]
+) -> str:
+    """The conversation as the model's template writes it; ``param`` is the request's field at fault."""
+    try:
+        return tokenizer.apply_chat_template([_template_message(message) for message in messages], options)
+    except ChatTemplateError as error:
+        raise InvalidRequestError(str(error), param=param) from error
+
+
+def input_messages(request: ResponsesRequest) -> list[Message]:
+    """The messages of a ``/v1/responses`` request, with the instructions in front."""
+    messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
+    if isinstance(request.input, str):
+        return [*messages, Message(role="user", content=request.input)]
+    items = [item for item in request.input if isinstance(item, InputMessage)]
+    return [*messages, *(Message(role=item.role, content=_input_text(item)) for item in items)]
+
+
+def _input_text(item: InputMessage) -> str:
+    if isinstance(item.content, str):
+        return item.content
+    return "\n".join(part.text for part in item.content if isinstance(part, InputText))
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequestError(
+            f"Token id {max(token_ids)} is not in the vocabulary of {vocab_size} tokens.", param=param
+        )
+
+
+def predicted_tokens(
+    request: GenerationRequest, tokenizer: Tokenizer, limits: PromptLimits
+) -> list[int] | None:
+    """The prediction as the model might write it, and as no prompt begins; None if there is none. Where its
+    tokens are cut otherwise than the output's, drafting finds its place again."""
+    if request.prediction is None:
+        return None
+    text = request.prediction.text
+    check_characters(len(text), limits, "prediction")
+    _check_length(text, tokenizer, limits, "prediction")
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def num_prompts(request: CompletionRequest) -> int:
+    prompt = request.prompt
+    return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+
+
+def _as_prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    token_ids = [item for item in prompt if isinstance(item, int)]
+    return [token_ids] if token_ids else [item for item in prompt if not isinstance(item, int)]
+
+
+def _token_prompt(
+    prompt: str | list[int], request: CompletionRequest, tokenizer: Tokenizer, vocab_size: int
+) -> TokenPrompt:
+    """Truncated where the request says so; token ids get their text only if ``echo`` repeats it."""
+    if isinstance(prompt, str):
+        token_ids, text = tokenizer.encode(prompt, add_special_tokens=True), prompt
+    else:
+        check_token_ids(prompt, vocab_size, "prompt")
+        token_ids, text = prompt, None
+    limit = request.truncate_prompt_tokens
+    if limit is not None and len(token_ids) > limit:
+        token_ids, text = token_ids[-limit:], None
+    if text is None:
+        text = tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else ""
+    return TokenPrompt(token_ids, text)
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """What templates expect: plain text, and 'system' for OpenAI's newer name of the same role."""
+    fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
+    fields["role"] = "system" if message.role == "developer" else message.role
+    fields["content"] = _plain_text(message)
+    return fields
+
+
+def _plain_text(message: Message) -> str:
+    if isinstance(message.content, list):
+        return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
+    return message.content or ""

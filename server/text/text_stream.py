@@ -1,0 +1,94 @@
+"""Token ids of one sequence to text as they come, whole characters at a time.
+
+tokenizers' ``DecodeStream`` raises where a later token changes text that it has returned. One byte of invalid
+UTF-8 does that to the whole run of ``<0x0A>`` tokens around it, so bytes above ASCII never reach it here.
+"""
+
+import codecs
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.decoders import DecodeStream
+
+from server.text.vocabulary import Vocabulary
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Takes the place of bytes above ASCII in the decoder.
+STAND_IN = "<0x41>"
+
+
+class TokenTextStream:
+    """``step`` returns the text that a token completes; ``flush`` what is left at the end.
+
+    Together they make up the text of decoding all ids at once, whose decoder may be of any kind but for byte
+    fallback.
+    """
+
+    def __init__(self, fast: FastTokenizer, *, skip_special_tokens: bool) -> None:
+        self._fast = fast
+        self._skip_special_tokens = skip_special_tokens
+        self._decode_stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._token_ids: list[int] = []
+        self._num_characters = 0
+
+    def step(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        try:
+            text = self._decode_stream.step(self._fast, token_id) or ""
+        except Exception:  # of no type of its own: the decoder changed text that is out
+            self._decode_stream = DecodeStream(self._token_ids, skip_special_tokens=self._skip_special_tokens)
+            text = self.flush()
+        self._num_characters += len(text)
+        return text
+
+    def flush(self) -> str:
+        full = str(self._fast.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens))
+        return full[self._num_characters :]
+
+
+class ByteFallbackTextStream:
+    """The same for vocabularies with a token for each byte, as SentencePiece makes them.
+
+    A character is returned with its last byte, and a byte that is no part of one becomes one replacement
+    character. Decoding all ids at once gives the same wherever the bytes are UTF-8; elsewhere it also
+    replaces the valid neighbours of an invalid byte, which are out already.
+    """
+
+    def __init__(self, fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
+        self._fast = fast
+        self._vocabulary = vocabulary
+        self._skip_special_tokens = skip_special_tokens
+        self._decode_stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace_each_byte")
+        self._stand_in = fast.token_to_id(STAND_IN)
+        self._is_inside_bytes = False
+
+    def step(self, token_id: int) -> str:
+        byte = self._vocabulary.fallback_bytes.get(token_id)
+        if byte is not None and byte >= b"\x80":
+            return self._enter_bytes() + self._utf8.decode(byte)
+        if self._vocabulary.is_without_text(token_id, skip_special_tokens=self._skip_special_tokens):
+            return ""
+        return self._leave_bytes() + (self._decode_stream.step(self._fast, token_id) or "")
+
+    def flush(self) -> str:
+        return self._enter_bytes() + self._leave_bytes()
+
+    def _enter_bytes(self) -> str:
+        """The text that the decoder holds. A stand-in for the bytes keeps a space after them."""
+        if self._is_inside_bytes:
+            return ""
+        self._is_inside_bytes = True
+        text = self._decode_stream.step(self._fast, self._stand_in) or ""
+        return text.removesuffix("A")
+
+    def _leave_bytes(self) -> str:
+        self._is_inside_bytes = False
+        return self._utf8.decode(b"", final=True)
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error("replace_each_byte", _replace_each_byte)

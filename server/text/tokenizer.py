@@ -1,0 +1,98 @@
+"""Text to token ids and back, and the model's chat template.
+
+Wraps a Hugging Face fast tokenizer: its Rust core encodes and decodes, transformers only loads it and
+renders templates. transformers is slow to import, so ``load_tokenizer`` does it and is called in a thread.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from server.text.detokenizer import TextStream
+from server.text.text_stream import ByteFallbackTextStream, TokenTextStream
+from server.text.vocabulary import Vocabulary
+
+# A folder with a tokenizer has at least one of them.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+class ChatTemplateError(Exception):
+    """The model has no chat template, or its template refused the messages."""
+
+
+class Tokenizer:
+    """One loaded tokenizer. Safe to use from several threads: only a cache in it changes after loading."""
+
+    def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
+        self.vocabulary = Vocabulary(fast)
+        # Characters of the longest token, as the vocabulary writes it: no fewer than its text has.
+        self.longest_token = max(map(len, fast.get_vocab()), default=1)
+        self._fast = fast
+        self._templates = templates
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # As a batch of one: ``encode`` holds the interpreter's lock for as long as it takes.
+        (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
+
+    def stream(self, *, skip_special_tokens: bool) -> TextStream:
+        if self.vocabulary.fallback_bytes:
+            return ByteFallbackTextStream(
+                self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens
+            )
+        return TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        return self._templates.render(messages, {"add_generation_prompt": True} | dict(options))
+
+
+class ChatTemplates:
+    """Renders messages with the model's chat template, or with the one that replaces it."""
+
+    def __init__(self, hf_tokenizer: Any, override: str | None = None) -> None:
+        self._hf_tokenizer = hf_tokenizer
+        self._override = override
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError
+
+        if self._override is None and not self._hf_tokenizer.chat_template:
+            raise ChatTemplateError(
+                "This model has no chat template. Set 'chat_template' in the server's configuration, "
+                "or use /v1/completions."
+            )
+        try:
+            rendered = self._hf_tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self._override,
+                tokenize=False,
+                **options,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            # Templates are programs: a field of an unexpected type can make them fail in any of these ways.
+            raise ChatTemplateError(f"The model's chat template refused the messages: {error}") from error
+        return str(rendered)
+
+
+def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
+    """Load the tokenizer of a folder or hub id. Slow: imports transformers, may read from the network."""
+    from transformers import AutoTokenizer
+
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{model} has no tokenizer. Copy tokenizer.json and tokenizer_config.json of the original "
+            "model into it."
+        )
+    hf_tokenizer = AutoTokenizer.from_pretrained(model)
+    fast = getattr(hf_tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        raise ValueError(f"The tokenizer of {model} has no fast (tokenizer.json) form.")
+    override = chat_template.read_text(encoding="utf-8") if chat_template else None
+    return Tokenizer(fast, ChatTemplates(hf_tokenizer, override))

@@ -1,0 +1,94 @@
+"""The exact bytes of every token, read from the vocabulary instead of decoded, and a text for each.
+
+A token may be part of a character only, and decoding such a token alone loses its bytes. Byte-level
+vocabularies (GPT-2's alphabet) and those with byte fallback (``<0x0A>``) tell them. Used by
+``server.text.logprobs``.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+SPACE_MARK = "▁"  # how SentencePiece writes a space
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary:
+    """Of one tokenizer. A token's bytes are worked out when it is first asked for, then kept."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        self._fast = fast
+        self._added = {
+            token_id: token.content.encode() for token_id, token in fast.get_added_tokens_decoder().items()
+        }
+        self._decoder_types = set(_decoder_types(fast))
+        self._known: dict[int, bytes | None] = {}
+        self._special = {
+            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
+        }
+        # Token id -> byte, for vocabularies with byte fallback.
+        self.fallback_bytes: dict[int, bytes] = {}
+        if "ByteFallback" in self._decoder_types:
+            ids = {fast.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
+            self.fallback_bytes = {token_id: byte for token_id, byte in ids.items() if token_id is not None}
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """None for an id without a token: models pad their vocabularies."""
+        if token_id not in self._known:
+            self._known[token_id] = self._added.get(token_id) or self._read(token_id)
+        return self._known[token_id]
+
+    def is_without_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        return (skip_special_tokens and token_id in self._special) or self.bytes_of(token_id) is None
+
+    def text_of(self, token_id: int, mark: str = "") -> str:
+        r"""The token's text; ``mark`` and ``\xf0\x9f`` for part of a character; ``token_id:7`` for no token.
+
+        This is how OpenAI writes them, with the mark ``bytes:`` on completions and none on chats.
+        """
+        raw = self.bytes_of(token_id)
+        if raw is None:
+            return f"token_id:{token_id}"
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return mark + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _read(self, token_id: int) -> bytes | None:
+        token = self._fast.id_to_token(token_id)
+        if token is None:
+            return None
+        if "ByteLevel" in self._decoder_types:
+            return b"".join(
+                bytes([BYTES[character]]) if character in BYTES else character.encode() for character in token
+            )
+        if "ByteFallback" in self._decoder_types and (match := BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        if self._decoder_types & {"Metaspace", SPACE_MARK}:
+            return str(token).replace(SPACE_MARK, " ").encode()
+        return str(self._fast.decode([token_id], skip_special_tokens=False)).encode()
+
+
+def _decoder_types(fast: FastTokenizer) -> Iterator[str]:
+    """Types of all decoders, those inside a sequence too; the space mark stands for its replacement."""
+    pending: list[Any] = [json.loads(fast.decoder.__getstate__())] if fast.decoder is not None else []
+    while pending:
+        decoder = pending.pop()
+        yield decoder["type"]
+        if decoder["type"] == "Replace" and decoder["pattern"] == {"String": SPACE_MARK}:
+            yield SPACE_MARK
+        pending += decoder.get("decoders", [])
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+BYTES = _byte_alphabet()
