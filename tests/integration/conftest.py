@@ -26,6 +26,7 @@ DRAFTED = {"method": "draft_model", "num_speculative_tokens": 4}
 @dataclass(frozen=True)
 class Server:
     url: str
+    pid: int
 
     @property
     def openai(self) -> OpenAI:
@@ -70,7 +71,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[Server]:
                 time.sleep(0.1)
             url = re.search(r"url +(http://\S+)/v1", log_path.read_text())
             assert url is not None
-            yield Server(url[1])
+            yield Server(url[1], process.pid)
         finally:
             process.terminate()
             process.wait(PATIENCE_SECONDS)
