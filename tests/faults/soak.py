@@ -4,8 +4,8 @@
 
 Starts the real server with the bundled pair. Each client sends one known request after the other, whole or
 as a stream, and leaves a part of the streams. An answer is wrong if it differs from the reference, and lost
-if it ends without a result and without the error that a worker's death allows. Prints a summary, writes it and a
-plot of the memory, and exits with 1 if anything was wrong, lost or leaked.
+if it ends without a result and without the error that a worker's death allows. Prints a summary, writes it
+and a plot of the memory, and exits with 1 if anything was wrong, lost or leaked.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def test_border_messages() -> None:
         (messages.encode(request), messages.decode_to_worker),
         (messages.encode(messages.Abort(["r"])), messages.decode_to_worker),
         (messages.encode(messages.StepOutput([output], STATS)), messages.decode_from_worker),
-        (messages.encode(messages.Failed("no memory")), messages.decode_from_worker),
+        (messages.encode(messages.Failed("r", "engine_error", "no memory")), messages.decode_from_worker),
     )
     num_refused = 0
     for _ in range(NUM_INPUTS):
