@@ -4,12 +4,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
+SHIP_VENV ?= .venv-ship
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev serve test test-clients fuzz soak check lint types format clean
+.PHONY: docs check-deploy check-docker check-wheel
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
@@ -43,8 +45,27 @@ format: install-dev ## Reformat the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+docs: $(SHIP_VENV)/.installed ## Build the documentation site into build/site; broken links are errors
+	@NO_MKDOCS_2_WARNING=1 $(SHIP_VENV)/bin/mkdocs build --strict
+
+check-deploy: $(SHIP_VENV)/.installed ## Lint the Dockerfile; check compose, Kubernetes and GitHub files by their schemas
+	$(SHIP_VENV)/bin/hadolint Dockerfile
+	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(SHIP_VENV)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(SHIP_VENV)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/deployment.yaml \
+		deploy/kubernetes/service.yaml deploy/kubernetes/disruption.yaml \
+		deploy/kubernetes/components/autoscaling/autoscaler.yaml
+
+check-docker: ## Run the Dockerfile's steps in a fresh Debian root, then its server (root, debootstrap, buildah)
+	@$(PYTHON) -m tools.check_docker
+
+check-wheel: $(SHIP_VENV)/.installed ## Build wheel and sdist, install the wheel elsewhere and use it there
+	@$(SHIP_VENV)/bin/python -m tools.check_wheel
+
 clean: ## Remove the environment and the tools' caches
-	rm -rf $(VENV) $(CLIENTS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS_VENV) $(SHIP_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -66,7 +87,12 @@ $(CLIENTS_VENV)/.installed: pyproject.toml constraints.txt tests/clients/require
 		-c constraints.txt -r tests/clients/requirements.txt -e .
 	@touch $@
 
-$(VENV)/bin/python $(CLIENTS_VENV)/bin/python:
+$(SHIP_VENV)/.installed: deploy/requirements.txt | $(SHIP_VENV)/bin/python
+	@echo "==> Installing the tools that check what is shipped into $(SHIP_VENV)"
+	$(SHIP_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r deploy/requirements.txt
+	@touch $@
+
+$(VENV)/bin/python $(CLIENTS_VENV)/bin/python $(SHIP_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Foretoken needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 1; }
 	@echo "==> Creating $(@:/bin/python=) with $$($(PYTHON) --version)"

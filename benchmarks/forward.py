@@ -1,9 +1,9 @@
 """One forward pass, each way it can be computed: python -m benchmarks.forward
 
 Batches of rows x new tokens, each row over as many cached tokens, interleaved; medians in milliseconds. The
-ways: transformers' layers over our cache with packed products; the short forward with torch's operations;
-the same with the kernels in C; and of those the products alone. ``--compile`` adds transformers' own module
-as it is and through torch.compile, one row of each length, with the seconds that compiling takes.
+ways: transformers' layers over our cache with linear layers in C; the short forward with torch's operations;
+the same with the kernels in C; and of those the linear layers alone. ``--compile`` adds transformers' own
+module as it is and through torch.compile, one row of each length, with the seconds that compiling takes.
 """
 
 import argparse
@@ -28,9 +28,10 @@ from benchmarks.common import (
 from engine.batch import Span
 from engine.config import BUNDLED_PAIR
 from engine.core.block_pool import BlockTable
-from engine.models.decoder_only import DecoderModel
-from engine.models.lean_decoder import LeanDecoder, run_lean
-from engine.models.loader import load_decoder
+from engine.models.base import Model
+from engine.models.llama import Llama, LlamaWeights
+from engine.models.loader import load_decoder, load_model
+from engine.models.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
 Batch = tuple[int, int]
@@ -50,19 +51,21 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ways_of(folder: str, num_slots: int) -> dict[str, DecoderModel]:
-    ways = {}
+def ways_of(folder: str, num_slots: int) -> dict[str, ModelRunner]:
+    cpu, ways = torch.device("cpu"), {}
     for name in ("layers of transformers", "short, torch", "short, C"):
-        is_lean = name != "layers of transformers"
-        model = load_decoder(folder, torch.float32, torch.device("cpu"), may_be_lean=is_lean)
-        if is_lean and not run_lean(model, native_kernels=name == "short, C"):
-            raise SystemExit(f"{folder} does not run as: {name}")
-        model.allocate_cache(-(-num_slots // BLOCK_SIZE), BLOCK_SIZE)
-        ways[name] = model
+        model: Model
+        if name == "layers of transformers":
+            model = load_decoder(folder, torch.float32, cpu)
+        else:
+            model = load_model(folder, torch.float32, cpu, native_kernels=name == "short, C")
+            if not isinstance(model, Llama) or model.is_native != (name == "short, C"):
+                raise SystemExit(f"{folder} does not run as: {name}")
+        ways[name] = ModelRunner.build(model, -(-num_slots // BLOCK_SIZE), BLOCK_SIZE)
     return ways
 
 
-def forward_of(model: DecoderModel, rows: int, queries: int, cached: int) -> Callable[[], None]:
+def forward_of(runner: ModelRunner, rows: int, queries: int, cached: int) -> Callable[[], None]:
     num_blocks = -(-(cached + queries) // BLOCK_SIZE)
     tables = [BlockTable() for _ in range(rows)]
     for row, table in enumerate(tables):
@@ -71,34 +74,34 @@ def forward_of(model: DecoderModel, rows: int, queries: int, cached: int) -> Cal
     def forward() -> None:
         for table in tables:
             table.num_computed_tokens = cached
-        model.forward([Span(table, [5] * queries, queries) for table in tables])
+        runner.forward([Span(table, [5] * queries, queries) for table in tables])
 
     return forward
 
 
-def products_of(lean: LeanDecoder, num_tokens: int) -> Callable[[], None]:
-    hidden = torch.randn(num_tokens, lean.embeddings.shape[1])
-    width = lean.layers[0].attention.num_heads * lean.layers[0].attention.head_size
+def linears_of(weights: LlamaWeights, num_tokens: int) -> Callable[[], None]:
+    hidden = torch.randn(num_tokens, weights.embeddings.shape[1])
+    width = weights.layers[0].attention.num_heads * weights.layers[0].attention.head_size
 
     @torch.inference_mode()
-    def products() -> None:
+    def linears() -> None:
         x = hidden
-        for layer in lean.layers:
+        for layer in weights.layers:
             attended = layer.qkv(x)[:, :width].contiguous()
             x = layer.output.add_to(x, attended)
             gate_up = layer.gate_up(x)
             x = layer.down.add_to(x, gate_up[:, : gate_up.shape[1] // 2].contiguous())
-        lean.head(x)
+        weights.head(x)
 
-    return products
+    return linears
 
 
-def measure(ways: dict[str, DecoderModel], batch: Batch, cached: int, repeats: int) -> dict[str, Any]:
+def measure(ways: dict[str, ModelRunner], batch: Batch, cached: int, repeats: int) -> dict[str, Any]:
     rows, queries = batch
-    work = {name: forward_of(model, rows, queries, cached) for name, model in ways.items()}
-    for name, model in ways.items():
-        if isinstance(model.short_forward, LeanDecoder):
-            work[f"{name}: products"] = products_of(model.short_forward, rows * queries)
+    work = {name: forward_of(runner, rows, queries, cached) for name, runner in ways.items()}
+    for name, runner in ways.items():
+        if isinstance(runner.model, Llama):
+            work[f"{name}: linear layers"] = linears_of(runner.model.weights, rows * queries)
     times = {name: 1000 * seconds for name, seconds in median_seconds(work, repeats).items()}
     return {"rows x tokens": f"{rows} x {queries}", **times}
 

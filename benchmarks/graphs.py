@@ -21,9 +21,9 @@ def graphs_of(core: EngineCore) -> dict[str, StepGraphs]:
     """By model; nothing for a model that has none."""
     models = {"target": core.target, "draft": core.draft}
     return {
-        name: model.graphs
+        name: model.fast_pass
         for name, model in models.items()
-        if model is not None and isinstance(model.graphs, StepGraphs)
+        if model is not None and isinstance(model.fast_pass, StepGraphs)
     }
 
 

@@ -1,6 +1,6 @@
 """What a round costs besides its models: python -m benchmarks.host_cost
 
-Milliseconds of a step by phase, with the models' forward passes told apart from what is around them: ``draft
+Milliseconds of a step by phase, with the models' forward passes apart from what is around them: ``draft
 pass`` and ``score pass`` are the passes alone, ``draft`` is drawing and bookkeeping between them, ``verify``
 is verification, ``host`` everything else (scheduling, the spans to score, commit, learning from the verdict).
 ``host share`` is all that is not a pass, ``draft step`` a drafted token's time to that of its pass. Only full
@@ -38,7 +38,8 @@ from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams
-from engine.models.decoder_only import DecoderModel
+from engine.models.base import ForwardOutput
+from engine.models.model_runner import ModelRunner
 
 # How tokens are drawn, by name. A seed means the coupled rule.
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -52,18 +53,18 @@ LENGTHS = {"plain": 0, "k=4": 4, "auto": None}
 class PassClock:
     """Adds up the seconds of a model's forward passes, from now on."""
 
-    def __init__(self, model: DecoderModel) -> None:
+    def __init__(self, model: ModelRunner) -> None:
         self.seconds = 0.0
         self.count = 0
         self._forward = model.forward
         model.forward = self  # type: ignore[assignment, method-assign]
 
-    def __call__(self, spans: Any) -> torch.Tensor:
+    def __call__(self, spans: Any) -> ForwardOutput:
         started = time.perf_counter()
-        logits = self._forward(spans)
+        output = self._forward(spans)
         self.seconds += time.perf_counter() - started
         self.count += 1
-        return logits
+        return output
 
 
 class Clocks:

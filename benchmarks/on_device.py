@@ -12,10 +12,14 @@ from transformers import PreTrainedModel
 
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.synthetic_tokenizer import save_tokenizer
-from engine.build import build_engine
+from engine import build
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
-from engine.models import loader
+from engine.models.attention import ATTENTION_NAME
+from engine.models.base import Model, ModelFacts
+from engine.models.decoder_only import DecoderModel
+from engine.models.llama import probe_logits, take_llama
+from engine.models.loader import count
 
 
 def synchronise(device: str) -> None:
@@ -26,19 +30,20 @@ def synchronise(device: str) -> None:
 def engine_on_device(
     pair: synthetic.PairShape, acceptance: float, device: str, dtype: torch.dtype, **config: Any
 ) -> EngineCore:
-    """The engine on a synthetic pair that is drawn on the device: the loader's folders have no weights."""
+    """The engine on a synthetic pair that is drawn on the device: its folders have no weights."""
 
-    def draw(
-        path: str, dtype: torch.dtype, device: torch.device, attention: str, **_: Any
-    ) -> PreTrainedModel:
-        return drawn(pair, acceptance, Path(path).name, str(device), dtype, attention)
+    def draw(path: str, dtype: torch.dtype, device: torch.device, **_: Any) -> Model:
+        module = drawn(pair, acceptance, Path(path).name, str(device), dtype, ATTENTION_NAME)
+        facts = ModelFacts(module.config, module.generation_config, count(module), dtype, device)
+        model = DecoderModel(module, facts)
+        return take_llama(module, facts, True, probe_logits(model)) or model
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("target", "draft"):
             config_of(pair, name).save_pretrained(Path(folder) / name)
             save_tokenizer(Path(folder) / name, pair.vocab_size)
-        with mock.patch.object(loader, "load_causal_model", draw):
-            return build_engine(
+        with mock.patch.object(build, "load_model", draw):
+            return build.build_engine(
                 EngineConfig(
                     target=str(Path(folder) / "target"),
                     draft=str(Path(folder) / "draft"),

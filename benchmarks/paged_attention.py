@@ -68,7 +68,7 @@ class Layer:
         shape, device = self.shape, self.device
         stored = (shape.num_kv_heads, shape.head_size)
         # One block more, for a graph's padding.
-        cache = KVCache([LayerShape(stored, stored, device)], (num_blocks + 1) * BLOCK_SIZE, self.dtype)
+        cache = KVCache([LayerShape(stored, stored, device)], num_blocks + 1, BLOCK_SIZE, self.dtype)
         for tensor in (cache.keys[0], cache.values[0]):
             tensor.normal_()
         heads = shape.num_heads + 2 * shape.num_kv_heads
@@ -76,7 +76,7 @@ class Layer:
         query, key, value = qkv.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 1)
 
         def attend(make_context: Callable[..., AttentionContext], batch: ForwardBatch) -> None:
-            make_context(batch, cache).attend(0, query, key, value, shape.scaling, shape.sliding_window)
+            make_context(batch, cache).attend(shape.call, query, key, value)
 
         def usual(make_context: Callable[..., AttentionContext]) -> None:
             for _ in range(layers):

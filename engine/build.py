@@ -1,7 +1,6 @@
 """The one place where configuration becomes concrete objects."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from pydantic import ByteSize
@@ -15,14 +14,13 @@ from engine.core.planning import AUTO_LIMITS, Lookup
 from engine.core.scheduler import Scheduler
 from engine.graph_plan import GraphPlan, plan_graphs
 from engine.messages import Method
-from engine.models.decoder_only import DecoderModel
+from engine.models.base import Model
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.lean_decoder import is_lean, run_lean
-from engine.models.loader import load_decoder, resolve_device, resolve_dtype
-from engine.models.self_check import self_check
+from engine.models.loader import load_model, resolve_device, resolve_dtype
+from engine.models.model_runner import ModelRunner
+from engine.native.backend import NativeBackend, native_backend
 from engine.native.decoder import NativeDecoder
-from engine.native.draws import NativeDraws, native_draws
 from engine.native.runner import NativeRunner
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
@@ -33,13 +31,13 @@ from engine.proposers.translated.proposer import TranslatedDraftProposer
 from engine.runtime.base import Runner
 from engine.runtime.calibrate import calibrate
 from engine.runtime.phases import PhaseRunner
-from engine.sampling.draws import Draws, TorchDraws
+from engine.sampling.backend import SamplingBackend, TorchBackend
 from engine.speculation.costs import Costs
 from engine.speculation.planner import SpeculationPlanner
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
 # the first one wait for it. The native kernels wake others only where it pays, but a few do, and such models
-# emit so many tokens that the front end needs a core of its own.
+# emit tokens at a rate for which the front end needs a core of its own.
 MIN_PARAMETERS_FOR_THREADS = 50_000_000
 MAX_THREADS_FOR_FEW_PARAMETERS = 4
 
@@ -68,27 +66,28 @@ def build_engine(config: EngineConfig) -> EngineCore:
     graphs = plan_graphs(config, target, draft, max_model_len)
     models = [target] if draft is None else [target, draft]
     num_blocks = _num_blocks(config, models, max_model_len, graphs)
-    for model in models:
-        # The last block is no pool's: graphs store their padding there.
-        model.allocate_cache(num_blocks + (graphs is not None), config.block_size)
+    # The last block is no pool's: graphs store their padding there.
+    cached_blocks = num_blocks + (graphs is not None)
+    runners = [ModelRunner.build(model, cached_blocks, config.block_size) for model in models]
     if graphs is not None:
-        graphs.carry_out(num_blocks)
+        runners = graphs.carry_out(runners, num_blocks)
+    target_runner, draft_runner = runners[0], runners[1] if len(runners) > 1 else None
     draft_pool = None if draft is None else BlockPool(num_blocks, config.block_size)
     target_pool = BlockPool(num_blocks, config.block_size)
     max_draft_len = max_model_len
     if draft is not None and encoder_decoder is None:
         max_draft_len = min(max_model_len, draft.max_position or max_model_len)
-    proposer = _proposer(config, target, draft, draft_pool, pairing, max_draft_len)
+    proposer = _proposer(config, target, draft_runner, draft_pool, pairing, max_draft_len)
     lookups: list[Lookup] = [
         PredictionProposer(),
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
     ]
     is_auto = config.num_speculative_tokens == "auto"
-    native = target.whole_pass if isinstance(target.whole_pass, NativeDecoder) else None
+    native = target_runner.fast_pass if isinstance(target_runner.fast_pass, NativeDecoder) else None
     step_seconds = config.step_seconds if native is not None else 0.0
     if is_auto:
         max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
-        costs = calibrate(target, target_pool, draft, draft_pool, max_tokens, step_seconds)
+        costs = calibrate(target_runner, target_pool, draft_runner, draft_pool, max_tokens, step_seconds)
     else:
         costs = Costs.uncalibrated(step_seconds)
     planner = SpeculationPlanner(
@@ -97,14 +96,14 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_draft_len,
         tracks_draft_cache=pairing is None or pairing.translators is None,
     )
-    make_draws = _draws(config, device)
-    phases = PhaseRunner(target, proposer, make_draws)
+    make_backend = _sampling_backend(config, device)
+    phases = PhaseRunner(target_runner, proposer, make_backend)
     runner: Runner = phases
     if native is not None:
         runner = _native_runner(config, native, phases, max_draft_len)
     return EngineCore(
-        target=target,
-        draft=draft,
+        target=target_runner,
+        draft=draft_runner,
         runner=runner,
         scheduler=Scheduler(
             target_pool=target_pool,
@@ -134,16 +133,16 @@ def _native_runner(
     config: EngineConfig, target: NativeDecoder, phases: PhaseRunner, max_draft_len: int
 ) -> NativeRunner:
     draft, proposer = None, phases.proposer
-    if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.whole_pass, NativeDecoder):
-        draft = proposer.model.whole_pass
-    draws = isinstance(phases.make_draws(), NativeDraws)
-    return NativeRunner(target, draft, phases, draws, config.step_seconds, max_draft_len)
+    if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.fast_pass, NativeDecoder):
+        draft = proposer.model.fast_pass
+    can_sample = isinstance(phases.make_backend(), NativeBackend)
+    return NativeRunner(target, draft, phases, can_sample, config.step_seconds, max_draft_len)
 
 
 def _proposer(
     config: EngineConfig,
-    target: DecoderModel,
-    draft: DecoderModel | None,
+    target: Model,
+    draft: ModelRunner | None,
     draft_pool: BlockPool | None,
     pairing: Pairing | None,
     max_draft_len: int,
@@ -158,47 +157,36 @@ def _proposer(
     return _translated(config, target, draft, draft_pool, pairing)
 
 
-def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> DecoderModel:
-    # Who asks for float32 by name gets it, for comparisons: else 16 bits are kept where they lose nothing.
-    narrow = config.dtype == "auto"
-    load = partial(
-        load_decoder,
+def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> Model:
+    return load_model(
         path,
         dtype,
         device,
         device_map=config.device_map,
         trust_remote_code=config.trust_remote_code,
         allow_pickle=config.allow_pickle,
-        narrow=narrow,
+        native_kernels=config.native_kernels,
+        # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
+        narrow=config.dtype == "auto",
+        check=config.self_check,
     )
-    model = load()
-    # Families of encoder-decoder models are known by name; what they share with generate() is tested.
-    if config.self_check and not model.has_encoder:
-        self_check(model)
-    if not is_lean(model.model) or run_lean(model, config.native_kernels, narrow):
-        return model
-    if config.native_kernels:
-        model = load()
-        if run_lean(model, False, narrow):
-            return model
-    return load(may_be_lean=False)
 
 
-def _draws(config: EngineConfig, device: torch.device) -> Callable[[], Draws]:
+def _sampling_backend(config: EngineConfig, device: torch.device) -> Callable[[], SamplingBackend]:
     """How every step's sampler draws."""
-    native = native_draws() if config.native_kernels and device.type == "cpu" else None
-    return TorchDraws if native is None else lambda: native
+    native = native_backend() if config.native_kernels and device.type == "cpu" else None
+    return TorchBackend if native is None else lambda: native
 
 
-def _num_threads(target: DecoderModel) -> int:
-    """Threads for the CPU's share of the work, if nobody said."""
+def _num_threads(target: Model) -> int:
+    """Threads for the CPU's share of the work by default."""
     num_threads = torch.get_num_threads()
     if target.num_parameters >= MIN_PARAMETERS_FOR_THREADS:
         return num_threads
     return max(1, min(num_threads - 1, MAX_THREADS_FOR_FEW_PARAMETERS)) if target.is_native else 1
 
 
-def _method(config: EngineConfig, draft: DecoderModel | None) -> Method:
+def _method(config: EngineConfig, draft: Model | None) -> Method:
     if config.method == "auto" and draft is None and config.num_speculative_tokens != "auto":
         return "none"  # n-grams alone can cost more than they give; a fixed length could not be helped
     if config.method == "draft_model" and draft is None:
@@ -206,7 +194,7 @@ def _method(config: EngineConfig, draft: DecoderModel | None) -> Method:
     return config.method
 
 
-def _max_model_len(config: EngineConfig, target: DecoderModel) -> int:
+def _max_model_len(config: EngineConfig, target: Model) -> int:
     context = target.max_position
     if config.max_model_len is None:
         if context is None:
@@ -218,7 +206,7 @@ def _max_model_len(config: EngineConfig, target: DecoderModel) -> int:
 
 
 def _encoder_decoder_limits(
-    config: EngineConfig, target: EncoderDecoderModel, draft: DecoderModel | None
+    config: EngineConfig, target: EncoderDecoderModel, draft: Model | None
 ) -> EncoderDecoderLimits:
     """``max_model_len`` bounds prompt and output, each; with relative positions any length is possible."""
     context = config.max_model_len or target.max_position or target.usual_length
@@ -241,7 +229,7 @@ def _encoder_decoder_limits(
 
 
 def _num_blocks(
-    config: EngineConfig, models: list[DecoderModel], max_model_len: int, graphs: GraphPlan | None
+    config: EngineConfig, models: list[Model], max_model_len: int, graphs: GraphPlan | None
 ) -> int:
     """Blocks of each pool: what the memory for caches holds, but not more than could ever be used."""
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
@@ -258,7 +246,7 @@ def _num_blocks(
 
 
 def _translated(
-    config: EngineConfig, target: DecoderModel, draft: DecoderModel, pool: BlockPool, pairing: Pairing
+    config: EngineConfig, target: Model, draft: ModelRunner, pool: BlockPool, pairing: Pairing
 ) -> TranslatedDraftProposer:
     assert pairing.translators is not None
     target_tokenizer, draft_tokenizer = pairing.translators
@@ -268,7 +256,7 @@ def _translated(
         target_tokenizer,
         draft_tokenizer,
         max_len=min(
-            draft.max_position or pool.num_blocks * pool.block_size, pool.num_blocks * pool.block_size
+            draft.model.max_position or pool.num_blocks * pool.block_size, pool.num_blocks * pool.block_size
         ),
         max_batched_tokens=config.max_num_batched_tokens,
         vocab_size=target.vocab_size,
@@ -276,7 +264,7 @@ def _translated(
     )
 
 
-def _check_kinds(target: DecoderModel, draft: DecoderModel) -> None:
+def _check_kinds(target: Model, draft: Model) -> None:
     """A draft must be of the target's kind."""
     if target.has_encoder != draft.has_encoder:
         kinds = {True: "an encoder-decoder model", False: "a decoder only"}

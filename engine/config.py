@@ -1,4 +1,4 @@
-"""What the engine can be told: models, device, speculation, cache, scheduling.
+"""The settings of the engine: models, device, speculation, cache, scheduling.
 
 Imported by both processes, so it knows nothing of torch. ``server.settings.Settings`` inherits these fields
 and adds HTTP's own. Each class is a group of settings: its docstring's first line is the group's title, and
@@ -55,9 +55,9 @@ class ModelSettings(BaseModel):
     num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
     native_kernels: bool = Field(
         True,
-        description="On a CPU, run Llama-shaped models' passes, drafting and sampling in C, compiled once "
-        "where a C compiler is installed. They are compared with the usual ways at load and left out if they "
-        "differ.",
+        description="On a CPU, run linear layers, Llama-shaped models' passes, drafting and sampling in C, "
+        "compiled once where a C compiler is installed. They are compared with the usual ways at load and "
+        "left out if they differ.",
     )
     cuda_graphs: bool = Field(
         True,

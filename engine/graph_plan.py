@@ -5,13 +5,15 @@ because a graph knows their addresses.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.cache_memory import free_memory
 from engine.config import EngineConfig
-from engine.models.decoder_only import DecoderModel
+from engine.models.base import Model
 from engine.models.graph_capture import Capture, make_capture
-from engine.models.lean_decoder import LeanDecoder
+from engine.models.llama import Llama
+from engine.models.model_runner import ModelRunner
 from engine.models.step_buckets import Bucket, plan_buckets
 from engine.models.step_graphs import capture_steps
 
@@ -31,25 +33,31 @@ class GraphPlan:
     """``models`` with their buckets; the one that is captured first comes first."""
 
     capture: Capture
-    models: list[tuple[DecoderModel, list[Bucket]]]
+    models: list[tuple[Model, list[Bucket]]]
     seconds: float
     memory: int
 
-    def carry_out(self, num_blocks: int) -> None:
-        """Capture. Every model's cache must have one block behind the ``num_blocks`` that its pool knows."""
+    def carry_out(self, runners: Sequence[ModelRunner], num_blocks: int) -> list[ModelRunner]:
+        """Capture: ``runners`` with the graphs of their models. Every cache must have one block behind the
+        ``num_blocks`` that its pool knows."""
         started, free = time.monotonic(), self.capture.free_memory()
+        captured = list(runners)
         for number, (model, buckets) in enumerate(self.models, start=1):
             # The first gets its share of time and memory, the last what is left of them.
             share = number / len(self.models)
             allowed = min(self.memory, FIXED_BYTES + int(self.memory * share))
             deadline = started + self.seconds * share
-            capture_steps(model, buckets, num_blocks, self.capture, deadline, min_free=free - allowed)
+            (place,) = [place for place, runner in enumerate(runners) if runner.model is model]
+            eager = runners[place]
+            graphs = capture_steps(eager, buckets, num_blocks, self.capture, deadline, free - allowed)
+            captured[place] = ModelRunner(model, eager.cache, graphs)
+        return captured
 
 
 def plan_graphs(
-    config: EngineConfig, target: DecoderModel, draft: DecoderModel | None, max_model_len: int
+    config: EngineConfig, target: Model, draft: Model | None, max_model_len: int
 ) -> GraphPlan | None:
-    """None where nothing can be captured: on a CPU, and for models whose layers are not ``LeanDecoder``'s."""
+    """None where nothing can be captured: on a CPU, and for models whose layers are not ``Llama``'s."""
     k = config.num_speculative_tokens
     scored = USUAL_SCORED if k == "auto" else k + 1
     wishes = [(target, scored)] if draft is None else [(draft, USUAL_DRAFTED), (target, scored)]
@@ -68,19 +76,19 @@ def plan_graphs(
     return GraphPlan(capture, models, config.cuda_graph_seconds, memory)
 
 
-def _can_be_captured(model: DecoderModel) -> bool:
+def _can_be_captured(model: Model) -> bool:
     """Rotary angles that follow the longest text so far would be frozen at those of the capture."""
-    return isinstance(model.short_forward, LeanDecoder) and model.short_forward.rotary.is_static
+    return isinstance(model, Llama) and not model.is_native and model.rotary.is_static
 
 
-def _reads_in_place(model: DecoderModel) -> bool:
-    return isinstance(model.short_forward, LeanDecoder) and model.short_forward.reads_in_place
+def _reads_in_place(model: Model) -> bool:
+    return isinstance(model, Llama) and model.reads_in_place
 
 
-def _memory(model: DecoderModel, buckets: list[Bucket], block_size: int) -> int:
+def _memory(model: Model, buckets: list[Bucket], block_size: int) -> int:
     """Bytes, from above: what lies beside the graphs, the largest layer's tensors in the common pool, and
     what the driver keeps for each graph."""
-    item, config = model.dtype.itemsize, model.model.config
+    item, config = model.dtype.itemsize, model.config
     num_tokens = max(bucket.num_tokens for bucket in buckets)
     num_keys = max(bucket.rows * bucket.blocks for bucket in buckets) * block_size
     scores = max(bucket.num_tokens * bucket.blocks for bucket in buckets) * block_size

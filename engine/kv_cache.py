@@ -30,9 +30,13 @@ TOUCHED_BYTES = 256 << 20
 
 
 class KVCache:
-    """Keys and values of one model: per layer two tensors [num_slots, kv heads, size]."""
+    """Keys and values of one model: per layer two tensors [slots, kv heads, size]."""
 
-    def __init__(self, layers: list[LayerShape], num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        self.block_size = block_size
+        num_slots = num_blocks * block_size
         # Zeros, not empty: masked slots are multiplied by zero, which does not silence a NaN.
         pages = HugePages()
         self.keys = [pages.zeros(num_slots, *layer.key, dtype=dtype, device=layer.device) for layer in layers]

@@ -52,7 +52,11 @@ class Completion:
 
 
 class LLM:
-    """Keyword arguments are ``EngineConfig``'s fields."""
+    """A target and its draft, loaded in this process.
+
+    Keyword arguments are the settings of ``foretoken serve`` that concern models, speculation, batching and
+    caches (``EngineConfig``); an unknown one is a ``pydantic.ValidationError``. Raises ``ModelLoadError``.
+    """
 
     def __init__(self, **config: Any) -> None:
         self.config = EngineConfig(**config)
@@ -61,9 +65,14 @@ class LLM:
         self._request_ids = count()
 
     def generate(
-        self, prompts: Sequence[str | list[int]], params: SamplingParams | list[SamplingParams]
+        self, prompts: str | Sequence[str | list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[Completion]:
-        """One completion per prompt (text or token ids), all decoded together, in the prompts' order."""
+        """One completion per prompt (text or token ids), all decoded together, in the prompts' order.
+
+        ``params`` are one for all prompts or one for each. Raises ``RequestError`` for a prompt that does not
+        fit, and ``ValueError`` where prompts and parameters differ in number.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else prompts
         params_list = params if isinstance(params, list) else [params] * len(prompts)
         completions = {}
         for prompt, prompt_params in zip(prompts, params_list, strict=True):
@@ -74,6 +83,11 @@ class LLM:
         for completion in completions.values():
             completion.text = self.decode(completion.token_ids)
         return list(completions.values())
+
+    def chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Completion:
+        """The answer to messages (``{"role": ..., "content": ...}``), written out by the chat template."""
+        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return self.generate([prompt], params)[0]
 
     def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[TokenOutput]:
         """The rounds of one prompt as they happen; leaving early aborts it."""

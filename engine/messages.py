@@ -26,8 +26,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look at the
     prompt and the output so far. ``seed`` None: the engine draws one. ``logprobs`` n: the chosen token's
     and the n likeliest ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
-    drafts; ``auto``: in each round whoever is expected to give most), ``num_speculative_tokens`` and
-    ``verification`` None: the engine's own setting.
+    drafts; ``auto``: in each round the source that is expected to give most), ``num_speculative_tokens`` and
+    ``verification`` None: the engine's own setting. ``origins``: outputs say what each round gave.
     """
 
     max_tokens: int
@@ -49,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
     trace: bool = False
+    origins: bool = False
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -135,7 +136,8 @@ class RoundTrace(msgspec.Struct, frozen=True):
     """Everything needed to verify one round again: who drafted what, and how it was judged.
 
     ``target_probs`` and ``draft_probs`` are those of each drafted token, as processed by the request's
-    parameters (one-hot at temperature 0). ``position`` is the absolute index of the round's first token.
+    parameters (one-hot at temperature 0), ``next_target_prob`` that of the token drawn after them.
+    ``position`` is the absolute index of the round's first token.
     """
 
     position: int
@@ -146,6 +148,17 @@ class RoundTrace(msgspec.Struct, frozen=True):
     draft_probs: list[float]
     num_accepted: int
     next_token: int
+    next_target_prob: float | None = None
+
+
+class RoundOrigin(msgspec.Struct, frozen=True, array_like=True):
+    """Where a round's ``num_tokens`` came from: the first ``num_accepted`` are drafts of ``source``, one more
+    may follow. ``num_drafted`` tokens were drafted."""
+
+    source: str
+    num_drafted: int
+    num_accepted: int
+    num_tokens: int
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
@@ -156,7 +169,8 @@ class TokenOutput(msgspec.Struct, frozen=True):
     milliseconds. ``seed`` is the sequence's own, given or drawn.
     ``num_cached_tokens`` of the prompt were taken over from earlier requests. ``queue_seconds`` is how long
     the sequence waited for its first step; it and ``prompt_logprobs``, of which the first prompt token has
-    none, come with the first output. ``prediction`` is there if one is in use.
+    none, come with the first output. ``prediction`` is there if one is in use. ``origins`` has an entry for
+    each round that gave tokens, if the request asks for them.
     """
 
     request_id: str
@@ -173,6 +187,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: list[TokenLogprob | None] | None = None
     trace: RoundTrace | None = None
     prediction: PredictionUse | None = None
+    origins: list[RoundOrigin] | None = None
 
     @property
     def sequence(self) -> tuple[str, int]:

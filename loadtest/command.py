@@ -23,7 +23,7 @@ from loadtest.counters import DraftCounters, read_counters
 from loadtest.generator import LoadResult, Prompts, closed_loop, new_client, open_loop
 from loadtest.machine import is_busy, machine
 from loadtest.prompts import read_prompts
-from loadtest.report import note, print_facts, print_table, save
+from loadtest.report import note, print_facts, print_table, save, with_progress
 from loadtest.rows import MAX_LAG_SECONDS, lag, load_row
 
 LEGEND = (
@@ -211,9 +211,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         note("WARNING: the machine was busy before the load began; read latencies with care")
     async with new_client(options.api_key, options.timeout) as client:
         bench = await open_bench(options, client)
-        for _ in range(options.repeats):
-            for load in loads(options):
-                await bench.run(load)
+        for load in with_progress(loads(options) * options.repeats, "Load"):
+            await bench.run(load)
         return document(options, bench, busy)
 
 

@@ -1,15 +1,33 @@
-"""How results are shown: a table on stdout, progress on stderr, JSON and a picture in files."""
+"""How results are shown: a table on stdout, progress on stderr, JSON and a picture in files.
+
+rich leaves colours out where the stream is no terminal, or NO_COLOR is set.
+"""
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+# Wide enough for every table where there is no terminal whose width would count.
+PLAIN_WIDTH = 250
+
+T = TypeVar("T")
 
 
 def note(text: str) -> None:
     """Progress goes to stderr; stdout has the tables only."""
     print(text, file=sys.stderr, flush=True)
+
+
+def with_progress(items: Sequence[T], name: str) -> Iterable[T]:
+    """A bar on stderr while they are worked on, if that is a terminal. Refreshed seldom: load is measured."""
+    out = Console(stderr=True)
+    return track(items, name, console=out, transient=True, refresh_per_second=1, disable=not out.is_terminal)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -27,16 +45,15 @@ def print_facts(facts: Mapping[str, Any]) -> None:
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Columns from the first row's keys; None is shown as -."""
-    print(f"\n{title}")
-    cells = [[key.replace("_", " ") for key in rows[0]]]
-    cells += [[format_cell(value) for value in row.values()] for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    for row in cells:
-        first, *rest = (
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join([first, *rest]).rstrip())
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for place, key in enumerate(rows[0]):
+        table.add_column(key.replace("_", " "), justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(format_cell, row.values()))
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    out = Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    out.print(f"\n{title}")
+    out.print(table)
 
 
 def format_cell(value: object) -> str:

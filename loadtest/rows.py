@@ -34,6 +34,7 @@ def load_row(name: str, results: Sequence[LoadResult], drafts: DraftCounters | N
         **_percentiles("gap", _gaps(results)),
         **_percentiles("token", (reply.seconds_per_token for reply in good)),
         **_percentiles("all", (reply.seconds for reply in good)),
+        "all_mean": 1000 * statistics.fmean(reply.seconds for reply in good),
         "acceptance": drafts.accepted_tokens / drafts.draft_tokens if drafts.draft_tokens else None,
         "lag_p99": 1000 * lag(results),
     }

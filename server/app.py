@@ -18,7 +18,7 @@ from server.http.error_handlers import install_error_handlers
 from server.http.openapi import DESCRIPTION, TAGS, install_openapi
 from server.http.request_id import RequestIdMiddleware
 from server.metrics import Metrics
-from server.routes import chat, completions, models, ops, responses, tokenize
+from server.routes import chat, completions, models, ops, page, responses, tokenize
 from server.services import Services, TokenizerLoader
 from server.settings import Settings
 from server.text.tokenizer import load_tokenizer
@@ -54,7 +54,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.services = services
-    for route in (completions, chat, responses, tokenize, models, ops):
+    for route in (completions, chat, responses, tokenize, models, ops, page):
         app.include_router(route.router)
     install_error_handlers(app, metrics.count_error)
     install_openapi(app, settings)

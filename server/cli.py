@@ -30,10 +30,11 @@ commands:
   generate        generate text in the terminal, without a server
   check           test a pair of models before it is deployed: exactness, acceptance, speed-up
   verify-trace    replay a traced answer and confirm every decision in it
+  top             watch a running server: requests, tokens per second, acceptance, speed-up
   bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
 
 options:
-  --version       print the version
+  --version       print the versions of foretoken and torch, the device and the kernels
   --help          print this help; 'foretoken COMMAND --help' lists the options of a command
 
 examples:
@@ -71,10 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             from engine.commands.verify_trace import main as verify_trace
 
             return in_terminal("verify-trace", verify_trace, ReplaySettings, flags)
+        case ["top", *flags]:
+            from server.top import main as top
+
+            return top(flags)
         case ["bench", *flags]:
             return bench(flags)
         case ["--version" | "-V"]:
-            print(f"foretoken {package_version()}")
+            from engine.commands.about import about
+
+            print(f"foretoken  {package_version()}\n{about()}")
             return OK
         case [] | ["--help" | "-h" | "help"]:
             print(HELP, end="")

@@ -44,6 +44,7 @@ class Job:
     include_stop_string: bool
     skip_special_tokens: bool
     echo: bool
+    report_trace: bool
 
     @property
     def num_choices(self) -> int:
@@ -73,7 +74,7 @@ class Job:
         if self.params.prompt_logprobs is None:
             return None
         return msgspec.structs.replace(
-            self.params, max_tokens=1, logprobs=None, num_speculative_tokens=0, trace=False
+            self.params, max_tokens=1, logprobs=None, num_speculative_tokens=0, trace=False, origins=False
         )
 
     def engine_requests(self) -> list[Generate]:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from engine.messages import FinishReason, Ready, Stats
 from server.metrics_registry import LabelledRegistry
 from server.settings import DEFAULT_PREFIX, public_name
+from server.speculation_state import achieved_speedup
 from server.text.choice import ChoiceDelta
 from server.version import package_version
 
@@ -107,6 +108,9 @@ class WorkerMetrics:
         self.estimated_speedup = gauge(
             "estimated_speedup", "Tokens per second over those without drafts; NaN where not estimated."
         )
+        self.achieved_speedup = gauge(
+            "achieved_speedup", "The same, as measured over about the last fifty steps; NaN where it is not."
+        )
         self.ready = gauge("ready", "1 when a request can be taken.")
         self.build = Info(f"{prefix}build", "Version and models.", registry=registry)
 
@@ -120,7 +124,7 @@ class Metrics:
         self.requests = RequestMetrics(self.registry, prefix)
         self.worker = WorkerMetrics(self.registry, prefix)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
-        self.worker.estimated_speedup.set(math.nan)
+        self.speculation({})
         self.worker.build.info({"version": package_version()})
 
     def count_error(self, code: str) -> None:
@@ -131,7 +135,7 @@ class Metrics:
 
     def worker_ready(self, ready: Ready) -> None:
         self._totals = {}
-        self.worker.estimated_speedup.set(math.nan)
+        self.speculation({})
         self.worker.build.info(
             {
                 "version": package_version(),
@@ -148,6 +152,8 @@ class Metrics:
 
     def speculation(self, state: Mapping[str, Any]) -> None:
         self.worker.estimated_speedup.set(state.get("predicted_speedup", math.nan))
+        achieved = achieved_speedup(state)
+        self.worker.achieved_speedup.set(math.nan if achieved is None else achieved)
 
     def stats(self, stats: Stats) -> None:
         worker = self.worker

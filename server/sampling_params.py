@@ -70,7 +70,8 @@ def build_sampling_params(
         method=_method(request, speculation, worker),
         num_speculative_tokens=_num_speculative_tokens(speculation),
         verification=speculation.verification,
-        trace=speculation.trace,
+        trace=speculation.trace or speculation.origins is True,
+        origins=speculation.origins is not False,
     )
 
 

@@ -28,7 +28,7 @@ def speculation_report(generation: Generation, config: EngineConfig, worker: Rea
         verification=_rule(params),
         seeds=[choice.seed for choice in generation.choices],
     )
-    if job.params.trace:
+    if job.report_trace:
         report.trace = [[_traced(round_) for round_ in choice.trace] for choice in generation.choices]
         report.prompt_token_ids = [prompt.token_ids for prompt in job.prompts]
         report.sampling_params = _as_json(params)

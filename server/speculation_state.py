@@ -27,7 +27,7 @@ def speculation_state(
         draft_length=stats.num_speculative_tokens if stats else None,
         acceptance_rate=accepted / drafted if drafted else None,
         acceptance_by_position=_by_position(stats) if stats else [],
-        speedup=Speedup(predicted=policy.get("predicted_speedup"), achieved=_achieved(policy)),
+        speedup=Speedup(predicted=policy.get("predicted_speedup"), achieved=achieved_speedup(policy)),
         phase_seconds=stats.phase_seconds if stats else {},
         policy=dict(policy),
     )
@@ -60,6 +60,7 @@ def _by_position(stats: Stats) -> list[PositionAcceptance]:
     ]
 
 
-def _achieved(policy: Mapping[str, Any]) -> float | None:
+def achieved_speedup(policy: Mapping[str, Any]) -> float | None:
+    """Over plain decoding of the same rows, as far as that has been measured."""
     rates = policy.get("tokens_per_second", {})
     return round(rates["achieved"] / rates["plain"], 3) if rates.get("plain") else None

@@ -30,6 +30,7 @@ from engine.messages import (
     Generate,
     PredictionUse,
     Ready,
+    RoundOrigin,
     RoundTrace,
     SamplingParams,
     Shutdown,
@@ -121,6 +122,9 @@ class FakeSequence:
             prompt_logprobs=self.prompt_logprobs() if is_first else None,
             trace=self.trace(token_ids, start, drafted, accepted) if params.trace else None,
             prediction=self.use_prediction(token_ids, drafted),
+            origins=[RoundOrigin("draft_model", drafted, accepted, len(token_ids))]
+            if params.origins
+            else None,
         )
 
     def use_prediction(self, token_ids: list[int], drafted: int) -> PredictionUse | None:
@@ -158,6 +162,7 @@ class FakeSequence:
             draft_probs=[0.25] * drafted,
             num_accepted=accepted,
             next_token=token_ids[accepted],
+            next_target_prob=0.75,
         )
 
 

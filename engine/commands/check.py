@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from pydantic import Field
 from pydantic_settings import BaseSettings, CliApp
+from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from engine.build import build_engine
@@ -40,6 +41,7 @@ from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
+from engine.terminal import Stages, console, printable, stages, table
 
 EXACT, NOT_EXACT, CANNOT_LOAD = 0, 1, 2
 PROMPTS = [
@@ -54,6 +56,7 @@ NUM_TIMED_PROMPTS = 2
 DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
+NUM_STAGES = 3 + len(RULES) + len(TEMPERATURES)
 # Logits closer than this may change places when they are computed in another shape.
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
 
@@ -91,7 +94,8 @@ def main(arguments: list[str]) -> int:
     transformers_logging.disable_progress_bar()
     settings = CliApp.run(CheckSettings, cli_args=arguments)
     try:
-        report = check(settings)
+        with stages(NUM_STAGES) as progress:
+            report = check(settings, progress)
     except (ModelLoadError, RequestError, OSError) as error:
         print(f"foretoken: {error}", file=sys.stderr)
         return CANNOT_LOAD
@@ -105,8 +109,9 @@ def main(arguments: list[str]) -> int:
     return EXACT if report.exact else NOT_EXACT
 
 
-def check(settings: CheckSettings) -> Report:
+def check(settings: CheckSettings, progress: Stages) -> Report:
     assert settings.target is not None  # filled in by EngineConfig
+    progress.begin("The target's own distribution")
     tokenizer = load_tokenizer(settings.target)
     texts = settings.prompts.read_text().splitlines() if settings.prompts else PROMPTS
     prompt, tested, law = _expected(settings, tokenizer, texts[0])
@@ -119,27 +124,32 @@ def check(settings: CheckSettings) -> Report:
     fields["num_speculative_tokens"] = configured
     if settings.method == "auto" and settings.draft is not None and configured:
         fields["method"] = DraftModelProposer.name  # it is the pair that is checked, not n-grams
+    progress.begin("Loading the models")
     core = build_engine(EngineConfig(**fields))
     prompts = [_encode(tokenizer, text, number, core.target.vocab_size) for number, text in enumerate(texts)]
     method = core.admission.method
     speculates = core.snapshot().num_speculative_tokens > 0
     room = core.admission.room(max(map(len, prompts)))
+    progress.begin("Greedy text")
     greedy = check_greedy(
         core,
         prompts,
         GREEDY_LENGTHS if speculates else (0,),
         min(GREEDY_TOKENS, room),
-        RESOLUTIONS[str(core.target.dtype)],
+        RESOLUTIONS[str(core.target.model.dtype)],
     )
-    sampling = [check_law(core, prompt, tested, law, rule, settings.samples) for rule in RULES]
-    speeds = _speeds(core, prompts, settings, configured) if speculates else []
+    sampling = []
+    for rule in RULES:
+        progress.begin(f"Samples under {rule} verification")
+        sampling.append(check_law(core, prompt, tested, law, rule, settings.samples))
+    speeds = _speeds(core, prompts, settings, configured, progress) if speculates else []
     exact = not greedy.differences and all(result.passed for result in sampling)
     return Report(
         target=settings.target,
         draft=settings.draft if method == DraftModelProposer.name else None,
         method=method,
         device=str(core.target.device),
-        dtype=str(core.target.dtype).removeprefix("torch."),
+        dtype=str(core.target.model.dtype).removeprefix("torch."),
         tokenizers=_tokenizers(core, settings),
         greedy=greedy,
         sampling=sampling,
@@ -183,17 +193,16 @@ def _tokenizers(core: EngineCore, settings: CheckSettings) -> TokenizerResult | 
 
 
 def _speeds(
-    core: EngineCore, prompts: list[list[int]], settings: CheckSettings, configured: int
+    core: EngineCore, prompts: list[list[int]], settings: CheckSettings, configured: int, progress: Stages
 ) -> list[Speed]:
     lengths = sorted({*SPEED_LENGTHS, configured})
     seconds = settings.seconds / len(TEMPERATURES)
-    return [
-        speed
-        for temperature in TEMPERATURES
-        for speed in measure(
-            core, prompts[:NUM_TIMED_PROMPTS], lengths, temperature, settings.repeats, seconds
-        )
-    ]
+    speeds = []
+    for temperature in TEMPERATURES:
+        progress.begin(f"Speed at temperature {temperature:g}")
+        timed = prompts[:NUM_TIMED_PROMPTS]
+        speeds += measure(core, timed, lengths, temperature, settings.repeats, seconds)
+    return speeds
 
 
 def _verdict(
@@ -234,46 +243,64 @@ def _overall(speeds: list[Speed], length: int) -> float:
 
 
 def _print(report: Report) -> None:
-    print(f"target      {report.target}\ndraft       {report.draft or report.method}")
-    print(f"device      {report.device}, {report.dtype}")
+    out = console()
+    facts = table(["", ""], num_left=2)
+    facts.show_header = False
+
+    def fact(name: str, text: str, style: str = "") -> None:
+        facts.add_row(name, Text(printable(text), style))
+
+    fact("target", report.target)
+    fact("draft", report.draft or report.method)
+    fact("device", f"{report.device}, {report.dtype}")
     if report.tokenizers is not None:
-        print(f"tokenizers  {report.tokenizers.verdict}")
+        fact("tokenizers", report.tokenizers.verdict)
         for line in report.tokenizers.special_tokens:
-            print(f"            {line}")
-        print(f"drafts      {report.tokenizers.drafts}")
+            fact("", line)
+        fact("drafts", report.tokenizers.drafts)
     greedy = report.greedy
     words = "identical to plain decoding" if not greedy.differences else "DIFFERENT from plain decoding"
     ties = f"; {greedy.near_ties} near ties left aside" if greedy.near_ties else ""
-    print(f"greedy      {words}, {greedy.num_tokens} tokens compared{ties}")
+    style = "red" if greedy.differences else "green"
+    fact("greedy", f"{words}, {greedy.num_tokens} tokens compared{ties}", style)
     for line in greedy.differences:
-        print(f"            {line}")
+        fact("", line)
     for result in report.sampling:
-        print(
-            f"sampling    {result.verification:<10} p = {result.p_value:.3g} "
+        fact(
+            "sampling",
+            f"{result.verification:<10} p = {result.p_value:.3g} "
             f"({'passed' if result.passed else 'FAILED'}, limit {SIGNIFICANCE:g}; "
             f"{result.num_samples} samples, {result.num_cells} cells, "
             f"temperature {result.temperature:g}, top-k {TESTED.top_k}, "
-            f"{result.acceptance_rate:.0%} accepted)"
+            f"{result.acceptance_rate:.0%} accepted)",
+            "green" if result.passed else "red",
         )
+    out.print(facts)
     if report.speeds:
         _print_speeds(report.speeds)
-    print(f"\n{report.verdict}")
+    out.print(f"\n{report.verdict}", style="bold" if report.exact else "bold red")
 
 
 def _print_speeds(speeds: list[Speed]) -> None:
-    print(
-        f"\n{'temperature':>11}{'drafted':>9}{'accepted':>10}{'tokens/round':>14}{'tokens/s':>10}"
-        f"{'plain':>8}{'speed-up':>10}{'ideal':>7}   costs: draft, score, rest"
-    )
+    out = console()
+    columns = ["temperature", "drafted", "accepted", "tokens/round", "tokens/s", "plain", "speed-up", "ideal"]
+    rows = table([*columns, "costs: draft", "score", "rest"], num_left=0)
     for speed in speeds:
         costs = speed.costs
-        print(
-            f"{speed.temperature:>11g}{speed.num_speculative_tokens:>9}{speed.acceptance_rate:>10.0%}"
-            f"{speed.acceptance_length:>14.2f}{speed.tokens_per_second:>10.1f}"
-            f"{speed.plain_tokens_per_second:>8.1f}{speed.speedup:>10.2f}{speed.ideal:>7.2f}"
-            f"          {costs.draft:.2f}  {costs.score:.2f}  {costs.rest:.2f}"
+        rows.add_row(
+            f"{speed.temperature:g}",
+            str(speed.num_speculative_tokens),
+            f"{speed.acceptance_rate:.0%}",
+            f"{speed.acceptance_length:.2f}",
+            f"{speed.tokens_per_second:.1f}",
+            f"{speed.plain_tokens_per_second:.1f}",
+            f"{speed.speedup:.2f}",
+            f"{speed.ideal:.2f}",
+            *(f"{cost:.2f}" for cost in (costs.draft, costs.score, costs.rest)),
         )
+    out.print()
+    out.print(rows)
     for temperature in TEMPERATURES:
         longest = [speed for speed in speeds if speed.temperature == temperature][-1]
         shares = "  ".join(f"{share:.2f}" for share in longest.acceptance_by_position)
-        print(f"accepted up to position 1, 2, ... at temperature {temperature:g}: {shares}")
+        out.print(f"accepted up to position 1, 2, ... at temperature {temperature:g}: {shares}")

@@ -1,19 +1,21 @@
-"""``foretoken generate``: stream one prompt to the terminal, accepted draft tokens in colour.
+"""``foretoken generate``: stream one prompt to the terminal, accepted tokens in the colour of their source.
 
-With ``--compare`` the same prompt runs with and without speculation, several times by turns, and the
+With ``--compare`` the same prompt runs with and without speculation, several times in alternation, and the
 medians are printed side by side. Settings are the engine's own, from flags and ``FORETOKEN_*``.
 """
 
-import os
 import secrets
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg
+from rich.console import Console
+from rich.text import Text
 from tokenizers.decoders import DecodeStream
 from transformers.utils import logging as transformers_logging
 
@@ -21,10 +23,12 @@ from engine.commands.options import command_options
 from engine.config import EngineConfig
 from engine.core.admission import RequestError
 from engine.llm import LLM, Completion
-from engine.messages import SamplingParams
+from engine.messages import SamplingParams, TokenOutput
 from engine.models.errors import ModelLoadError
+from engine.terminal import console, printable, stages, table
 
-GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
+# By source; other accepted tokens are green, too.
+COLOURS = {"draft_model": "green", "ngram": "cyan", "prediction": "magenta"}
 
 
 class GenerateSettings(EngineConfig, BaseSettings):
@@ -52,26 +56,39 @@ class Run:
 
 
 class Printer:
-    """Writes tokens as text as soon as they form whole characters."""
+    """Writes tokens as text as soon as they form whole characters; raw where there is no terminal."""
 
-    def __init__(self, tokenizer: Any, colour: bool) -> None:
+    def __init__(self, tokenizer: Any, out: Console) -> None:
         self.tokenizer = tokenizer.backend_tokenizer
         self.stream = DecodeStream(skip_special_tokens=True)
-        self.colour = colour
+        self.out = out
 
-    def write(self, token_ids: list[int], num_accepted: int) -> None:
-        for i, token_id in enumerate(token_ids):
-            text = self.stream.step(self.tokenizer, token_id)
-            if text and i < num_accepted and self.colour:
-                text = f"{GREEN}{text}{RESET}"
-            print(text or "", end="", flush=True)
+    def write(self, output: TokenOutput) -> None:
+        for token_id, colour in zip(output.token_ids, _colours(output), strict=True):
+            self.print(self.stream.step(self.tokenizer, token_id) or "", colour)
+
+    def print(self, text: str, style: str = "") -> None:
+        if self.out.is_terminal:
+            self.out.print(Text(printable(text), style), end="")
+        else:
+            self.out.file.write(text)
+        self.out.file.flush()
+
+
+def _colours(output: TokenOutput) -> Iterator[str]:
+    """Of each token."""
+    for one in output.origins or ():
+        for place in range(one.num_tokens):
+            yield COLOURS.get(one.source, "green") if place < one.num_accepted else ""
 
 
 def main(arguments: list[str]) -> int:
     transformers_logging.disable_progress_bar()
     settings = CliApp.run(GenerateSettings, cli_args=arguments)
     try:
-        llm = LLM(**{name: getattr(settings, name) for name in EngineConfig.model_fields})
+        with stages(1) as progress:
+            progress.begin("Loading the models")
+            llm = LLM(**{name: getattr(settings, name) for name in EngineConfig.model_fields})
         _generate(llm, settings)
     except (ModelLoadError, RequestError) as error:
         print(f"foretoken: {error}", file=sys.stderr)
@@ -88,7 +105,11 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
     if seed is None and settings.compare:
         seed = secrets.randbits(32)
     params = SamplingParams(
-        max_tokens=settings.max_tokens, temperature=settings.temperature, top_p=settings.top_p, seed=seed
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=seed,
+        origins=True,
     )
     plain_params = SamplingParams(
         max_tokens=settings.max_tokens,
@@ -96,57 +117,66 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
         top_p=settings.top_p,
         seed=seed,
         num_speculative_tokens=0,
+        origins=True,
     )
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, colour), colour)
+    out = console()
+    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, out))
+    _print_acceptance(first.completion, out)
     if not settings.compare:
-        _print_acceptance(first.completion, colour)
         return
     plain, speculative = [], []
-    for _ in range(settings.repeats):
-        plain.append(_run(llm, settings.prompt, plain_params))
-        speculative.append(_run(llm, settings.prompt, params))
-    _print_comparison(plain, speculative)
+    with stages(2 * settings.repeats) as progress:
+        for _ in range(settings.repeats):
+            progress.begin("plain")
+            plain.append(_run(llm, settings.prompt, plain_params))
+            progress.begin("speculative")
+            speculative.append(_run(llm, settings.prompt, params))
+    _print_comparison(plain, speculative, out)
 
 
-def _run(
-    llm: LLM, prompt: str, params: SamplingParams, printer: Printer | None = None, colour: bool = False
-) -> Run:
+def _run(llm: LLM, prompt: str, params: SamplingParams, printer: Printer | None = None) -> Run:
     completion = Completion()
     started = time.perf_counter()
     if printer:
-        print(f"{DIM}{prompt}{RESET}" if colour else prompt, end="", flush=True)
+        printer.print(prompt, "dim")
     for output in llm.stream(prompt, params):
         completion.add(output)
         if printer:
-            printer.write(output.token_ids, output.num_accepted_tokens)
+            printer.write(output)
     seconds = time.perf_counter() - started
     if printer:
-        print("\n")
+        printer.print("\n\n")
     return Run(completion, seconds)
 
 
-def _print_acceptance(completion: Completion, colour: bool) -> None:
+def _print_acceptance(completion: Completion, out: Console) -> None:
     if completion.num_draft_tokens == 0:
-        print("Nothing was drafted: there is no draft model, or speculation is off.")
+        out.print("Nothing was drafted: there is no draft model, or speculation is off.")
         return
-    where = f"{GREEN}coloured{RESET}: " if colour else ""
-    print(
-        f"{where}{completion.num_accepted_tokens} of {completion.num_draft_tokens} drafted tokens accepted "
-        f"({completion.acceptance_rate:.0%}), {completion.acceptance_length:.2f} tokens per round"
+    legend = Text()
+    if out.color_system is not None:
+        legend = Text.assemble(
+            ("draft model", COLOURS["draft_model"]), " ", ("n-gram", COLOURS["ngram"]), ": "
+        )
+    out.print(
+        legend.append(
+            f"{completion.num_accepted_tokens} of {completion.num_draft_tokens} drafted tokens accepted "
+            f"({completion.acceptance_rate:.0%}), {completion.acceptance_length:.2f} tokens per round"
+        )
     )
 
 
-def _print_comparison(plain: list[Run], speculative: list[Run]) -> None:
-    _print_acceptance(speculative[0].completion, colour=False)
-    print(f"\n{'':14}{'tokens/s':>10}{'rounds':>9}{'tokens/round':>15}")
+def _print_comparison(plain: list[Run], speculative: list[Run], out: Console) -> None:
+    rows = table(["", "tokens/s", "rounds", "tokens/round"])
     for name, runs in (("plain", plain), ("speculative", speculative)):
         completion = runs[0].completion
         speed = statistics.median(run.tokens_per_second for run in runs)
-        print(f"{name:14}{speed:10.1f}{completion.num_rounds:9}{completion.acceptance_length:15.2f}")
+        figures = (f"{speed:.1f}", str(completion.num_rounds), f"{completion.acceptance_length:.2f}")
+        rows.add_row(name, *figures)
+    out.print()
+    out.print(rows)
     ratios = [s.tokens_per_second / p.tokens_per_second for p, s in zip(plain, speculative, strict=True)]
     same = all(run.completion.token_ids == plain[0].completion.token_ids for run in speculative)
-    print(
-        f"\nspeculation is {statistics.median(ratios):.2f} times as fast "
-        f"(median of {len(ratios)} interleaved pairs); same text: {'yes' if same else 'NO'}"
-    )
+    verdict = Text(f"\nspeculation is {statistics.median(ratios):.2f} times as fast ", "bold")
+    verdict.append(f"(median of {len(ratios)} interleaved pairs); same text: ", "not bold")
+    out.print(verdict.append("yes" if same else "NO", "green" if same else "bold red"))

@@ -145,14 +145,14 @@ class RoundCheck:
 
     def _check_equality(self, number: int, accepted: bool) -> Iterator[Finding]:
         scores = self._scores(self.target_logits[number], self.target_probs[number], number)
-        said = int(scores.argmax())
-        equal = said == self.ids[number]
+        got = int(scores.argmax())
+        equal = got == self.ids[number]
         if equal == accepted:
             return
         is_tie = self._is_tie(scores) if equal else _gap(scores, self.ids[number]) <= self.tolerance
         yield Finding(
             Outcome.NEAR_TIE if is_tie else Outcome.WRONG,
-            f"drafted token {number + 1} was {_verdict(accepted)}, but the target says {said}",
+            f"drafted token {number + 1} was {_verdict(accepted)}, but the target says {got}",
         )
 
     def _check_next(self) -> Iterator[Finding]:
@@ -199,7 +199,7 @@ class RoundCheck:
             )
 
     def _scores(self, logits: torch.Tensor, probs: torch.Tensor, row: int) -> torch.Tensor:
-        """What the winner is the highest of: logits, or log-probabilities under the race's noise."""
+        """What the winner is the highest of: logits, or log-probabilities with the coupled rule's noise."""
         if self.rule is Rule.EXACT_MATCH:
             return logits
         noise = exponential_noise(self.seed, self.position + row, self.vocab_size)

@@ -9,7 +9,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.stats import EngineStats
 from engine.core.step import ScheduledSequence, StepPlan, StepResult
-from engine.messages import Failed, PredictionUse, TokenLogprob, TokenOutput
+from engine.messages import Failed, PredictionUse, RoundOrigin, TokenLogprob, TokenOutput
 
 
 def commit(
@@ -45,6 +45,7 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
     wants_logprobs = sequence.params.logprobs is not None
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
+    origins: list[RoundOrigin] | None = [] if sequence.params.origins else None
     num_drafted = num_accepted = 0
     for one in result.rounds:
         emitted = sequence.append(one.emitted[row])
@@ -55,6 +56,8 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
             stats.count_draft(part.source, one.num_drafted[row], accepted)
             num_drafted += one.num_drafted[row]
             num_accepted += accepted
+        if origins is not None and emitted:
+            origins.append(RoundOrigin(part.source, one.num_drafted[row], accepted, len(emitted)))
         if wants_logprobs and one.logprobs is not None:
             logprobs += (one.logprobs[row] or [])[: len(emitted)]
     traces = result.rounds[-1].traces
@@ -73,6 +76,7 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
         prompt_logprobs=sequence.prompt_logprobs if is_first else None,
         trace=traces[row] if traces is not None and sequence.params.trace else None,
         prediction=_follow_prediction(part, token_ids, num_drafted),
+        origins=origins,
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.core.sequence import Sequence
-from engine.core.step import EarlyExit, StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.messages import Source
 
 # The longest drafts where the length is open: tokens without a model cost next to nothing.
@@ -39,7 +39,6 @@ class DraftChoice:
     source: str = "none"
     num_tokens: int = 0
     num_missing: int = 0
-    early_exit: EarlyExit | None = None
     draft_ids: list[int] = field(default_factory=list)
 
 

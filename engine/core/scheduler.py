@@ -200,7 +200,6 @@ class Scheduler:
         if part.num_draft_tokens:
             part.num_catch_up_tokens = min(choice.num_missing, self._catch_up_budget)
             self._catch_up_budget -= part.num_catch_up_tokens
-            part.early_exit = choice.early_exit
             part.draft_ids = choice.draft_ids[: part.num_draft_tokens]
             if part.num_catch_up_tokens < choice.num_missing:
                 # All of it would stall the others; the rest comes in the next steps.
@@ -225,7 +224,7 @@ class Scheduler:
         return True
 
     def _reserve_ahead(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for so many tokens more, as far as the sequence may grow, if no other has to give way."""
+        """Make room for ``num_tokens`` more, as far as the sequence may grow, if no other has to give way."""
         num_tokens = sequence.length_after(num_tokens)
         shares = self._shares(sequence)
         if not all(pool.can_reserve(table, num_tokens) for pool, table in shares):
@@ -264,6 +263,8 @@ def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
         bits |= part.sequence.needs._value_
         if part.num_tokens > 1 or part.sequence.wants_prompt_logprobs:
             bits |= RowNeeds.PROMPT._value_
+        if part.mask is not None:
+            bits |= RowNeeds.MASK._value_
         if part.source == DRAFT_MODEL:
             if part.num_draft_tokens:
                 bits |= RowNeeds.DRAFT_MODEL._value_

@@ -6,31 +6,17 @@ short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
 
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.sequence import RowNeeds, Sequence
 from engine.messages import RoundTrace, TokenLogprob
 
+if TYPE_CHECKING:
+    import torch
+
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
 # in the same round.
 MAX_CATCH_UP_TOKENS = 32
-
-# Lower ends of the bins of a draft distribution's confidence: most are either open or nearly certain, where
-# little makes a difference.
-CONFIDENCE_BINS = (0.0, 0.4, 0.55, 0.65, 0.75, 0.85, 0.92, 0.97)
-
-
-class EarlyExit(NamedTuple):
-    """Ends a draft before a token whose distribution says that it would hardly be accepted.
-
-    ``rates`` are acceptance rates by the bin of the distribution's confidence (``Sampler.draw_drafts``).
-    A draft multiplies the rates of its tokens' bins and ends before the token that would take the product
-    below ``threshold``. The confidence is a function of the distribution, never of the token drawn from it,
-    so the output keeps its law.
-    """
-
-    rates: tuple[float, ...]
-    threshold: float
 
 
 @dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
@@ -38,11 +24,12 @@ class ScheduledSequence:
     """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
     ``completes``: the last known token is among them, so the sequence is a row of the step's rounds.
-    ``source`` drafts up to ``num_draft_tokens`` in each round, fewer where ``early_exit`` ends the draft.
+    ``source`` drafts up to ``num_draft_tokens`` in each round.
     ``draft_ids`` are drafts that are known already: those of a source without a model.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
     instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
-    chunk too, now.
+    chunk too, now. ``mask`` is int32 [num_draft_tokens + 1, words], contiguous: a set bit for each token that
+    is allowed at a position of the first round; None: all are.
     """
 
     sequence: Sequence
@@ -52,8 +39,8 @@ class ScheduledSequence:
     source: str = "none"
     num_catch_up_tokens: int = 0
     prefill_draft: bool = True
-    early_exit: EarlyExit | None = None
     draft_ids: list[int] = field(default_factory=list)
+    mask: "torch.Tensor | None" = None
 
 
 @dataclass(slots=True)
@@ -89,8 +76,8 @@ class Round:
     """What became of one round, row by row.
 
     ``emitted``: the accepted drafts and the token that follows them, before stop tokens and limits cut them
-    off. ``failed`` rows had no distribution to draw from. ``confidences``: those that a draft with an early
-    exit has met, the refused token's included. The optional columns are None where no row asks for them.
+    off. ``failed`` rows had no distribution to draw from. The optional columns are None where no row asks
+    for them.
     """
 
     num_drafted: list[int]
@@ -98,7 +85,6 @@ class Round:
     emitted: list[list[int]]
     seconds: PhaseSeconds
     failed: list[bool] | None = None
-    confidences: Sequences[Sequences[float] | None] | None = None
     logprobs: Sequences[list[TokenLogprob] | None] | None = None
     traces: Sequences[RoundTrace | None] | None = None
 

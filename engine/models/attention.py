@@ -5,6 +5,7 @@ hands it the ``attention_context`` keyword that the forward call was given. The 
 tokens; which of them belong together only the context knows.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from engine.models.errors import ModelLoadError
 ATTENTION_NAME = "foretoken"
 
 # What models hand to their attention function beside our own arguments, and what changes nothing here:
-# masks and packing are in our context, dropout is for training, and nobody asks for the weights.
+# masks and packing are in our context, dropout is for training, and the weights are not asked for.
 WITHOUT_EFFECT = frozenset(
     {
         "cu_seq_lens_k",
@@ -33,23 +34,24 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """How one layer attends. ``scaling`` None: by the root of the head size. ``sliding_window``: keys that a
+    query sees, itself included; None: all. ``softcap`` c makes c tanh(s / c) of each score s. ``sinks``
+    [heads] are one more score per head that takes its share of the attention and gives no value."""
+
+    layer: int
+    scaling: float | None = None
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
 class AttentionContext(Protocol):
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """``query`` [tokens, heads, size], ``key`` and ``value`` [tokens, kv heads, size]; like query.
-
-        ``softcap`` c makes c tanh(s / c) of each score s. ``sinks`` [heads] are one more score per head
-        that takes its share of the attention and gives no value.
-        """
+        """``query`` [tokens, heads, size], ``key`` and ``value`` [tokens, kv heads, size]; like query."""
         ...
 
 
@@ -65,29 +67,19 @@ class PagedAttention:
         }
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         slots, groups = self._on.get(query.device) or self._copied_to(query.device)
-        self.cache.write(layer, slots, key, value)
+        self.cache.write(call.layer, slots, key, value)
         if len(groups) == 1:
-            return attend_group(groups[0], self.cache, layer, query, scaling, sliding_window, softcap, sinks)
+            return attend_group(groups[0], self.cache, call, query)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in groups:
             rows = group.query_index
             assert rows is not None  # only a lone group can be the whole batch
             if group.output_index is not None:
                 rows = rows[group.output_index]
-            output[rows] = attend_group(
-                group, self.cache, layer, query, scaling, sliding_window, softcap, sinks
-            )
+            output[rows] = attend_group(group, self.cache, call, query)
         return output
 
     def _copied_to(self, device: torch.device) -> tuple[torch.Tensor, list[AttentionGroup]]:
@@ -97,20 +89,13 @@ class PagedAttention:
 
 
 def attend_group(
-    group: AttentionGroup,
-    cache: KVCache,
-    layer: int,
-    query: torch.Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    group: AttentionGroup, cache: KVCache, call: AttentionCall, query: torch.Tensor
 ) -> torch.Tensor:
     """The group's real queries' outputs [queries, heads, value size]."""
     if group.key_slots is None:
-        keys, values = cache.run(layer, group.first_slot, group.keys)
+        keys, values = cache.run(call.layer, group.first_slot, group.keys)
     else:
-        gathered = cache.gather(layer, group.key_slots)
+        gathered = cache.gather(call.layer, group.key_slots)
         keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
     if group.query_index is not None:
         query = query[group.query_index]
@@ -119,13 +104,14 @@ def attend_group(
     shared = query.shape[1] // kv_heads
     query = query.view(group.rows, group.queries, kv_heads, shared, -1)
     query = query.permute(0, 2, 3, 1, 4).reshape(group.rows, kv_heads, shared * group.queries, -1)
-    bias = group.bias(sliding_window, shared, query.dtype)
-    if softcap is None and sinks is None:
-        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=scaling)
+    bias = group.bias(call.sliding_window, shared, query.dtype)
+    if call.softcap is None and call.sinks is None:
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=call.scaling)
     else:
+        sinks = call.sinks
         if sinks is not None:
             sinks = sinks.view(1, kv_heads, shared, 1).repeat_interleave(group.queries, dim=2)
-        attended = attention_by_definition(query, keys, values, bias, scaling, softcap, sinks)
+        attended = attention_by_definition(query, keys, values, bias, call.scaling, call.softcap, sinks)
     attended = attended.view(group.rows, kv_heads, shared, group.queries, -1).permute(0, 3, 1, 2, 4)
     output = attended.reshape(group.rows * group.queries, kv_heads * shared, -1).contiguous()
     return output if group.output_index is None else output[group.output_index]
@@ -181,14 +167,10 @@ def attention_forward(
     if is_causal is False:
         raise ModelLoadError("its attention looks at later tokens too (is_causal is false)")
     output = attention_context.attend(
-        int(module.layer_idx),  # type: ignore[arg-type]
+        AttentionCall(int(module.layer_idx), scaling, sliding_window, softcap, s_aux),  # type: ignore[arg-type]
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scaling,
-        sliding_window,
-        softcap,
-        s_aux,
     )
     return output[None], None
 

@@ -6,6 +6,7 @@ bias that depends on the distance of key and query; it is computed here, because
 the packed tokens stand.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,15 +19,18 @@ from engine.kv_cache import KVCache, LayerShape
 ATTENTION_NAME = "foretoken_encoder_decoder"
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """How one layer attends. ``position_bias`` is that of a packed row as transformers counts it."""
+
+    module: Any
+    scaling: float | None
+    position_bias: torch.Tensor | None
+
+
 class AttentionContext(Protocol):
     def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        position_bias: torch.Tensor | None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """``query``, ``key`` and ``value`` [heads, tokens, size]; returns [heads, tokens, value size]."""
         ...
@@ -36,16 +40,10 @@ class EncoderAttention:
     """One prompt, every token to every other."""
 
     def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        position_bias: torch.Tensor | None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        mask = None if position_bias is None else position_bias[0].to(query.dtype)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+        mask = None if call.position_bias is None else call.position_bias[0].to(query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=call.scaling)
 
 
 class CrossWriter:
@@ -56,16 +54,10 @@ class CrossWriter:
         self.cache = cache
 
     def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        position_bias: torch.Tensor | None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        if not module.is_causal:
-            self.cache.write(module.layer_idx, self.slots, key.transpose(0, 1), value.transpose(0, 1))
+        if not call.module.is_causal:
+            self.cache.write(call.module.layer_idx, self.slots, key.transpose(0, 1), value.transpose(0, 1))
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
 
@@ -78,16 +70,9 @@ class DecoderAttention:
         self._masks: list[torch.Tensor | None] = []
 
     def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        position_bias: torch.Tensor | None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """``position_bias`` is that of the packed row, which is not where the tokens stand."""
-        query = query.transpose(0, 1)
+        module, query = call.module, query.transpose(0, 1)
         if module.is_causal:
             self.cache.write(module.layer_idx, self.batch.slots, key.transpose(0, 1), value.transpose(0, 1))
             groups = self.batch.groups
@@ -97,7 +82,7 @@ class DecoderAttention:
             masks = [group.mask(None) for group in groups]
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         for group, mask in zip(groups, masks, strict=True):
-            attended = self._attend_group(group, mask, module.layer_idx, query, scaling)
+            attended = self._attend_group(group, mask, module.layer_idx, query, call.scaling)
             rows = group.query_index
             if rows is not None and group.output_index is not None:
                 rows = rows[group.output_index]
@@ -160,16 +145,10 @@ class CrossProbe:
         self.cross: dict[int, LayerShape] = {}
 
     def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        position_bias: torch.Tensor | None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        shapes = self.own if module.is_causal else self.cross
-        shapes[module.layer_idx] = LayerShape(
+        shapes = self.own if call.module.is_causal else self.cross
+        shapes[call.module.layer_idx] = LayerShape(
             key=(key.shape[0], key.shape[2]), value=(value.shape[0], value.shape[2]), device=key.device
         )
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
@@ -220,7 +199,9 @@ def attention_forward(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' signature: [1, heads, tokens, size] comes in, [1, tokens, heads, size] goes out."""
-    output = attention_context.attend(module, query[0], key[0], value[0], scaling, position_bias)
+    output = attention_context.attend(
+        AttentionCall(module, scaling, position_bias), query[0], key[0], value[0]
+    )
     return output.transpose(0, 1)[None], None
 
 

@@ -6,6 +6,7 @@ first; everything behind is the decoder's own. So the engine schedules, drafts, 
 sequences as any others. Decoders run batched; each prompt has a pass of its own through the encoder.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from engine.batch import ForwardBatch, Span, table_slots
-from engine.kv_cache import LayerShape
+from engine.kv_cache import KVCache, LayerShape
+from engine.models.base import ForwardOutput, Model, ModelFacts
 from engine.models.cross_attention import (
     AttentionContext,
     CrossProbe,
@@ -23,7 +25,6 @@ from engine.models.cross_attention import (
     EncoderAttention,
     StoredElsewhere,
 )
-from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.generation_rules import decoder_start_ids, generation_rules
 from engine.sampling.rules import GenerationRules
@@ -32,68 +33,69 @@ from engine.sampling.rules import GenerationRules
 SERVED = ("t5", "mt5", "bart", "mbart", "marian", "pegasus")
 
 
-class EncoderDecoderModel(DecoderModel):
+class EncoderDecoderModel(Model):
     """``start_ids`` stand before the decoder's first own token; ``rules`` bind it whatever is asked.
 
     ``max_position`` bounds prompt and output, each; None for relative positions (T5), where
     ``usual_length`` is what the checkpoint was made for, if it says so.
     """
 
-    def __init__(self, model: Any, num_parameters: int, dtype: torch.dtype, device: torch.device) -> None:
-        config = model.config
+    def __init__(self, module: Any, facts: ModelFacts) -> None:
+        config = facts.config
         if config.model_type not in SERVED:
             raise ModelLoadError(
                 f"{config.model_type} is an encoder-decoder model that is not served; "
                 f"these are: {', '.join(SERVED)}"
             )
-        if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        if len(set(getattr(module, "hf_device_map", {}).values())) > 1:
             raise ModelLoadError("encoder-decoder models are not served over several devices (device_map)")
-        self.start_ids = decoder_start_ids(model)
+        self.module = module
+        self.start_ids = decoder_start_ids(module)
         self.usual_length: int | None = getattr(config, "n_positions", None)
-        self._positions = _pack_positions(model.get_decoder())
+        self._positions = _pack_positions(module.get_decoder())
         self._no_encoder = BaseModelOutput(
-            last_hidden_state=torch.zeros(1, 1, config.d_model, dtype=dtype, device=device)
+            last_hidden_state=torch.zeros(1, 1, config.d_model, dtype=facts.dtype, device=facts.device)
         )
-        super().__init__(model, num_parameters, dtype, device)
-        self._stored_elsewhere = StoredElsewhere(self.layers, dtype, device)
+        super().__init__(facts, *self._probe_layers(facts.device))
+        self._stored_elsewhere = StoredElsewhere(self.layers, facts.dtype, facts.device)
 
     @cached_property
     def rules(self) -> GenerationRules:  # type: ignore[override]
-        """Those of a target; nobody asks for a draft's. ``ModelLoadError`` if they are not served."""
-        return generation_rules(self.model)
+        """Those of a target; a draft's are not used. ``ModelLoadError`` if they are not served."""
+        return generation_rules(self.module)
 
-    @torch.inference_mode()
-    def forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits as ``DecoderModel.forward`` gives them. A sequence's first span brings the whole prompt and
-        at least one of the decoder's tokens; logits are of the decoder's tokens only."""
-        assert self.cache is not None
-        spans = [self._encoded(span) for span in spans]
-        batch = ForwardBatch.build(spans, self.block_size, self.device, ids_on_device)
-        logits = self._decode(
-            batch.token_ids, batch.positions, self._no_encoder, DecoderAttention(batch, self.cache)
-        )
-        for span in spans:
-            span.table.num_computed_tokens += len(span.token_ids)
-        return logits[batch.logits_index].float()
+    def forward(
+        self,
+        spans: list[Span],
+        cache: KVCache,
+        ids_on_device: torch.Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> ForwardOutput:
+        """A sequence's first span brings the whole prompt and at least one of the decoder's tokens; logits
+        are of the decoder's tokens only."""
+        spans = [self._encoded(span, cache) for span in spans]
+        batch = ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device)
+        attention = DecoderAttention(batch, cache)
+        logits = self._decode(batch.token_ids, batch.positions, self._no_encoder, attention)
+        return ForwardOutput(logits[batch.logits_index].float())
 
-    def _encoded(self, span: Span) -> Span:
+    def _encoded(self, span: Span, cache: KVCache) -> Span:
         """Run the encoder if that has not been done; return what is left for the decoder."""
         table = span.table
         if table.num_computed_tokens > 0:
             return span
-        assert self.cache is not None
         num_tokens = table.num_encoder_tokens
         prompt = torch.tensor([span.token_ids[:num_tokens]], device=self.device)
-        encoded = self.model.get_encoder()(input_ids=prompt, attention_context=EncoderAttention())
-        slots = torch.from_numpy(table_slots(table, num_tokens, self.block_size)).to(self.device)
+        encoded = self.module.get_encoder()(input_ids=prompt, attention_context=EncoderAttention())
+        slots = torch.from_numpy(table_slots(table, num_tokens, cache.block_size)).to(self.device)
         start = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         self._positions.positions = start[0]
         # The decoder computes the keys and values of its cross-attentions; one token makes it do so.
-        self.model.get_decoder()(
+        self.module.get_decoder()(
             input_ids=start,
             encoder_hidden_states=encoded.last_hidden_state,
             use_cache=False,
-            attention_context=CrossWriter(slots, self.cache),
+            attention_context=CrossWriter(slots, cache),
         )
         table.num_computed_tokens = num_tokens
         return replace(span, token_ids=span.token_ids[num_tokens:])
@@ -107,7 +109,7 @@ class EncoderDecoderModel(DecoderModel):
     ) -> torch.Tensor:
         """Logits [tokens, vocab] of the packed ``token_ids`` [1, tokens]."""
         self._positions.positions = positions[0]
-        output = self.model(
+        output = self.module(
             encoder_outputs=encoded,
             decoder_input_ids=token_ids,
             past_key_values=None if isinstance(context, CrossProbe) else self._stored_elsewhere,
@@ -117,22 +119,22 @@ class EncoderDecoderModel(DecoderModel):
         return output.logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def _probe_layers(self) -> list[LayerShape]:
+    def _probe_layers(self, device: torch.device) -> tuple[list[LayerShape], int]:
         """Ask a one-token forward what each layer would store; the vocabulary is what comes out."""
         probe = CrossProbe()
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.vocab_size = self._decode(zero, zero, self._no_encoder, probe).shape[-1]
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        vocab_size = self._decode(zero, zero, self._no_encoder, probe).shape[-1]
         num_layers = len(probe.own)
         if not num_layers or probe.own != probe.cross or sorted(probe.own) != list(range(num_layers)):
             raise ModelLoadError(
-                f"{self.model.config.model_type} models cannot be served: their layers do not have one "
+                f"{self.module.config.model_type} models cannot be served: their layers do not have one "
                 "attention to the past and one, of the same shape, to the encoder"
             )
-        return [probe.own[layer] for layer in range(num_layers)]
+        return [probe.own[layer] for layer in range(num_layers)], vocab_size
 
 
 class PackedPositions(torch.nn.Module):
-    """A decoder's embedding of positions, told where the packed tokens stand."""
+    """A decoder's embedding of positions, given where the packed tokens stand."""
 
     def __init__(self, embedding: torch.nn.Module | None) -> None:
         super().__init__()

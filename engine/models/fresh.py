@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.messages import SamplingParams
-from engine.models.decoder_only import eos_token_ids
+from engine.models.base import eos_token_ids
 from engine.models.generation_rules import decoder_start_ids, generation_rules
 from engine.models.loader import load_causal_model
 from engine.sampling.adjust import History, adjust_logits
@@ -36,7 +36,7 @@ class FreshModel:
         )
         self.device = device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
-        self.eos_token_ids = eos_token_ids(self.model)
+        self.eos_token_ids = eos_token_ids(self.model.generation_config, self.model.config)
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
 
     def begin(self, prompt: list[int]) -> list[int]:

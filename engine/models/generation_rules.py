@@ -6,7 +6,7 @@ lengths are for the request to say. What would change the text and is not served
 
 from typing import Any
 
-from engine.models.decoder_only import eos_token_ids
+from engine.models.base import eos_token_ids
 from engine.models.errors import ModelLoadError
 from engine.sampling.rules import GenerationRules
 
@@ -23,7 +23,7 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
 
 
 def decoder_start_ids(model: Any) -> list[int]:
-    """What the decoder has been told before its first own token: the start token, and a forced first one."""
+    """What the decoder starts with before its first own token: the start token, and a forced first one."""
     start = _first(model, "decoder_start_token_id", "bos_token_id")
     if start is None:
         raise ModelLoadError(
@@ -49,7 +49,7 @@ def generation_rules(model: Any) -> GenerationRules:
                 f"the generation config bans the sequence {word} (bad_words_ids); only single tokens can be"
             )
         # ``generate`` lets a model speak its own end.
-        banned |= set(word) - eos_token_ids(model)
+        banned |= set(word) - eos_token_ids(model.generation_config, model.config)
     forced = _setting(model, "forced_eos_token_id")
     if isinstance(forced, list):
         if len(forced) != 1:

@@ -16,7 +16,7 @@ import torch
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
-from engine.models.attention import PagedAttention, attend_group
+from engine.models.attention import AttentionCall, PagedAttention, attend_group
 from engine.models.layer_parts import AttentionShape
 
 MAX_HEAD_SIZE = 256
@@ -66,37 +66,29 @@ class InPlaceAttention:
         ]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        assert scaling is not None
-        assert softcap is None  # LeanDecoder's layers have neither
-        assert sinks is None
+        assert call.scaling is not None
+        assert call.softcap is None  # Llama's layers have neither
+        assert call.sinks is None
         batch, cache = self.batch, self.cache
-        cache.write(layer, batch.slots, key, value)
+        cache.write(call.layer, batch.slots, key, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         rows = batch.short_rows
         if rows is not None:
             self.kernel(
                 output,
                 query,
-                cache.keys[layer],
-                cache.values[layer],
+                cache.keys[call.layer],
+                cache.values[call.layer],
                 rows,
                 batch.positions[0],
                 batch.block_size,
-                scaling,
-                sliding_window,
+                call.scaling,
+                call.sliding_window,
             )
         for first, end, group in self._long:
-            output[first:end] = attend_group(group, cache, layer, query[first:end], scaling, sliding_window)
+            output[first:end] = attend_group(group, cache, call, query[first:end])
         return output
 
 
@@ -175,12 +167,12 @@ def is_right(
     query = (query * (4 / (shape.scaling * shape.head_size**0.5))).to(device, dtype)[:, : shape.num_heads]
     outputs = []
     for attention, used in ((partial(InPlaceAttention, kernel), dtype), (PagedAttention, torch.float64)):
-        cache = KVCache([LayerShape(heads, heads, device)], num_blocks * CHECK_BLOCK_SIZE, used)
+        cache = KVCache([LayerShape(heads, heads, device)], num_blocks, CHECK_BLOCK_SIZE, used)
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, stored, *(x.to(used) for x in context))
         q, k, v = (x.to(used) for x in (query, *new))  # stays the same view in its own dtype
-        outputs.append(attention(batch, cache).attend(0, q, k, v, shape.scaling, window))
+        outputs.append(attention(batch, cache).attend(AttentionCall(0, shape.scaling, window), q, k, v))
     ours, theirs = outputs
     return bool(((ours - theirs).abs().max() <= TOLERANCES[dtype] * theirs.abs().max()).item())
 

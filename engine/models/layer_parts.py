@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
-from engine.models.attention import AttentionContext, PagedAttention
+from engine.models.attention import AttentionCall, AttentionContext, PagedAttention
 
 # Rotary types whose angles are a function of the position alone, so that a table can hold them.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -83,6 +83,10 @@ class AttentionShape:
     sliding_window: int | None
     norm: Norm | None
 
+    @property
+    def call(self) -> AttentionCall:
+        return AttentionCall(self.layer, self.scaling, self.sliding_window)
+
 
 class LayerParts(Protocol):
     """Of one forward; every tensor is [tokens, ...]."""
@@ -123,9 +127,7 @@ class TorchParts:
             query_key = shape.norm(query_key)
         query_key = _rotate(query_key, self.cos, self.sin)
         query, key = query_key.split_with_sizes((heads, kv_heads), 1)
-        attended = self.context.attend(
-            shape.layer, query, key, value, shape.scaling, shape.sliding_window, None, None
-        )
+        attended = self.context.attend(shape.call, query, key, value)
         return attended.reshape(tokens, -1)
 
     def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:

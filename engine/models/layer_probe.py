@@ -11,7 +11,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.kv_cache import LayerShape
-from engine.models.attention import ATTENTION_NAME, attention_forward
+from engine.models.attention import ATTENTION_NAME, AttentionCall, attention_forward
 from engine.models.errors import ModelLoadError
 
 PROBE_NAME = "foretoken-probe"
@@ -34,30 +34,22 @@ class LayerProbe:
         self.layers: dict[int, LayerShape] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self.layers[layer] = LayerShape(
+        self.layers[call.layer] = LayerShape(
             key=(key.shape[1], key.shape[2]), value=(value.shape[1], value.shape[2]), device=key.device
         )
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
     def check_pattern(self, pattern: int, sliding_window: int | None) -> None:
-        """Compare the mask that a layer got with the window that it told its attention function."""
+        """Compare the mask that a layer got with the window that its attention function got."""
         if pattern == NOT_CAUSAL:
             raise ModelLoadError("its attention looks at later tokens too")
         if pattern == NOT_A_WINDOW:
             raise ModelLoadError("its attention is neither causal nor a sliding window (chunks, perhaps)")
         if pattern != min(sliding_window or self.context, self.context):
             raise ModelLoadError(
-                f"its mask shows {pattern} tokens, but its attention is told of "
+                f"its mask shows {pattern} tokens, but its attention gets "
                 f"{'no window' if sliding_window is None else f'a window of {sliding_window}'}"
             )
 

@@ -1,23 +1,31 @@
-"""Checkpoint folder or hub id to a transformers model that attends through our cache.
+"""Checkpoint folder or hub id to a model that attends through our cache.
 
-Chooses device and dtype, loads the weights, packs linears where that pays. What goes wrong with a user's
-path or checkpoint becomes a ``ModelLoadError`` that says so in a sentence.
+Chooses device and dtype, and the way: Llama-shaped models by name (``llama``), others by a module.
+What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError`` that says so in a sentence.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 from engine.models import cross_attention
 from engine.models.attention import ATTENTION_NAME
+from engine.models.base import Model, ModelFacts
 from engine.models.checkpoint import check_folder, explain
 from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.lean_decoder import is_lean
-from engine.models.packed_linear import can_pack, pack_linears
+from engine.models.linear import replace_linears
+from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from engine.models.self_check import self_check
+from engine.models.weights import Checkpoint
+from engine.native.linear import linear_library
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,6 +45,76 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def load_model(
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    device_map: str | dict[str, str | int] | None = None,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+    native_kernels: bool = True,
+    narrow: bool = True,
+    check: bool = True,
+) -> Model:
+    """The model at ``path`` by the fastest way that computes what transformers' own module does.
+
+    With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say. ``narrow``: on a
+    CPU keep weights in 16 bits where that loses nothing. ``check``: refuse a model that over our cache
+    deviates from itself.
+    """
+    check_folder(path, allow_pickle=allow_pickle)
+    path = _expanded(path)
+    if device_map is None and (llama := _by_name(path, dtype, device, native_kernels, narrow)) is not None:
+        return llama
+    model = load_decoder(
+        path,
+        dtype,
+        device,
+        device_map=device_map,
+        trust_remote_code=trust_remote_code,
+        allow_pickle=allow_pickle,
+        native_kernels=native_kernels,
+        narrow=narrow,
+    )
+    # Families of encoder-decoder models are known by name; what they share with generate() is tested.
+    if not isinstance(model, DecoderModel):
+        return model
+    if check:
+        self_check(model)
+    if model.is_quantised and device_map is None and is_llama(model.module):
+        return take_llama(model.module, model.facts, native_kernels, probe_logits(model)) or model
+    return model
+
+
+def _by_name(
+    path: str, dtype: torch.dtype, device: torch.device, native_kernels: bool, narrow: bool
+) -> Llama | None:
+    """A Llama-shaped model straight from its files; None for any other, and for what has to be explained."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
+            return None
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        checkpoint = Checkpoint.find(path)
+        if checkpoint is None or not is_llama(skeleton):
+            return None
+        skeleton.eval().requires_grad_(False)
+        facts = ModelFacts(config, _generation_config(path, skeleton), count(skeleton), dtype, device)
+        return load_llama(skeleton, checkpoint, facts, native_kernels, narrow)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        logger.info("%s is left to transformers to load: %s", path, error)
+        return None
+
+
+def _generation_config(path: str, skeleton: Any) -> Any:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return skeleton.generation_config
+
+
 def load_decoder(
     path: str,
     dtype: torch.dtype,
@@ -45,16 +123,11 @@ def load_decoder(
     device_map: str | dict[str, str | int] | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
-    may_be_lean: bool = True,
+    native_kernels: bool = True,
     narrow: bool = True,
-) -> DecoderModel:
-    """The model at ``path``, decoder-only or encoder-decoder, on ``device``, its cache not yet allocated.
-
-    With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say. Linears are
-    packed (``narrow`` as in ``make_product``) unless the model ``may_be_lean``: then its weights stay as they
-    are for ``run_lean`` to take.
-    """
-    model = load_causal_model(
+) -> DecoderModel | EncoderDecoderModel:
+    """The model at ``path`` by transformers' module, with linear layers of our own on a CPU."""
+    module = load_causal_model(
         path,
         dtype,
         device,
@@ -63,12 +136,20 @@ def load_decoder(
         trust_remote_code=trust_remote_code,
         allow_pickle=allow_pickle,
     )
-    device = model.get_input_embeddings().weight.device
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if can_pack(dtype, device) and device_map is None and not (may_be_lean and is_lean(model)):
-        pack_linears(model, narrow)
-    served = EncoderDecoderModel if model.config.is_encoder_decoder else DecoderModel
-    return served(model, num_parameters, dtype, device)
+    device = module.get_input_embeddings().weight.device
+    facts = ModelFacts(module.config, module.generation_config, count(module), dtype, device)
+    if device.type == "cpu" and dtype == torch.float32 and device_map is None:
+        replace_linears(module, linear_library() if native_kernels else None, narrow)
+    served = EncoderDecoderModel if module.config.is_encoder_decoder else DecoderModel
+    return served(module, facts)
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _expanded(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def load_causal_model(
@@ -83,7 +164,7 @@ def load_causal_model(
 ) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
     check_folder(path, allow_pickle=allow_pickle)
-    path = str(Path(path).expanduser()) if path.startswith("~") else path
+    path = _expanded(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         auto_model: Any = AutoModelForCausalLM

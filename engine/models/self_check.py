@@ -2,8 +2,8 @@
 
 Two short texts go through the cache in two chunks, packed side by side, as in serving; transformers' own
 eager attention computes each of them at once. Whatever an architecture does behind our back then shows:
-positions counted from somewhere else, biases we are not told of, states and convolutions that reach from one
-token to the next. Windows and caps need longer texts to show; ``layer_probe`` and ``attention`` look for
+positions counted from somewhere else, biases that are not announced, states and convolutions that reach
+from one token to the next. Windows and caps need longer texts to show; ``layer_probe`` and ``attention`` look for
 those by name.
 """
 
@@ -16,6 +16,7 @@ from engine.core.block_pool import BlockTable
 from engine.models.attention import ATTENTION_NAME
 from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
+from engine.models.model_runner import ModelRunner
 
 TEXT_LENGTHS, FIRST_CHUNKS = (9, 6), (5, 2)
 BLOCK_SIZE = 4
@@ -27,8 +28,8 @@ TOLERANCES = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 @torch.inference_mode()
 def self_check(model: DecoderModel) -> None:
-    """``ModelLoadError`` if ``model`` over our cache deviates from itself. Leaves it without a cache."""
-    model_type = model.model.config.model_type
+    """``ModelLoadError`` if ``model`` over our cache deviates from itself."""
+    model_type = model.config.model_type
     texts = [
         [(7919 * (i + 1) + 104729 * which) % model.vocab_size for i in range(length)]
         for which, length in enumerate(TEXT_LENGTHS)
@@ -51,7 +52,7 @@ def self_check(model: DecoderModel) -> None:
 
 def _alone(model: DecoderModel, text: list[int]) -> torch.Tensor:
     """Logits [tokens, vocab], float32, by transformers alone."""
-    hf_model: Any = model.model
+    hf_model: Any = model.module
     hf_model.set_attn_implementation("eager")
     try:
         ids = torch.tensor([text], device=model.device)
@@ -67,7 +68,7 @@ def _alone(model: DecoderModel, text: list[int]) -> torch.Tensor:
 def _over_cache(model: DecoderModel, texts: list[list[int]]) -> list[torch.Tensor]:
     """The same logits, text by text, in two packed passes over a cache of our own."""
     num_blocks = -(-max(TEXT_LENGTHS) // BLOCK_SIZE)
-    model.allocate_cache(num_blocks * len(texts), BLOCK_SIZE)
+    runner = ModelRunner.build(model, num_blocks * len(texts), BLOCK_SIZE)
     tables = []
     for which in range(len(texts)):
         tables.append(table := BlockTable())
@@ -82,8 +83,7 @@ def _over_cache(model: DecoderModel, texts: list[list[int]]) -> list[torch.Tenso
         spans = [
             Span(table, chunk, num_logits=len(chunk)) for table, chunk in zip(tables, chunks, strict=True)
         ]
-        parts = torch.split(model.forward(spans), [len(chunk) for chunk in chunks])
+        parts = torch.split(runner.forward(spans).logits, [len(chunk) for chunk in chunks])
         for row, part in zip(rows, parts, strict=True):
             row.append(part)
-    model.cache = None
     return [torch.cat(parts) for parts in rows]

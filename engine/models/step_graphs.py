@@ -1,7 +1,7 @@
 """Decoding, scoring and drafting as captured passes: one launch in place of hundreds.
 
 On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. ``StepGraphs``
-captures a ``LeanDecoder``'s passes for some shapes (``step_buckets``) at start and replays them. What no
+captures a ``Llama``'s passes for some shapes (``step_buckets``) at start and replays them. What no
 captured shape holds runs as before, through the same cache: long chunks of prompts, and whatever the time or
 the memory at start did not suffice for, which is not made up for later.
 
@@ -18,10 +18,9 @@ import torch
 
 from engine.batch import Span
 from engine.core.block_pool import BlockTable
-from engine.models.decoder_only import DecoderModel
 from engine.models.graph_capture import Capture
-from engine.models.layer_parts import TorchParts
-from engine.models.lean_decoder import LeanDecoder, same_logits
+from engine.models.llama import Llama, same_logits
+from engine.models.model_runner import ModelRunner
 from engine.models.step_buckets import Bucket, shape_of, smallest
 from engine.models.step_inputs import StepInputs
 
@@ -34,24 +33,23 @@ logger = logging.getLogger(__name__)
 class StepGraphs:
     """The captured passes of one model over its cache, in which no sequence owns ``scratch_block``.
 
-    Called as ``DecoderModel.graphs``. ``enabled`` is for comparisons.
+    ``eager`` runs the same model over the same cache. ``enabled`` is for comparisons.
     """
 
     def __init__(
-        self, model: DecoderModel, planned: Sequence[Bucket], scratch_block: int, capture: Capture
+        self, eager: ModelRunner, planned: Sequence[Bucket], scratch_block: int, capture: Capture
     ) -> None:
-        assert isinstance(model.short_forward, LeanDecoder)
-        assert model.cache is not None
-        self.lean = model.short_forward
-        self.cache = model.cache
-        self.block_size = model.block_size
+        assert isinstance(eager.model, Llama)
+        self.model = eager.model
+        self.cache = eager.cache
+        self.block_size = eager.cache.block_size
         self.capture = capture
         self.inputs = StepInputs(
-            planned, self.block_size, scratch_block, model.device, capture, not self.lean.reads_in_place
+            planned, self.block_size, scratch_block, eager.device, capture, not self.model.reads_in_place
         )
         # In one place for all, as their pool is overwritten by every replay.
         self.logits = torch.zeros(
-            max(bucket.num_tokens for bucket in planned), model.vocab_size, device=model.device
+            max(bucket.num_tokens for bucket in planned), eager.vocab_size, device=eager.device
         )
         self.replays: dict[Bucket, Callable[[], None]] = {}
         self.enabled = True
@@ -89,47 +87,42 @@ class StepGraphs:
 
     def _step(self, bucket: Bucket) -> None:
         """What is captured: no Python decision here or below depends on the inputs' values."""
-        batch = self.inputs.batch(bucket)
-        parts = TorchParts(batch, self.cache, self.lean.rotary, self.lean.attention)
-        hidden = self.lean.hidden(batch.token_ids[0], parts)
-        hidden = hidden.index_select(0, batch.logits_index)
-        self.logits[: bucket.num_tokens].copy_(self.lean.logits(hidden, parts))
+        output = self.model.compute(self.inputs.batch(bucket), self.cache)
+        self.logits[: bucket.num_tokens].copy_(output.logits)
 
 
 def capture_steps(
-    model: DecoderModel,
+    eager: ModelRunner,
     planned: Sequence[Bucket],
     num_blocks: int,
     capture: Capture,
     deadline: float,
     min_free: int,
-) -> None:
-    """Give ``model``, whose cache is allocated and unused, its ``planned`` passes in order, until
-    ``deadline`` (monotonic) or until fewer than ``min_free`` bytes are free. The cache has one block behind
-    ``num_blocks``.
+) -> StepGraphs | None:
+    """The ``planned`` passes of a model, whose cache is unused, in order, until ``deadline`` (monotonic) or
+    until fewer than ``min_free`` bytes are free. The cache has one block behind ``num_blocks``.
 
-    Leaves the model as it was, with a line in the log, if anything goes wrong.
+    None, with a line in the log, if anything goes wrong.
     """
     started = time.monotonic()
     try:
-        graphs = StepGraphs(model, planned, num_blocks, capture)
+        graphs = StepGraphs(eager, planned, num_blocks, capture)
         for number, bucket in enumerate(planned):
             if time.monotonic() > deadline or capture.free_memory() < min_free:
                 break
-            texts = check_texts(model, bucket, num_blocks, number)
+            texts = check_texts(eager, bucket, num_blocks, number)
             if not texts:
                 continue
             graphs.add(bucket)
-            if not _is_right(model, graphs, bucket, texts):
+            if not _is_right(eager, graphs, bucket, texts):
                 logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", bucket)
-                return
+                return None
     except Exception as error:  # drivers and kernels fail in many ways; the usual passes need none of this
         logger.warning("CUDA graphs cannot be captured and are not used: %s", error)
-        return
+        return None
     took = time.monotonic() - started
     logger.info("Captured %d of %d CUDA graphs in %.1f s", len(graphs.replays), len(planned), took)
-    if graphs.replays:
-        model.graphs = graphs
+    return graphs if graphs.replays else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +134,15 @@ class Text:
     new: list[int]
 
 
-def check_texts(model: DecoderModel, bucket: Bucket, num_blocks: int, number: int) -> list[Text]:
+def check_texts(eager: ModelRunner, bucket: Bucket, num_blocks: int, number: int) -> list[Text]:
     """Texts of different lengths for ``bucket``, in every other one a row less than it has; as many as fit
     into the cache. ``number`` makes them differ from those whose keys lie there still."""
-    room = min(bucket.blocks * model.block_size, model.max_position or CHECK_CONTEXT + bucket.queries)
+    model, block_size = eager.model, eager.cache.block_size
+    room = min(bucket.blocks * block_size, model.max_position or CHECK_CONTEXT + bucket.queries)
     context = min(CHECK_CONTEXT, room - bucket.queries)
     if context < 1:
         return []
-    blocks_each = -(-(context + bucket.queries) // model.block_size)
+    blocks_each = -(-(context + bucket.queries) // block_size)
     rows = min(max(1, bucket.rows - number % 2), num_blocks // blocks_each)
     texts = []
     for row in range(rows):
@@ -165,9 +159,9 @@ def check_texts(model: DecoderModel, bucket: Bucket, num_blocks: int, number: in
     return texts
 
 
-def _is_right(model: DecoderModel, graphs: StepGraphs, bucket: Bucket, texts: list[Text]) -> bool:
-    model.forward([Span(text.table, text.context, 1) for text in texts])
+def _is_right(eager: ModelRunner, graphs: StepGraphs, bucket: Bucket, texts: list[Text]) -> bool:
+    eager.forward([Span(text.table, text.context, 1) for text in texts])
     spans = [Span(text.table, text.new, len(text.new)) for text in texts]
     # First, as the usual pass stores what this one should have stored.
     replayed = graphs.replay(bucket, spans)
-    return same_logits(replayed, model.forward(spans), model.dtype)
+    return same_logits(replayed, eager.forward(spans).logits, eager.model.dtype)

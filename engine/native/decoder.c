@@ -1,6 +1,6 @@
 /* A whole pass of a Llama-shaped decoder in one call: token ids in, logits out, for a few tokens on a CPU.
  *
- * A small model's pass is over a hundred calls of the functions in layers.c and product.c. Python takes longer
+ * A small model's pass is over a hundred calls of the functions in layers.c and linear.c. Python takes longer
  * to make such a call than C to run it. The same functions in the same order, so the same bits.
  * "decoder.py" calls this; all arrays are row-major.
  */
@@ -9,11 +9,34 @@
 
 #include "kernels.h"
 #include "arena.h"
+#include "vectors.h"
 
 static int64_t sum_of(const int64_t *x, int64_t size) {
     int64_t sum = 0;
     for (int64_t i = 0; i < size; i++) sum += x[i];
     return sum;
+}
+
+/* A token's embedding in float32, whatever it is kept in. */
+static void embed(float *to, const Decoder *decoder, int64_t token_id) {
+    const int64_t size = decoder->hidden_size, start = token_id * size;
+    if (decoder->embedding_type == 0) {
+        memcpy(to, (const float *)decoder->embeddings + start, size * sizeof(float));
+    } else if (decoder->embedding_type == 1) {
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int64_t count = size - i < LANES ? size - i : LANES;
+            uint16_t from[LANES] = {0};
+            memcpy(from, (const uint16_t *)decoder->embeddings + start + i, count * sizeof(uint16_t));
+            const vec wide = widen(from);
+            memcpy(to + i, &wide, count * sizeof(float));
+        }
+    } else {
+        const uint16_t *from = (const uint16_t *)decoder->embeddings + start;
+        for (int64_t i = 0; i < size; i++) {
+            union { uint32_t i; float f; } wide = { (uint32_t)from[i] << 16 };
+            to[i] = wide.f;
+        }
+    }
 }
 
 /* Where every token is stored and stands, and how its span lies among the others. */
@@ -76,7 +99,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     float *gated = arena_alloc(&arena, rows * mlp, sizeof(float));
 
     for (int64_t row = 0; row < rows; row++)
-        memcpy(hidden + row * size, decoder->embeddings + new->token_ids[row] * size, size * sizeof(float));
+        embed(hidden + row * size, decoder, new->token_ids[row]);
     for (int64_t i = 0; i < decoder->num_layers; i++) {
         const DecoderLayer *layer = &decoder->layers[i];
         rms_norm(normed, hidden, layer->input_norm, rows, size, layer->input_eps);

@@ -1,6 +1,6 @@
 """A whole pass of a Llama-shaped decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
 
-The same functions as the calls one by one (``layer_parts``, ``product``), in the same order: the same bits.
+The same functions as the calls one by one (``layer_parts``, ``linear``), in the same order: the same bits.
 Long prompt chunks go the other way, where torch attends.
 """
 
@@ -13,12 +13,14 @@ import torch
 
 from engine.batch import MAX_GROUPED_QUERIES, Span
 from engine.kv_cache import KVCache
-from engine.models.layer_parts import Norm, Rotary
 from engine.native.layer_parts import NativeKernels
 from engine.native.library import Decoder, DecoderLayer, NewTokens
-from engine.native.product import NativeProduct
 
 INTEGER_BYTES = 8
+# As in kernels.h.
+EMBEDDING_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+Weights = Any  # LlamaWeights, which is made of what is in this package
 
 
 class PackedTokens:
@@ -50,58 +52,52 @@ class PackedTokens:
 
 
 class NativeDecoder:
-    """Called as ``DecoderModel.whole_pass``. ``layers`` are those of a ``LeanDecoder``, whose products are
-    ``NativeProduct``s all; ``cache`` is the one that the passes write to."""
+    """A ``FastPass`` of ``weights``, all of whose linear layers are ``NativeLinear``s, over ``cache``."""
 
-    def __init__(
-        self,
-        kernels: NativeKernels,
-        layers: Sequence[Any],
-        embeddings: torch.Tensor,
-        norm: Norm,
-        head: NativeProduct,
-        rotary: Rotary,
-        cache: KVCache,
-        block_size: int,
-    ) -> None:
-        assert rotary.table is not None
+    def __init__(self, kernels: NativeKernels, weights: Weights, cache: KVCache) -> None:
+        assert weights.rotary.table is not None
         self.library = kernels.library
-        self.vocab_size = head.out_features
-        attention = [kernels.layer(layer.attention, cache) for layer in layers]
-        in_c = (DecoderLayer * len(layers))(
+        self.vocab_size = weights.head.out_features
+        attention = [kernels.layer(layer.attention, cache) for layer in weights.layers]
+        in_c = (DecoderLayer * len(attention))(
             *(
                 DecoderLayer(
-                    qkv=addressof(layer.qkv.product),
-                    output=addressof(layer.output.product),
-                    gate_up=addressof(layer.gate_up.product),
-                    down=addressof(layer.down.product),
+                    qkv=addressof(layer.qkv.struct),
+                    output=addressof(layer.output.struct),
+                    gate_up=addressof(layer.gate_up.struct),
+                    down=addressof(layer.down.struct),
                     attention=addressof(shape),
                     input_norm=layer.input_norm.weight.data_ptr(),
                     mlp_norm=layer.mlp_norm.weight.data_ptr(),
                     input_eps=layer.input_norm.eps,
                     mlp_eps=layer.mlp_norm.eps,
                 )
-                for layer, shape in zip(layers, attention, strict=True)
+                for layer, shape in zip(weights.layers, attention, strict=True)
             )
         )
-        cos, sin = rotary.table
+        cos, sin = weights.rotary.table
         # Kept as long as C has their addresses.
-        self._kept = attention, in_c, layers, embeddings, norm, head, rotary, cache
+        self._kept = attention, in_c, weights, cache
         self.decoder = Decoder(
-            num_layers=len(layers),
-            hidden_size=embeddings.shape[1],
-            block_size=block_size,
+            num_layers=len(attention),
+            hidden_size=weights.embeddings.shape[1],
+            block_size=cache.block_size,
             layers=addressof(in_c),
-            embeddings=embeddings.data_ptr(),
-            norm=norm.weight.data_ptr(),
-            head=addressof(head.product),
+            embeddings=weights.embeddings.data_ptr(),
+            embedding_type=EMBEDDING_TYPES[weights.embeddings.dtype],
+            norm=weights.norm.weight.data_ptr(),
+            head=addressof(weights.head.struct),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            norm_eps=norm.eps,
+            norm_eps=weights.norm.eps,
         )
 
-    def __call__(self, spans: list[Span]) -> torch.Tensor | None:
-        """Logits [sum of num_logits, vocab]; None if a span is too long."""
+    def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor | None:
+        """None if a span is too long."""
+        if ids_on_device is not None:
+            # C reads ids from the spans, and here the host is the device.
+            for span, token_id in zip(spans, ids_on_device.tolist(), strict=True):
+                span.token_ids = [token_id]
         if not self.holds(spans):
             return None
         packed = PackedTokens(spans)

@@ -26,17 +26,16 @@ static float *pad_logits(const Scratch *scratch, float *logits, int64_t known) {
     return padded;
 }
 
-/* A row's draft at a position, from logits [known], which are changed. Sets the distribution's confidence. */
+/* A row's draft at a position, from logits [known], which are changed. */
 static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position,
-                          float *logits, int64_t known, float *confidence) {
+                          float *logits, int64_t known) {
     const Row *of = rounds->rows[row];
     const int64_t vocab = scratch->vocab, place = of->num_tokens + position;
     int64_t id;
     if (of->rule == GREEDY) {
         if (known > vocab) known = vocab;
         adjust_logits(of, position, logits, known);
-        argmax(&id, confidence, logits, 1, known);
-        return id;
+        return argmax(logits, known);
     }
     float *probs = scratch->probs + omp_get_thread_num() * vocab;
     if (of->rule == REJECTION)
@@ -47,33 +46,13 @@ static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t 
     if (!is_distribution(logits, vocab)) memset(logits, 0, vocab * sizeof(float));
     process_row(of, scratch, probs, logits);
     if (of->rule == COUPLED) {
-        exponential_race(&id, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
+        gumbel_argmax(&id, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
     } else {
         double number;
         uniform(&number, &of->seed, &place, DRAFT_STREAM, 1);
         inverse_cdf(&id, probs, &number, 1, vocab, 1);
     }
-    if (of->rates) {
-        *confidence = 0.0f;
-        for (int64_t i = 0; i < vocab; i++) *confidence = probs[i] > *confidence ? probs[i] : *confidence;
-    }
     return id;
-}
-
-/* Whether a row drafts on after a token from a distribution of this confidence. Keeps the token, unless the
- * row's early exit ends the draft before it. */
-static int should_continue(const Rounds *rounds, Scratch *scratch, int64_t row, int64_t position,
-                           float confidence) {
-    const Row *of = rounds->rows[row];
-    scratch->num_drawn[row] = position + 1;
-    if (of->rates) {
-        int64_t bin = 0;
-        while (bin + 1 < rounds->num_bins && !((double)confidence < rounds->bins[bin + 1])) bin++;
-        scratch->survival[row] *= of->rates[bin];
-        if (scratch->survival[row] < of->threshold) return 0;
-    }
-    scratch->num_drafted[row] = position + 1;
-    return position + 1 < scratch->limit[row];
 }
 
 /* A pass over the tokens that the draft model's cache misses of its rows. Returns how many rows there are. */
@@ -89,7 +68,6 @@ static int64_t plan_first_pass(const Decoder *model, const Rounds *rounds, Scrat
         scratch->query_lens[num_active] = of->num_tokens - of->num_draft_computed;
         scratch->num_computed[num_active] = of->num_draft_computed;
         scratch->span_first_block[num_active] = scratch->first_draft_block[row];
-        scratch->survival[row] = 1.0;
         scratch->active[num_active++] = row;
     }
     return num_active;
@@ -120,17 +98,15 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
         #pragma omp parallel for num_threads(rounds->num_threads) if (is_work)
         for (int64_t i = 0; i < num_active; i++) {
             const int64_t row = scratch->active[i];
-            float confidence = 0.0f, *logits = scratch->draft_logits + i * known;
-            const int64_t id = draw_draft(rounds, scratch, row, position, logits, known, &confidence);
+            float *logits = scratch->draft_logits + i * known;
+            const int64_t id = draw_draft(rounds, scratch, row, position, logits, known);
             scratch->draft_ids[row * max_drafts + position] = id;
             count_token(rounds->rows[row], id);
-            if (rounds->confidences)
-                rounds->confidences[(round * rounds->num_rows + row) * max_drafts + position] = confidence;
-            scratch->stays[i] = should_continue(rounds, scratch, row, position, confidence);
+            scratch->num_drafted[row] = position + 1;
         }
         int64_t num_left = 0;
         for (int64_t i = 0; i < num_active; i++)
-            if (scratch->stays[i]) scratch->active[num_left++] = scratch->active[i];
+            if (position + 1 < scratch->limit[scratch->active[i]]) scratch->active[num_left++] = scratch->active[i];
         num_active = num_left;
         plan_next_pass(rounds, scratch, num_active, position);
     }
@@ -148,13 +124,13 @@ static int64_t limit_of(const Rounds *rounds, const Row *row, int64_t round) {
     return limit > 0 ? limit : 0;
 }
 
-/* Sets num_drafted, num_drawn, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if
+/* Sets num_drafted, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if
  * there is no memory. */
 int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round) {
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *of = rounds->rows[row];
         scratch->limit[row] = limit_of(rounds, of, round);
-        scratch->num_drawn[row] = scratch->num_drafted[row] = 0;
+        scratch->num_drafted[row] = 0;
         if (!of->draft_ids) continue;
         scratch->num_drafted[row] = scratch->limit[row];
         int64_t *drafts = scratch->draft_ids + row * rounds->max_drafts;
@@ -163,7 +139,7 @@ int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, in
     if (!model) return 1;
     const int is_done = draft_by_model(model, rounds, scratch, round);
     for (int64_t row = 0; row < rounds->num_rows; row++)
-        for (int64_t i = scratch->num_drawn[row] - 1; i >= 0; i--)
+        for (int64_t i = scratch->num_drafted[row] - 1; i >= 0 && !rounds->rows[row]->draft_ids; i--)
             uncount_token(rounds->rows[row], scratch->draft_ids[row * rounds->max_drafts + i]);
     return is_done;
 }

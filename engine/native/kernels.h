@@ -38,10 +38,10 @@ typedef struct {
     const void *weights;          /* [panels, in_features, PANEL], zeros past the last column */
     float scale;                  /* of all sums: float16 weights are kept near the largest there is */
     const float *bias;            /* [out_features] or NULL */
-} Product;
+} Linear;
 
 typedef struct {
-    const Product *qkv, *output, *gate_up, *down;
+    const Linear *qkv, *output, *gate_up, *down;
     const Layer *attention;
     const float *input_norm, *mlp_norm; /* [hidden_size] */
     float input_eps, mlp_eps;
@@ -50,10 +50,11 @@ typedef struct {
 /* A decoder and the cache it writes to. */
 typedef struct {
     int64_t num_layers, hidden_size, block_size;
+    int64_t embedding_type;       /* 0: float32, 1: float16, 2: bfloat16 */
     const DecoderLayer *layers;
-    const float *embeddings;      /* [vocab, hidden_size] */
+    const void *embeddings;       /* [vocab, hidden_size] */
     const float *norm;            /* [hidden_size] */
-    const Product *head;
+    const Linear *head;
     const float *cos, *sin;       /* [positions, head_size], as in Spans */
     float norm_eps;
 } Decoder;
@@ -79,8 +80,8 @@ void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int
 void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size);
 void attend(const Spans *spans, const Layer *layer, float *qkv, float *out);
 
-/* product.c */
-void multiply(const Product *product, float *out, const float *x, const float *residual, int64_t rows);
+/* linear.c */
+void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows);
 
 /* decoder.c */
 int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);
@@ -88,13 +89,13 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);
 /* sampling.c */
 void process(float *probs, const float *logits, const Processors *processors, float *scratch,
              int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
-void exponential_race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
+void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
                       int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
 void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
                  int64_t num_threads);
 int64_t sample_residual(const float *target, const float *draft, double scale, double uniform, int64_t vocab);
 int is_distribution(const float *logits, int64_t vocab);
-void argmax(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab);
+int64_t argmax(const float *logits, int64_t vocab);
 
 #endif

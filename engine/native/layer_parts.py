@@ -115,10 +115,8 @@ class NativeParts:
             out[first:end] = attend_group(
                 self.batch.lone_group(member),
                 self.cache,
-                shape.layer,
+                shape.call,
                 qkv[first:end, :width].reshape(end - first, shape.num_heads, shape.head_size),
-                shape.scaling,
-                shape.sliding_window,
             ).view(end - first, width)
         return out
 

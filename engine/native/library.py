@@ -2,7 +2,9 @@
 
 C files and the compiler at hand instead of a binary: the loops are then made for the vector
 instructions that are there. It takes a second; the result is kept in the user's cache folder, under a name
-that changes with the source, the compiler and the processor. Without a compiler the engine runs as before.
+that changes with the source, the compiler and the processor. Where that fails, the library that
+``python -m engine.native.library`` has made for any processor with AVX2 is taken, if there is one: container
+images have it. Without either the engine runs through torch's operations.
 """
 
 import ctypes
@@ -22,8 +24,13 @@ SOURCES = sorted(FOLDER.glob("*.c"))
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
-FLAGS = ["-std=gnu11", "-O3", "-march=native", *FAST_MATH, "-fopenmp", "-shared", "-fPIC"]
+FLAGS = ["-std=gnu11", "-O3", *FAST_MATH, "-fopenmp", "-shared", "-fPIC"]
 TIMEOUT_SECONDS = 120
+
+# Made when an image is built, on a machine that may have other instructions than the one that serves.
+BASELINE = "x86-64-v3"
+BASELINE_FEATURES = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+BASELINE_LIBRARY = FOLDER / f"kernels-{BASELINE}.so"
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +58,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Product(ctypes.Structure):
+class Linear(ctypes.Structure):
     _fields_ = (
         *((name, Integer) for name in ("in_features", "out_features", "is_half")),
         ("weights", Pointer),
@@ -70,7 +77,7 @@ class DecoderLayer(ctypes.Structure):
 
 class Decoder(ctypes.Structure):
     _fields_ = (
-        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size")),
+        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size", "embedding_type")),
         *((name, Pointer) for name in ("layers", "embeddings", "norm", "head", "cos", "sin")),
         ("norm_eps", Float),
     )
@@ -97,8 +104,6 @@ class Row(ctypes.Structure):
         ("draft_ids", Pointer),
         *((name, Integer) for name in ("num_blocks", "num_draft_blocks")),
         *((name, Pointer) for name in ("blocks", "draft_blocks")),
-        ("threshold", Double),
-        ("rates", Pointer),
         *((name, Integer) for name in ("num_masked", "mask_words")),
         *((name, Pointer) for name in ("mask", "logits", "token_ids")),
         *((name, Integer) for name in ("max_num_tokens", "min_num_tokens", "num_stops")),
@@ -115,16 +120,14 @@ class Row(ctypes.Structure):
 class Rounds(ctypes.Structure):
     _fields_ = (
         *((name, Integer) for name in ("num_rows", "num_rounds", "max_drafts", "max_draft_len")),
-        *((name, Integer) for name in ("num_threads", "num_bins")),
-        ("bins", Pointer),
+        ("num_threads", Integer),
         ("seconds", Double),
-        *((name, Pointer) for name in ("rows", "num_drafted", "num_accepted", "num_drawn")),
-        *((name, Pointer) for name in ("confidences", "phase_seconds")),
+        *((name, Pointer) for name in ("rows", "num_drafted", "num_accepted", "phase_seconds")),
     )
 
 
 # In the order of sizes.c.
-STRUCTS = (Spans, Layer, Product, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
+STRUCTS = (Spans, Layer, Linear, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
 
 
 @cache
@@ -133,32 +136,45 @@ def load_library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(_compiled()))
     except (OSError, subprocess.SubprocessError) as error:
-        logger.warning("No native kernels, the slower way is taken: %s", _reason(error))
-        return None
+        if not baseline_runs_here():
+            logger.warning("No native kernels, the slower way is taken: %s", _reason(error))
+            return None
+        logger.warning("Native kernels for %s, not for this very processor: %s", BASELINE, _reason(error))
+        library = ctypes.CDLL(str(BASELINE_LIBRARY))
     if not _same_sizes(library):
         logger.warning("No native kernels, the slower way is taken: their structures differ from library.py")
         return None
     library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, Float]
     library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
     library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
-    library.multiply.argtypes = [ctypes.POINTER(Product), Pointer, Pointer, Pointer, Integer]
+    library.multiply.argtypes = [ctypes.POINTER(Linear), Pointer, Pointer, Pointer, Integer]
     library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
     library.run_rounds.argtypes = [Pointer, Pointer, ctypes.POINTER(Rounds)]
     library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
-    library.exponential_race.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
-    library.race_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
+    library.gumbel_argmax.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
+    library.noise_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
     library.uniform.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
-    library.argmax.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
     library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
     of_layers = library.rms_norm, library.gated_silu, library.attend, library.multiply
-    of_draws = library.process, library.exponential_race, library.race_uniforms, library.uniform
-    of_choices = library.inverse_cdf, library.argmax, library.draw_next
+    of_draws = library.process, library.gumbel_argmax, library.noise_uniforms, library.uniform
+    of_choices = library.inverse_cdf, library.draw_next
     for function in (*of_layers, *of_draws, *of_choices):
         function.restype = None
-    for function in (library.panel_size, library.decode, library.run_rounds):
+    library.argmax.argtypes = [Pointer, Integer]
+    for function in (library.panel_size, library.decode, library.run_rounds, library.argmax):
         function.restype = Integer
     return library
+
+
+def kernels_in_words() -> str:
+    """Which of them ``load_library`` finds. Compiles them if that has not been done yet."""
+    library = load_library()
+    if library is None:
+        return "none: install a C compiler for passes in C, which are several times faster"
+    if library._name == str(BASELINE_LIBRARY):
+        return f"C for {BASELINE}, made when this was packaged; with a C compiler for this processor"
+    return "C, compiled for this processor"
 
 
 def _same_sizes(library: ctypes.CDLL) -> bool:
@@ -169,9 +185,7 @@ def _same_sizes(library: ctypes.CDLL) -> bool:
 
 def _compiled() -> Path:
     """The shared library, made now if it is not there. ``OSError`` or ``SubprocessError``."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
-        raise FileNotFoundError("no C compiler (cc, gcc or clang) is installed")
+    compiler = _compiler()
     made = cache_folder() / f"kernels-{_key(compiler)}.so"
     if made.exists():
         return made
@@ -179,11 +193,35 @@ def _compiled() -> Path:
     # Another worker may be doing the same: the last one replaces what is equal.
     with tempfile.TemporaryDirectory(dir=made.parent) as work:
         new = Path(work) / made.name
-        sources = map(str, SOURCES)
-        command = [*compiler.split(), *FLAGS, f"-I{FOLDER}", *sources, "-o", str(new), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        _compile(compiler, "native", new)
         new.replace(made)
     return made
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc, gcc or clang) is installed")
+    return compiler
+
+
+def _compile(compiler: str, processor: str, library: Path) -> None:
+    sources = map(str, SOURCES)
+    flags = [*FLAGS, f"-march={processor}", f"-I{FOLDER}"]
+    command = [*compiler.split(), *flags, *sources, "-o", str(library), "-lm"]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+
+
+def compile_baseline() -> None:
+    """Make the library of ``BASELINE`` beside the sources."""
+    _compile(_compiler(), BASELINE, BASELINE_LIBRARY)
+
+
+def baseline_runs_here() -> bool:
+    features = {
+        word for line in _processor().splitlines() if line.startswith("flags") for word in line.split()
+    }
+    return BASELINE_LIBRARY.exists() and features >= BASELINE_FEATURES
 
 
 def cache_folder() -> Path:
@@ -213,3 +251,11 @@ def _reason(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError) and error.stderr:
         return str(error.stderr.strip().splitlines()[-1])
     return str(error)
+
+
+if __name__ == "__main__":
+    if platform.machine() == "x86_64":
+        compile_baseline()
+        print(f"Wrote {BASELINE_LIBRARY}")
+    else:
+        print(f"No baseline library for {platform.machine()}")

@@ -45,7 +45,6 @@ static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, i
     const Piece pieces[] = {
         { (void **)&scratch->limit, rows, integer },
         { (void **)&scratch->num_drafted, rows, integer },
-        { (void **)&scratch->num_drawn, rows, integer },
         { (void **)&scratch->next_id, rows, integer },
         { (void **)&scratch->is_broken, rows, integer },
         { (void **)&scratch->first_block, rows, integer },
@@ -55,9 +54,7 @@ static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, i
         { (void **)&scratch->num_computed, rows, integer },
         { (void **)&scratch->span_first_block, rows, integer },
         { (void **)&scratch->active, rows, integer },
-        { (void **)&scratch->stays, rows, integer },
         { (void **)&scratch->first_scored, rows, integer },
-        { (void **)&scratch->survival, rows, sizeof(double) },
         { (void **)&scratch->draft_ids, drafts, integer },
         { (void **)&scratch->token_ids, num_tokens, integer },
         { (void **)&scratch->blocks, num_blocks, integer },
@@ -146,15 +143,14 @@ static int accept(const Rounds *rounds, const Scratch *scratch, int64_t row, int
                   const float *logits, int64_t *emitted) {
     const Row *of = rounds->rows[row];
     const int64_t vocab = scratch->vocab, place = of->num_tokens + position;
-    float unused;
     if (of->rule == GREEDY) {
-        argmax(emitted, &unused, logits, 1, vocab);
+        *emitted = argmax(logits, vocab);
         return *emitted == draft;
     }
     float *probs = scratch->probs + omp_get_thread_num() * vocab;
     process_row(of, scratch, probs, logits);
     if (of->rule == COUPLED) {
-        exponential_race(emitted, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
+        gumbel_argmax(emitted, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
         return *emitted == draft;
     }
     return accept_or_recover(rounds, scratch, row, position, draft, probs, emitted);
@@ -189,8 +185,8 @@ static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64
     memcpy(emitted, scratch->draft_ids + i * rounds->max_drafts, num_accepted * sizeof(int64_t));
     emitted[num_accepted] = scratch->next_id[i];
     /* The last draft drawn was not stored; what was stored of rejected ones is overwritten. */
-    if (scratch->num_drawn[i]) {
-        const int64_t stored = row->num_tokens + scratch->num_drawn[i] - 1;
+    if (!row->draft_ids && scratch->num_drafted[i]) {
+        const int64_t stored = row->num_tokens + scratch->num_drafted[i] - 1;
         const int64_t valid = row->num_tokens + num_accepted;
         row->num_draft_computed = stored < valid ? stored : valid;
     }
@@ -228,7 +224,6 @@ int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Roun
         for (int64_t row = 0; row < num_rows; row++)
             num_ended += !append(rounds, &scratch, row, num_accepted[row]);
         memcpy(rounds->num_drafted + round * num_rows, scratch.num_drafted, num_rows * sizeof(int64_t));
-        memcpy(rounds->num_drawn + round * num_rows, scratch.num_drawn, num_rows * sizeof(int64_t));
         const double verified = now();
         double *seconds = rounds->phase_seconds + 3 * round;
         seconds[0] = drafted - round_began;

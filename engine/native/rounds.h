@@ -23,8 +23,6 @@ typedef struct {
     const int64_t *draft_ids;     /* [num_draft_tokens] drafts from outside; NULL: the draft model's */
     int64_t num_blocks, num_draft_blocks;
     const int64_t *blocks, *draft_blocks; /* block tables with room for all rounds */
-    double threshold;             /* of the early exit: see CONFIDENCE_BINS and EarlyExit in step.py */
-    const double *rates;          /* [num_bins]; NULL: drafts have their full length */
     int64_t num_masked, mask_words;
     const uint32_t *mask;         /* [num_masked, mask_words] a bit for each allowed token, by position of the
                                      first round; NULL: all are allowed */
@@ -50,21 +48,18 @@ typedef struct {
     int64_t num_rows, num_rounds;
     int64_t max_drafts;           /* the longest draft of any row */
     int64_t max_draft_len;        /* tokens that the draft model can hold of a sequence */
-    int64_t num_threads, num_bins;
-    const double *bins;           /* [num_bins] lower ends */
+    int64_t num_threads;
     double seconds;               /* no round begins that would end later, taking as long as the longest */
     Row **rows;
     /* Results, round by round. */
     int64_t *num_drafted, *num_accepted; /* [num_rounds, num_rows] */
-    int64_t *num_drawn;           /* likewise, by the draft model; counts a token refused by an early exit */
-    float *confidences;           /* [num_rounds, num_rows, max_drafts]; NULL: no row has an early exit */
     double *phase_seconds;        /* [num_rounds, 3] of drafting, scoring and verifying */
 } Rounds;
 
 /* Working memory of a call: [num_rows] unless another shape is given. */
 typedef struct {
     int64_t *limit;               /* tokens to draft in this round */
-    int64_t *num_drafted, *num_drawn;
+    int64_t *num_drafted;
     int64_t *draft_ids;           /* [num_rows, max_drafts] */
     float *draft_probs;           /* [num_rows, max_drafts, vocab], if a row follows the rejection rule */
     int64_t *next_id, *is_broken;
@@ -73,8 +68,7 @@ typedef struct {
     /* Spans of a pass. */
     int64_t *ones, *query_lens, *num_computed, *span_first_block;
     int64_t *token_ids;           /* [tokens of a pass] */
-    int64_t *active, *stays;      /* rows that draft on */
-    double *survival;             /* product of rates of a row's draft so far */
+    int64_t *active;              /* rows that draft on */
     int64_t *first_scored;        /* of a row's logits */
     float *logits;                /* [tokens scored, vocab] */
     float *draft_logits;          /* [num_rows, vocab of the draft model] */

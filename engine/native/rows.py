@@ -11,7 +11,7 @@ from ctypes import addressof
 import torch
 
 from engine.core.sequence import Sequence
-from engine.core.step import EarlyExit, ScheduledSequence
+from engine.core.step import ScheduledSequence
 from engine.native.library import Row
 from engine.sampling.processors import SMALLEST
 
@@ -41,9 +41,7 @@ class NativeRow:
         "_draft_block_ids",
         "_draft_blocks",
         "_draft_ids",
-        "_early_exit",
         "_num_tokens",
-        "_rates",
         "_sequence",
         "_token_ids",
         "address",
@@ -85,8 +83,6 @@ class NativeRow:
         self._blocks = self._draft_blocks = array("q")
         self.num_draft_tokens = 0
         self._draft_ids: array[int] | None = None
-        self._early_exit: EarlyExit | None = None
-        self._rates = array("d")
         self._distinct_ids: array[int] | None = None
         self._counts: array[int] | None = None
         if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
@@ -110,8 +106,6 @@ class NativeRow:
             return 0
         if sequence.draft_blocks.block_ids != self._draft_block_ids:
             self._set_draft_blocks(sequence.draft_blocks.block_ids)
-        if part.early_exit is not self._early_exit:
-            self._set_early_exit(part.early_exit)
         num_computed = row.num_draft_computed = sequence.draft_blocks.num_computed_tokens
         return num_tokens - num_computed
 
@@ -161,11 +155,3 @@ class NativeRow:
     def _set_draft_ids(self, draft_ids: list[int]) -> None:
         self._draft_ids = array("q", draft_ids) if draft_ids else None
         self.row.draft_ids = None if self._draft_ids is None else address(self._draft_ids)
-
-    def _set_early_exit(self, early_exit: EarlyExit | None) -> None:
-        self._early_exit = early_exit
-        if early_exit is None:
-            self.row.rates = None
-            return
-        self._rates = array("d", early_exit.rates)
-        self.row.rates, self.row.threshold = address(self._rates), early_exit.threshold

@@ -6,14 +6,13 @@ the phases emit, bit for bit. What C does not support goes by phases.
 """
 
 from array import array
-from collections.abc import Sequence as Sequences
 from ctypes import byref
 
 import torch
 
 from engine.batch import MAX_GROUPED_QUERIES
 from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import CONFIDENCE_BINS, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from engine.messages import TokenLogprob
 from engine.native.decoder import NativeDecoder
 from engine.native.library import Rounds
@@ -26,20 +25,18 @@ NUMBER_BYTES = 4
 # Logits kept for log-probabilities in a step; a step with many of them has fewer rounds.
 MAX_LOGITS_BYTES = 64 << 20
 
-_BINS = array("d", CONFIDENCE_BINS)
-
 
 class NativeRunner:
-    """``draws``: C samples as torch does (``native_draws``). No round begins that would probably end later
-    than ``step_seconds`` after the step's first one has begun. ``max_draft_len``: the longest sequence that
-    the draft model can hold. ``phases`` runs all other steps."""
+    """``can_sample``: C samples as torch does (``native_backend``). No round begins that would probably end
+    later than ``step_seconds`` after the step's first one has begun. ``max_draft_len``: the longest sequence
+    that the draft model can hold. ``phases`` runs all other steps."""
 
     def __init__(
         self,
         target: NativeDecoder,
         draft: NativeDecoder | None,
         phases: Runner,
-        draws: bool,
+        can_sample: bool,
         step_seconds: float,
         max_draft_len: int,
     ) -> None:
@@ -51,7 +48,7 @@ class NativeRunner:
         self.supports = RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK | RowNeeds.LOGPROBS
         if draft is not None:
             self.supports |= RowNeeds.DRAFT_MODEL
-        if draws:
+        if can_sample:
             self.supports |= RowNeeds.SAMPLING
         self._rows: dict[Sequence, NativeRow] = {}  # of the last step
 
@@ -81,7 +78,7 @@ class NativeRunner:
         if RowNeeds.MASK in plan.needs:
             num_rounds = 1
             for row, part in zip(rows, plan.rows, strict=True):
-                row.set_mask(_mask_of(part))
+                row.set_mask(part.mask)
         results = _Results(plan.rows, num_rounds, max_drafts)
         pointers = array("q", [row.address for row in rows])
         num_done = self.target.library.run_rounds(
@@ -90,7 +87,7 @@ class NativeRunner:
             byref(
                 Rounds(
                     *(len(rows), num_rounds, max_drafts, self.max_draft_len, torch.get_num_threads()),
-                    *(len(_BINS), address(_BINS), self.step_seconds, address(pointers)),
+                    *(self.step_seconds, address(pointers)),
                     *results.addresses,
                 )
             ),
@@ -131,18 +128,13 @@ class _Results:
         self.num_rows = len(parts)
         self.max_drafts = max_drafts
         self.size = num_rounds * len(parts)
-        self.numbers = integers(3 * self.size)  # drafted, accepted, drawn
+        self.numbers = integers(2 * self.size)  # drafted, accepted
         self.seconds = array("d", bytes(8 * NUM_PHASES * num_rounds))
-        self.has_exit = [part.early_exit is not None for part in parts]
-        self.confidences: array[float] | None = None
-        if any(self.has_exit):
-            self.confidences = array("f", bytes(NUMBER_BYTES * self.size * max_drafts))
 
     @property
     def addresses(self) -> tuple[int | None, ...]:
         first, column = address(self.numbers), INTEGER_BYTES * self.size
-        confidences = None if self.confidences is None else address(self.confidences)
-        return first, first + column, first + 2 * column, confidences, address(self.seconds)
+        return first, first + column, address(self.seconds)
 
     def rounds(self, emitted: list[list[int]], num_done: int) -> list[Round]:
         """Of ``emitted``, row by row, in all rounds together."""
@@ -159,24 +151,7 @@ class _Results:
                 starts = ends
             phase_seconds = PhaseSeconds(*seconds[NUM_PHASES * len(rounds) :][:NUM_PHASES])
             rounds.append(Round(numbers[first : first + num_rows], num_accepted, own, phase_seconds))
-            if self.confidences is not None:
-                rounds[-1].confidences = self._confidences(first)
         return rounds
-
-    def _confidences(self, first: int) -> Sequences[Sequences[float] | None]:
-        """Of the round whose rows are the results from ``first`` on."""
-        assert self.confidences is not None
-        drawn = self.numbers[2 * self.size + first : 2 * self.size + first + self.num_rows]
-        starts = [self.max_drafts * (first + row) for row in range(self.num_rows)]
-        return [
-            self.confidences[start : start + count] if has_exit else None
-            for start, count, has_exit in zip(starts, drawn, self.has_exit, strict=True)
-        ]
-
-
-def _mask_of(part: ScheduledSequence) -> torch.Tensor | None:
-    mask: torch.Tensor | None = getattr(part, "mask", None)
-    return mask
 
 
 def _add_logprobs(

@@ -4,7 +4,7 @@
  * reference. Rows are independent: what becomes of one depends neither on the others nor on their number, and
  * drafts and verification use the same functions, so that seeds survive batching and speculation bit for bit.
  *
- * Arrays are row-major. "library.py" compiles this file, "draws.py" calls it.
+ * Arrays are row-major. "library.py" compiles this file, "backend.py" calls it.
  */
 
 #include <math.h>
@@ -15,7 +15,7 @@
 
 /* Numbers that are looked at together; all of them by the same instructions, so that ties stay ties. */
 #define CHUNK 64
-/* Tokens of a race that are hashed together. */
+/* Tokens of a row whose noise is hashed together. */
 #define HEAT 16
 
 #define ALWAYS __attribute__((always_inline))
@@ -213,15 +213,15 @@ void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_
         out[i] = to_unit_interval(mix(key_of(seeds[i], positions[i], stream)) >> 12);
 }
 
-/* out [vocab]: the numbers that the race's noise is made of, for comparisons. */
-void race_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab) {
+/* out [vocab]: the numbers that the noise of gumbel_argmax is made of, for comparisons. */
+void noise_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab) {
     const uint64_t key = key_of(seed, position, RACE_STREAM);
     for (int64_t i = 0; i < vocab; i++) out[i] = to_unit_interval(mix(key + (uint64_t)(i + 1) * WEYL) >> 12);
 }
 
-/* The winner of an exponential race: the first token with the highest p / -log(u). As -log(u) > 1 - u, most
+/* The token with the highest p / -log(u), the first among equals: argmax of log p and Gumbel noise. As -log(u) > 1 - u, most
  * tokens are out of it without a logarithm, and those with p = 0 mostly without a number. */
-static int64_t race_winner(const float *probs, uint64_t key, int64_t vocab) {
+static int64_t gumbel_argmax_row(const float *probs, uint64_t key, int64_t vocab) {
     double best = 0.0;
     int64_t winner = 0;
     for (int64_t begin = 0; begin < vocab; begin += HEAT) {
@@ -256,14 +256,14 @@ static int64_t race_winner(const float *probs, uint64_t key, int64_t vocab) {
 
 /* ids [sequences, positions]: what each row of probs [sequences, positions, vocab] draws with the noise of its
  * sequence's seed, the first at its sequence's position + offset. */
-void exponential_race(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
+void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
                       int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
     const int64_t rows = sequences * positions;
     #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
     for (int64_t row = 0; row < rows; row++) {
         const int64_t sequence = row / positions, position = offset + row % positions;
         const uint64_t key = key_of(seeds[sequence], first_positions[sequence] + position, RACE_STREAM);
-        ids[row] = race_winner(probs + row * vocab, key, vocab);
+        ids[row] = gumbel_argmax_row(probs + row * vocab, key, vocab);
     }
 }
 
@@ -316,32 +316,12 @@ int is_distribution(const float *logits, int64_t vocab) {
     return !has_nan && isfinite(highest_of(logits, vocab));
 }
 
-/* The highest logit's id, the first among equals, and its share of the two highest ones' probabilities:
- * [rows] each, of logits [rows, vocab]. */
-void argmax(int64_t *ids, float *confidence, const float *logits, int64_t rows, int64_t vocab) {
-    for (int64_t row = 0; row < rows; row++) {
-        const float *x = logits + row * vocab;
-        float first[CHUNK], second[CHUNK], highest = -INFINITY, next = -INFINITY;
-        for (int i = 0; i < CHUNK; i++) first[i] = second[i] = -INFINITY;
-        for (int64_t begin = 0; begin < vocab; begin += CHUNK) {
-            const int64_t length = vocab - begin < CHUNK ? vocab - begin : CHUNK;
-            for (int64_t i = 0; i < length; i++) {
-                const float value = x[begin + i], lower = value < first[i] ? value : first[i];
-                second[i] = lower > second[i] ? lower : second[i];
-                first[i] = value > first[i] ? value : first[i];
-            }
-        }
-        for (int i = 0; i < CHUNK; i++) {
-            const float lower = first[i] < highest ? first[i] : highest;
-            next = lower > next ? lower : next;
-            next = second[i] > next ? second[i] : next;
-            highest = first[i] > highest ? first[i] : highest;
-        }
-        int64_t id = 0;
-        while (id < vocab - 1 && x[id] != highest) id++;
-        ids[row] = id;
-        confidence[row] = 1.0f / (1.0f + expf(next - highest));
-    }
+/* The id of the highest logit, the first among equals. */
+int64_t argmax(const float *logits, int64_t vocab) {
+    const float highest = highest_of(logits, vocab);
+    int64_t id = 0;
+    while (id < vocab - 1 && logits[id] != highest) id++;
+    return id;
 }
 
 /* ids [rows] drawn from probs [rows, vocab] by uniforms [rows]. */

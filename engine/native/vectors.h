@@ -27,6 +27,19 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 #define UNROLL _Pragma("GCC unroll 12")
 #define ALWAYS __attribute__((always_inline))
 
+/* LANES float16 numbers as float32. */
+static inline ALWAYS vec widen(const uint16_t *half) {
+    vec out;
+#if LANES == 16
+    out = (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
+#elif defined(__F16C__) && LANES == 8
+    out = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
+#else
+    for (int i = 0; i < LANES; i++) out[i] = (float)((const _Float16 *)half)[i];
+#endif
+    return out;
+}
+
 /* Does BODY (a call; it is compiled twice) for i = 0 .. count - 1, on all threads if that is worth it: if
  * there is more than one and ``work`` multiplications are many. A parallel region of one thread takes a
  * microsecond, as long as a small row, so none is opened for it. FOR_EACH_UNEVEN is for calls of which some

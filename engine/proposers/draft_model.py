@@ -5,36 +5,17 @@ and what it missed (the last drafted token after a full acceptance, or more afte
 in the first pass of a round.
 """
 
-from bisect import bisect_right
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from engine.batch import Span
-from engine.core.step import CONFIDENCE_BINS, EarlyExit, ScheduledSequence
+from engine.core.step import ScheduledSequence
 from engine.host_to_device import on_device
 from engine.messages import Source
-from engine.models.decoder_only import DecoderModel
-from engine.sampling.sampler import DraftDraw, Drafts, Sampler
-
-
-@dataclass(slots=True)
-class ExitingDraft:
-    """A row's draft in one round, which ``rule`` may end. ``confidences``: of distributions met."""
-
-    rule: EarlyExit
-    confidences: list[float] = field(default_factory=list)
-    survival: float = 1.0
-
-    def keeps(self, confidence: float) -> bool:
-        """Whether a token from this distribution is worth its place in the target's pass."""
-        self.confidences.append(confidence)
-        survival = self.survival * self.rule.rates[bisect_right(CONFIDENCE_BINS, confidence) - 1]
-        if survival < self.rule.threshold:
-            return False
-        self.survival = survival
-        return True
+from engine.models.model_runner import ModelRunner
+from engine.sampling.sampler import Drafts, Sampler
 
 
 class DraftModelProposer:
@@ -43,7 +24,7 @@ class DraftModelProposer:
     name: Source = "draft_model"
     trace_source = "draft_model"
 
-    def __init__(self, model: DecoderModel, max_len: int, vocab_size: int) -> None:
+    def __init__(self, model: ModelRunner, max_len: int, vocab_size: int) -> None:
         self.model = model
         self.max_len = max_len
         self.vocab_size = vocab_size
@@ -61,8 +42,6 @@ class DraftModelProposer:
         probs = None
         if sampler.uses_draft_probs:
             probs = torch.zeros(len(lengths), num_positions, sampler.vocab_size, device=sampler.device)
-        exits = [None if part.early_exit is None else ExitingDraft(part.early_exit) for part in completing]
-        with_confidence = any(exits)
         active = [row for row, length in enumerate(lengths) if length > 0]
         members: slice | torch.Tensor
         drawing, members = sampler, slice(None)  # the rows that draft, and where they are among all
@@ -74,22 +53,16 @@ class DraftModelProposer:
                 # The host launches the next pass without reading what was drawn: on a GPU it would wait.
                 last = token_ids[members, position - 1]
                 logits = self._forward([Span(table, [0], 1) for table in tables], last)
-            draw = drawing.draw_drafts(logits, token_ids[members, :position], with_confidence)
+            draw = drawing.draw_drafts(logits, token_ids[members, :position])
             token_ids[members, position] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members, position] = draw.probs
-            active = rows_going_on(exits, lengths, active, position, draw)
-            if not active:
-                break
-        longest = max(lengths)
-        confidences = [None if row is None else row.confidences for row in exits] if with_confidence else None
-        if probs is not None:
-            probs = probs[:, :longest]
-        return Drafts(token_ids[:, :longest], probs, lengths, confidences)
+            active = [row for row in active if lengths[row] > position + 1]
+        return Drafts(token_ids, probs, lengths)
 
     def _catch_up(self, part: ScheduledSequence) -> Span | None:
         """What the draft is to store in its first pass: of a prompt all that the target will have stored
-        after this step, of a decoding sequence what it missed while others drafted or nobody did."""
+        after this step, of a decoding sequence what it missed while other sources drafted or none did."""
         sequence = part.sequence
         start = sequence.draft_blocks.num_computed_tokens
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens
@@ -111,7 +84,7 @@ class DraftModelProposer:
         if ids_on_device is not None and self.model.vocab_size < self.vocab_size:
             # As ``_known``.
             ids_on_device = ids_on_device.clamp(max=self.model.vocab_size - 1)
-        logits = self.model.forward(spans, ids_on_device)
+        logits = self.model.forward(spans, ids_on_device).logits
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             return F.pad(logits, (0, missing), value=-torch.inf)
@@ -126,21 +99,3 @@ class DraftModelProposer:
             replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
             for span in spans
         ]
-
-
-def rows_going_on(
-    exits: list[ExitingDraft | None], lengths: list[int], active: list[int], position: int, draw: DraftDraw
-) -> list[int]:
-    """Rows that draft another token after ``position``. Shortens ``lengths`` where a draft exits early.
-
-    The distribution decides, whichever token was drawn from it: one that is not kept has never been looked
-    at, and its random number is free for the token that takes its place.
-    """
-    # The one read per token of a draft, and only where a row may end early: who goes on decides about the
-    # next pass, which the host launches.
-    confidences = [] if draw.confidence is None else draw.confidence.tolist()
-    for row, confidence in zip(active, confidences, strict=False):
-        row_exit = exits[row]
-        if row_exit is not None and not row_exit.keeps(confidence):
-            lengths[row] = position
-    return [row for row in active if lengths[row] > position + 1]

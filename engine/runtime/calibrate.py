@@ -14,7 +14,7 @@ import torch
 
 from engine.batch import Span
 from engine.core.block_pool import BlockPool, BlockTable
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.speculation.costs import Costs, PassCosts
 
 # Tokens of a pass, in the order of what they tell; larger ones are extrapolated.
@@ -24,7 +24,7 @@ MIN_SIZES, MAX_REPEATS = 2, 5
 NUM_STORED = 1024
 # A row that is scored brings its pending token and some drafts; up to nine tokens are one row.
 SCORE_TOKENS_PER_ROW, ONE_ROW = 5, 9
-# A pass is repeated for so many seconds, at most so often: the first runs find cold caches.
+# Seconds for which a pass is repeated, and the most repetitions: the first runs find cold caches.
 WARM_SECONDS, RUNS = 0.006, 12
 # Tokens of a scratch row's prompt, where an encoder reads prompts.
 ENCODER_TOKENS = 16
@@ -33,9 +33,9 @@ Kind = TypeVar("Kind")
 
 
 def calibrate(
-    target: DecoderModel,
+    target: ModelRunner,
     target_pool: BlockPool,
-    draft: DecoderModel | None,
+    draft: ModelRunner | None,
     draft_pool: BlockPool | None,
     max_tokens: int,
     step_seconds: float = 0.0,
@@ -54,7 +54,7 @@ def calibrate(
 
 
 def _measure(
-    model: DecoderModel, pool: BlockPool, tokens_per_row: int, max_tokens: int, seconds: float
+    model: ModelRunner, pool: BlockPool, tokens_per_row: int, max_tokens: int, seconds: float
 ) -> PassCosts:
     def run(size: int) -> float | None:
         row = size if tokens_per_row > 1 and size <= ONE_ROW else tokens_per_row
@@ -67,8 +67,8 @@ def _measure(
         in_parts = [-(-size // smaller) * other for smaller, other in by_tokens.items()]
         by_tokens[size] = min([took, *in_parts])
 
-    room = min(pool.num_free * pool.block_size, model.max_position or NUM_STORED, NUM_STORED)
-    if model.has_encoder or room < NUM_STORED // 4:
+    room = min(pool.num_free * pool.block_size, model.model.max_position or NUM_STORED, NUM_STORED)
+    if model.model.has_encoder or room < NUM_STORED // 4:
         return PassCosts(by_tokens)
     few, many = 1, room - SCORE_TOKENS_PER_ROW
     kinds = [(queries, stored) for stored in (few, many) for queries in (1, SCORE_TOKENS_PER_ROW)]
@@ -100,10 +100,10 @@ def _fastest(
 
 
 def _pass_seconds(
-    model: DecoderModel, pool: BlockPool, row_lengths: list[int], num_stored: int = 0
+    model: ModelRunner, pool: BlockPool, row_lengths: list[int], num_stored: int = 0
 ) -> float | None:
     """Seconds of a pass over such rows behind ``num_stored`` tokens each; None if the pool is too small."""
-    num_encoder_tokens = ENCODER_TOKENS if model.has_encoder else 0
+    num_encoder_tokens = ENCODER_TOKENS if model.model.has_encoder else 0
     num_stored += num_encoder_tokens
     if sum(pool.blocks_for(num_stored + length) for length in row_lengths) > pool.num_free:
         return None

@@ -6,6 +6,7 @@ parameters and positions, so that other runners can be compared with it bit for 
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,11 +15,11 @@ from engine.batch import Span
 from engine.core.sequence import RowNeeds, Sequence
 from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from engine.messages import RoundTrace, TokenLogprob
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.proposers.base import Proposer
 from engine.proposers.known import known_drafts
 from engine.sampling.adjust import History
-from engine.sampling.draws import Draws
+from engine.sampling.backend import SamplingBackend
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
 from engine.sampling.verify import RowVerdict
@@ -30,18 +31,18 @@ class PhaseRunner:
     supports = ~RowNeeds.NONE
 
     def __init__(
-        self, target: DecoderModel, proposer: Proposer | None, make_draws: Callable[[], Draws]
+        self, target: ModelRunner, proposer: Proposer | None, make_backend: Callable[[], SamplingBackend]
     ) -> None:
         self.target = target
         self.proposer = proposer
-        self.make_draws = make_draws
+        self.make_backend = make_backend
         self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Propose, score, verify."""
         clock = _Clock()
-        sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.make_draws)
+        sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.make_backend)
         drafts = self._propose(plan, sampler)
         draft_seconds = clock.lap()
         logits = self._score(plan, drafts.ids)
@@ -59,6 +60,8 @@ class PhaseRunner:
             row = self._rows.get(part.sequence)
             if row is None:
                 row = self._rows[part.sequence] = self._row(part.sequence)
+            if part.mask is not None:
+                row = replace(row, history=replace(row.history, mask=part.mask))
             rows.append(row)
         return rows
 
@@ -70,7 +73,7 @@ class PhaseRunner:
             num_prompt_tokens=sequence.num_prompt_tokens,
             stop_token_ids=sequence.stop_token_ids,
             num_encoder_tokens=sequence.num_encoder_tokens,
-            rules=self.target.rules,
+            rules=self.target.model.rules,
         )
         return Row(rule, sequence.seed, history)
 
@@ -102,7 +105,7 @@ class PhaseRunner:
             spans.append(
                 Span(table, token_ids, len(token_ids) if sequence.wants_prompt_logprobs else num_logits)
             )
-        logits = self.target.forward(spans)
+        logits = self.target.forward(spans).logits
         if len(logits) == sum(num_row_logits):
             return logits
         return _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)
@@ -127,7 +130,6 @@ class PhaseRunner:
             emitted=emitted,
             seconds=seconds,
             failed=failed if any(failed) else None,
-            confidences=drafts.confidences,
             logprobs=_output_logprobs(plan, drafts, logits, emitted),
             traces=self._traces(plan, sampler, drafts, logits, verdicts),
         )
@@ -143,7 +145,9 @@ class PhaseRunner:
         """One by row, if any row wants its own."""
         if RowNeeds.TRACE not in plan.needs or not sampler.traced:
             return None
-        target_probs, draft_probs = (probs.tolist() for probs in sampler.drafted_probs(logits, drafts))
+        target_probs, draft_probs, next_probs = (
+            probs.tolist() for probs in sampler.traced_probs(logits, drafts, verdicts)
+        )
         return [
             RoundTrace(
                 position=row.position,
@@ -154,6 +158,7 @@ class PhaseRunner:
                 draft_probs=draft_probs[i][: drafts.lengths[i]],
                 num_accepted=verdicts[i].num_accepted,
                 next_token=verdicts[i].next_token,
+                next_target_prob=next_probs[i],
             )
             for i, row in enumerate(sampler.rows)
         ]

@@ -16,7 +16,7 @@ from engine.messages import SamplingParams
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
 TOP_P_CANDIDATES = 1024
-# Vocabularies up to this size are sorted whole by numpy on a CPU: torch's topk of so many takes longer.
+# Vocabularies up to this size are sorted whole by numpy on a CPU: torch's topk takes longer.
 MAX_SORTED = 8192
 SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -79,7 +79,7 @@ def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """The smallest probability that is kept: [batch, positions, 1]."""
     if not (sampling.largest_top_k or sampling.any_top_p):
         return sampling.min_p[..., None] * probs.amax(-1, keepdim=True)
-    top = _likeliest(probs, sampling)
+    top = _top_candidates(probs, sampling)
     top_k, top_p = sampling.top_k[..., None], sampling.top_p[..., None]
     if not sampling.largest_top_k:
         kept = top.cumsum(-1) - top < top_p
@@ -98,7 +98,7 @@ def _threshold(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     return smallest
 
 
-def _likeliest(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+def _top_candidates(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
     """The highest probabilities in falling order, as many as the cuts may look at."""
     vocab_size = probs.shape[-1]
     num_candidates = max(1, sampling.largest_top_k)

@@ -6,7 +6,7 @@ Knows nothing of models and schedules: logits come in, token ids go out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from engine.host_to_device import on_device
 from engine.messages import SamplingParams
 from engine.sampling.adjust import History, adjust_logits, replace_broken
-from engine.sampling.draw import argmax
-from engine.sampling.draws import Draws, TorchDraws
+from engine.sampling.backend import SamplingBackend, TorchBackend
+from engine.sampling.ops import argmax
 from engine.sampling.processors import SamplingTensors
 from engine.sampling.random import Stream, round_seeds
 from engine.sampling.verify import (
@@ -79,14 +79,12 @@ class Drafts:
     """What a proposer guessed for the rows: ``lengths[b]`` tokens for row b, padded to K.
 
     ``probs`` holds the distributions that the tokens were drawn from; None if every draft is
-    deterministic or no row asks for them. ``confidences`` are those of all distributions that drafts with an
-    early exit have met, the refused token's included; None if no row has one.
+    deterministic or no row asks for them.
     """
 
     token_ids: torch.Tensor  # int64 [B, K]
     probs: torch.Tensor | None  # float32 [B, K, V]
     lengths: list[int]
-    confidences: list[list[float] | None] | None = None
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> "Drafts":
@@ -102,19 +100,17 @@ def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
     """One draft for each row; of ``parts``, which are of all rows, at most one has drafted for it and the
     others hold zeros there."""
     drafting = [part for part in parts if any(part.lengths)]
-    # Drafts that exited before their first token have met confidences, too.
-    confidences = next((part.confidences for part in parts if part.confidences is not None), None)
     if not drafting:
-        return replace(Drafts.empty(len(sampler.rows), sampler.device), confidences=confidences)
+        return Drafts.empty(len(sampler.rows), sampler.device)
     if len(drafting) == 1:
-        return replace(drafting[0], confidences=confidences)
+        return drafting[0]
     lengths = [sum(row) for row in zip(*(part.lengths for part in drafting), strict=True)]
     width = max(lengths)
     token_ids = torch.stack(
         [F.pad(part.token_ids, (0, width - part.token_ids.shape[1])) for part in drafting]
     ).sum(0)
     if not sampler.uses_draft_probs:
-        return Drafts(token_ids, None, lengths, confidences)
+        return Drafts(token_ids, None, lengths)
     probs = torch.zeros(len(lengths), width, sampler.vocab_size, device=sampler.device)
     for part in drafting:
         drew = on_device([row for row, length in enumerate(part.lengths) if length], sampler.device)
@@ -122,19 +118,14 @@ def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
         if part_probs is None:
             part_probs = F.one_hot(part.token_ids, sampler.vocab_size).float()
         probs[drew, : part_probs.shape[1]] = part_probs[drew]
-    return Drafts(token_ids, probs, lengths, confidences)
+    return Drafts(token_ids, probs, lengths)
 
 
 class DraftDraw(NamedTuple):
-    """One drafted token of each row.
-
-    ``confidence`` says how peaked the distribution is that it was drawn from, whichever token came out: its
-    highest probability; at temperature 0, that of the likeliest token against the second one.
-    """
+    """One drafted token of each row."""
 
     ids: torch.Tensor  # [B]
     probs: torch.Tensor | None  # [B, V], the distributions drawn from, if a row asks for them
-    confidence: torch.Tensor | None  # [B], if it was asked for
 
 
 class Sampler:
@@ -145,7 +136,7 @@ class Sampler:
         rows: list[Row],
         vocab_size: int,
         device: torch.device,
-        make_draws: Callable[[], Draws] = TorchDraws,
+        make_backend: Callable[[], SamplingBackend] = TorchBackend,
     ) -> None:
         self.rows = rows
         self.vocab_size = vocab_size
@@ -158,8 +149,8 @@ class Sampler:
         self.traced = any(rows[i].params.trace for i in special)
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
         self._adjusted = [i for i in special if rows[i].history.needs_adjustment]
-        self.make_draws = make_draws
-        self._draws = make_draws()
+        self.make_backend = make_backend
+        self._backend = make_backend()
         self._sampling: dict[tuple[int, ...], SamplingTensors] = {}  # by rows
 
     @property
@@ -177,33 +168,28 @@ class Sampler:
     def select(self, indices: list[int]) -> "Sampler":
         if len(indices) == len(self.rows):
             return self
-        return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device, self.make_draws)
+        return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device, self.make_backend)
 
-    def draw_drafts(
-        self, logits: torch.Tensor, drafted: torch.Tensor, with_confidence: bool = False
-    ) -> DraftDraw:
+    def draw_drafts(self, logits: torch.Tensor, drafted: torch.Tensor) -> DraftDraw:
         """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
         offset = drafted.shape[1]
         if self._adjusted:
             logits = self._adjust(logits[:, None], drafted, offset)[:, 0]
-        # A draft model that has lost its mind may still be asked: any guess is a guess.
+        # A draft model whose logits are broken still drafts: any guess is verified.
         if not self.all_greedy:
             logits, _ = replace_broken(logits)
         if len(self.groups) == 1:
             ((rule, indices),) = self.groups.items()
-            return self._draw(rule, indices, logits, offset, with_confidence)
+            return self._draw(rule, indices, logits, offset)
         ids = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
-        confidence = logits.new_empty(len(self.rows)) if with_confidence else None
         probs = logits.new_zeros(len(self.rows), self.vocab_size) if self.uses_draft_probs else None
         for rule, indices in self.groups.items():
             members = self._index(indices)
-            draw = self._draw(rule, indices, logits[members], offset, with_confidence)
+            draw = self._draw(rule, indices, logits[members], offset)
             ids[members] = draw.ids
             if probs is not None and draw.probs is not None:
                 probs[members] = draw.probs
-            if confidence is not None and draw.confidence is not None:
-                confidence[members] = draw.confidence
-        return DraftDraw(ids, probs, confidence)
+        return DraftDraw(ids, probs)
 
     def verify(self, logits: torch.Tensor, drafts: Drafts) -> list[RowVerdict]:
         """Judge ``drafts`` by the target's ``logits`` [sum of (length + 1), V], packed row after row. The
@@ -216,33 +202,36 @@ class Sampler:
             found |= zip(indices, self._judge(rule, indices, padded, broken, drafts), strict=True)
         return [found[i] for i in range(len(self.rows))]
 
-    def drafted_probs(self, logits: torch.Tensor, drafts: Drafts) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the trace: target's and draft's processed probability of each drafted token, [B, K] each."""
+    def traced_probs(
+        self, logits: torch.Tensor, drafts: Drafts, verdicts: list[RowVerdict]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For the trace, as processed: both models' probability of each drafted token, [B, K] each, and
+        the target's of the token that follows, [B]."""
         padded, _ = self._target_logits(logits, drafts)
         target_probs = self._probs(padded, list(range(len(self.rows))))
         greedy = torch.tensor([row.rule is Rule.EXACT_MATCH for row in self.rows], device=self.device)
         one_hot = F.one_hot(padded.argmax(-1), self.vocab_size).float()
         target_probs = torch.where(greedy[:, None, None], one_hot, target_probs)
-        return probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(drafts, slice(None)))
+        lengths, next_tokens, _ = torch.tensor(verdicts, device=self.device).unbind(1)
+        next_probs = target_probs[torch.arange(len(self.rows)), lengths, next_tokens]
+        drafted = probs_of_draft(target_probs, drafts.token_ids, self._draft_probs(drafts, slice(None)))
+        return *drafted, next_probs
 
-    def _draw(
-        self, rule: Rule, indices: list[int], logits: torch.Tensor, offset: int, with_confidence: bool
-    ) -> DraftDraw:
+    def _draw(self, rule: Rule, indices: list[int], logits: torch.Tensor, offset: int) -> DraftDraw:
         """One rule's rows; ``logits`` [members, V], adjusted."""
         if rule is Rule.EXACT_MATCH:
-            ids, confidence = self._draws.likeliest(logits) if with_confidence else (argmax(logits), None)
+            ids = argmax(logits)
             one_hot = F.one_hot(ids, self.vocab_size).float() if self.uses_draft_probs else None
-            return DraftDraw(ids, one_hot, confidence)
+            return DraftDraw(ids, one_hot)
         members = self._index(indices)
         probs = self._probs(logits[:, None], indices, is_draft=True)
         if rule is Rule.COUPLED:
-            ids, probs = self._race(probs, members, offset)[:, 0], probs[:, 0]
+            ids, probs = self._gumbel_argmax(probs, members, offset)[:, 0], probs[:, 0]
         else:
             probs = probs[:, 0]
             seeds, positions = self._seeds(rule, members), _take(self.positions, members) + offset
-            ids = self._draws.inverse_cdf(probs, self._draws.uniform(seeds, positions, Stream.DRAFT))
-        confidence = probs.amax(-1) if with_confidence else None
-        return DraftDraw(ids, probs if self.uses_draft_probs else None, confidence)
+            ids = self._backend.inverse_cdf(probs, self._backend.uniform(seeds, positions, Stream.DRAFT))
+        return DraftDraw(ids, probs if self.uses_draft_probs else None)
 
     def _judge(
         self,
@@ -257,7 +246,7 @@ class Sampler:
         logits, broken = _take(logits, members), None if broken is None else _take(broken, members)
         if not rule.uses_draft_probs:
             if rule is Rule.COUPLED:
-                target_ids = self._race(self._probs(logits, indices), members, offset=0)
+                target_ids = self._gumbel_argmax(self._probs(logits, indices), members, offset=0)
             else:
                 target_ids = argmax(logits)
             return verify_equal(target_ids, broken, [drafts.ids[i] for i in indices])
@@ -272,15 +261,17 @@ class Sampler:
             _take(drafts.token_ids, members),
             self._draft_probs(drafts, members),
             on_device([drafts.lengths[i] for i in indices], self.device),
-            accept_uniforms=self._draws.uniform(spent_seeds, positions[:, :-1], Stream.ACCEPT),
-            recover_uniforms=self._draws.uniform(seeds, positions, Stream.RECOVER),
-            draw=self._draws.draw_next,
+            accept_uniforms=self._backend.uniform(spent_seeds, positions[:, :-1], Stream.ACCEPT),
+            recover_uniforms=self._backend.uniform(seeds, positions, Stream.RECOVER),
+            draw=self._backend.draw_next,
         )
         return read_verdict(verdict, broken)
 
-    def _race(self, probs: torch.Tensor, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
+    def _gumbel_argmax(self, probs: torch.Tensor, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
         """What the rows ``members`` draw from ``probs`` [members, n, V], from ``offset`` on: [members, n]."""
-        return self._draws.race(probs, _take(self.seeds, members), _take(self.positions, members), offset)
+        return self._backend.gumbel_argmax(
+            probs, _take(self.seeds, members), _take(self.positions, members), offset
+        )
 
     def _target_logits(
         self, logits: torch.Tensor, drafts: Drafts
@@ -309,7 +300,7 @@ class Sampler:
         # Any distribution will do for a draft, as the verdict knows it; only a trace must be reproducible.
         if is_draft and not self.traced and self.device.type != "cpu":
             sampling = sampling._replace(may_wait=False)
-        return self._draws.probs(logits, sampling)
+        return self._backend.probs(logits, sampling)
 
     def _draft_probs(self, drafts: Drafts, members: slice | torch.Tensor) -> torch.Tensor:
         """The distributions the members' drafts were drawn from; one-hot for deterministic drafts."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.sampling.draw import inverse_cdf
+from engine.sampling.ops import inverse_cdf
 
 
 class Verdict(NamedTuple):
@@ -87,7 +87,7 @@ def accept_while_equal(target_ids: list[int], draft_ids: list[int]) -> tuple[int
     """Accept while the draft equals the target's own token; always emit the target's.
 
     How many of one row's ``draft_ids`` stand, and the token after them. ``target_ids`` are one more, or
-    padded. Under the coupled rule they won the target's races: the draft drew with the same noise, which
+    padded. Under the coupled rule they are the target's own draws: the draft drew with the same noise, which
     makes agreement likely but is never needed for exactness: the output is a function of target and noise
     alone (Daliri, Musco and Suresh 2024).
     """

@@ -10,11 +10,8 @@ from collections.abc import Mapping
 
 # Positions with a rate of their own; later ones share the last.
 POSITIONS = 9
-# Verdicts on a position that its rate remembers.
-MEMORY = 400
-# The text has changed if the last verdicts, about so many, differ by so much from the rate of all that are
-# remembered; those before are then worth few verdicts.
-RECENT, CHANGE, OLD_VERDICTS = 16, 0.35, 12.0
+# Verdicts on a position that its rate remembers, and those that an old rate is worth.
+MEMORY, OLD_VERDICTS = 200, 12.0
 # The first rate starts here, each other one from the position before, a sequence's from its group's. That is
 # worth some verdicts.
 PRIOR_RATE, PRIOR_VERDICTS = 0.6, 4.0
@@ -30,7 +27,6 @@ class Acceptance:
         self.accepted = [0.0] * POSITIONS
         if group is None:
             self.reached[0], self.accepted[0] = PRIOR_VERDICTS, PRIOR_VERDICTS * PRIOR_RATE
-        self._recent = PRIOR_RATE  # share of accepted tokens
         self._expected: list[float] = []  # by length, as far as it was asked for
 
     def rates(self) -> list[float]:
@@ -70,9 +66,6 @@ class Acceptance:
         kept = (1 - 1 / MEMORY) ** count
         self.reached[position] = kept * self.reached[position] + count
         self.accepted[position] = kept * self.accepted[position] + count * rate
-        self._recent = rate + (1 - 1 / RECENT) ** count * (self._recent - rate)
-        if abs(self._recent - sum(self.accepted) / sum(self.reached)) > CHANGE:
-            self.forget()
         self._expected.clear()
 
     def forget(self) -> None:

@@ -11,8 +11,8 @@ import math
 from bisect import bisect_left
 from typing import NamedTuple
 
-# Options: draft lengths from 0 to the maximum, early exit, and whatever has other drafts in it.
-MAX_LENGTH, EARLY_EXIT, MIXED = 8, 9, 10
+# Options: draft lengths from 0 to the maximum, and whatever has other drafts in it.
+MAX_LENGTH, MIXED = 8, 9
 # The most rounds that share a step.
 MAX_ROUNDS = 16
 # Share of a surprise (the logarithm of measured over expected seconds) by which the level moves, and the
@@ -151,7 +151,7 @@ class Costs:
             if option in measured:
                 return measured[option][0], 0
             lengths = [length for length in measured if 1 <= length <= MAX_LENGTH]
-            if 1 <= option <= EARLY_EXIT and lengths:
+            if 1 <= option <= MAX_LENGTH and lengths:
                 return measured[min(lengths, key=lambda length: abs(length - option))][0], 0
         return 0.0, 0
 

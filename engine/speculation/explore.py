@@ -1,57 +1,29 @@
-"""When to try something else: a small share of the time, and less often the longer it loses."""
+"""When to try something other than the active plan: each option gets a share of the time that it may lose."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-# The share of time of each budget: one is for other draft lengths, one for reading texts that may repeat
-# themselves. It starts with so many rounds' worth of time, and saves no more than that.
-SHARE, SAVED_ROUNDS = 0.004, 8
-# Seconds until an option that has lost is explored again: doubled every time up to the last one, if it has
-# less than this share of the active option's rate.
-FIRST_WAIT, LAST_WAIT, CLOSE = 0.25, 4.0, 0.9
-
-Name = tuple[int, int]  # bucket of rows, option
+# Share of the time that may be lost by exploring one option beside the active one; by trying whether drafting
+# pays while it is off; and by reading texts that may repeat themselves.
+OPTION_SHARE, PAUSED_SHARE, READ_SHARE = 0.0015, 0.005, 0.002
+# Seconds between two explorations of the same option, at least.
+MIN_WAIT = 0.25
 
 
-class Budget:
-    """Seconds to explore. An exploration is charged what it lost; one may overdraw the budget, which the next
-    ones have to wait for."""
+class Explorer:
+    """When each option is due. One that was never explored is due at once, and its first time is free."""
 
     def __init__(self) -> None:
-        self.seconds: float | None = None
+        self.num_explored = 0
+        self._due: dict[object, float] = {}
 
-    @property
-    def is_open(self) -> bool:
-        return self.seconds is not None and self.seconds > 0
+    def next(self, names: Sequence[object], now: float) -> int | None:
+        """Index of the option that has been due for longest; None if none is."""
+        due = [self._due.get(name, 0.0) for name in names]
+        earliest = min(due)
+        return due.index(earliest) if earliest <= now else None
 
-    def save(self, seconds: float, round_seconds: float) -> None:
-        """``seconds`` have passed in rounds of ``round_seconds`` each."""
-        full = SAVED_ROUNDS * round_seconds
-        self.seconds = min(full if self.seconds is None else self.seconds + SHARE * seconds, full)
-
-    def spend(self, seconds: float) -> None:
-        self.seconds = (self.seconds or 0.0) - seconds
-
-
-class BackOff:
-    """Which options may be explored when."""
-
-    def __init__(self) -> None:
-        self.num_settled = 0
-        self._due: dict[Name, float] = {}
-        self._wait: dict[Name, float] = {}
-
-    def next(self, names: Iterable[Name], now: float) -> Name | None:
-        """The one that has waited longest, of those that are due."""
-        name = min(names, key=lambda name: self._due.get(name, 0.0))
-        return name if self._due.get(name, 0.0) <= now else None
-
-    def is_new(self, name: Name) -> bool:
-        return name not in self._due
-
-    def settle(self, name: Name, ratio: float, now: float) -> None:
-        """An exploration has ended; ``ratio``: the option's rate over the active one's."""
-        self.num_settled += 1
-        wait = 0.0 if ratio > 1 else FIRST_WAIT
-        if ratio < CLOSE:
-            wait = min(2 * self._wait.get(name, 0.0) or FIRST_WAIT, LAST_WAIT)
-        self._wait[name], self._due[name] = wait, now + wait
+    def charge(self, name: object, lost: float, share: float, now: float) -> None:
+        """Exploring the option has cost ``lost`` seconds: it is due again when that is its ``share``."""
+        wait = lost / share if name in self._due else 0.0
+        self._due[name] = now + max(MIN_WAIT, wait)
+        self.num_explored += 1

@@ -17,7 +17,7 @@ from engine.core import sequence as core
 from engine.core.planning import Lookup
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.costs import MIXED, Costs, Shape
-from engine.speculation.explore import Budget
+from engine.speculation.explore import READ_SHARE, Explorer
 from engine.speculation.policy import Group, Plan
 
 # Python seconds of reading a token, and of asking once, about.
@@ -119,14 +119,14 @@ class RowLookup:
                 table.learn(len(equal), num_accepted)
 
 
-def start_some(idle: Iterable[RowLookup], budget: Budget) -> None:
-    """Start what is idle: all of a group that pays, and some if there is time to explore."""
+def start_some(idle: Iterable[RowLookup], explorer: Explorer, now: float) -> None:
+    """Start what is idle: all of a group that pays, and one now and then to explore."""
     for lookup in idle:
         if lookup.retry_at <= len(lookup.sequence.token_ids):
             if lookup.group.lookup_balance > 0:
                 _charge(lookup.group, lookup.start())
-            elif budget.is_open:
-                budget.spend(lookup.start())
+            elif explorer.next([lookup.source.name], now) is not None:
+                explorer.charge(lookup.source.name, lookup.start(), READ_SHARE, now)
 
 
 def _charge(group: Group, seconds: float) -> None:

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 
 from engine.core.planning import AUTO_LIMITS, DraftChoice, Lookup
 from engine.core.sequence import Sequence
-from engine.core.step import EarlyExit, Round, ScheduledSequence, StepPlan, StepResult
+from engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
 from engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
-from engine.speculation.explore import Budget
+from engine.speculation.explore import Explorer
 from engine.speculation.lookups import RowLookup, Terms, make_terms, read_all, start_some
 from engine.speculation.policy import Group, Plan, Policy
 
 # What a row drafts that drafts nothing: shared, and never changed.
 NO_DRAFT = DraftChoice()
-# Verdicts on drafts with early exit that a step teaches.
-MAX_EXITS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +35,7 @@ class SpeculationPlanner:
     """``core.planning.Planner``.
 
     ``lookups`` are the sources that need no model. ``max_draft_len`` is the draft model's context. Without
-    ``tracks_draft_cache`` it keeps tables of its own (another tokenizer): what they miss is its own business,
-    and it knows no early exit.
+    ``tracks_draft_cache`` it keeps tables of its own (another tokenizer): what they miss is its own business.
     """
 
     def __init__(
@@ -49,12 +46,13 @@ class SpeculationPlanner:
         tracks_draft_cache: bool = True,
     ) -> None:
         self.costs = costs
-        self.policy = Policy(costs, has_early_exit=tracks_draft_cache)
+        self.policy = Policy(costs)
         self.max_draft_len = max_draft_len
         self.tracks_draft_cache = tracks_draft_cache
         self.max_rounds = MAX_ROUNDS
         self._sources = {lookup.name: lookup for lookup in lookups}
-        self._budget = Budget()  # to read texts that may repeat themselves
+        self._explorer = Explorer()  # of texts that may repeat themselves
+        self._now = 0.0  # seconds of all steps
         self._groups: dict[str, Group] = {}
         self._rows: dict[Sequence, Row] = {}
         self._ended: list[Sequence] = []  # since the last choice
@@ -93,7 +91,7 @@ class SpeculationPlanner:
             self._draft(drafting, plan, choices)
         for row in rows:
             if row.fixed_length and row.uses_model:
-                choices[row.sequence] = self._choice(row, row.fixed_length, None)
+                choices[row.sequence] = self._choice(row, row.fixed_length)
                 self._is_mixed = True
         if self._sources:
             self._look_up(rows, num_rows, choices)
@@ -103,7 +101,7 @@ class SpeculationPlanner:
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
         row = self._rows.get(sequence) or self._add(sequence)
-        return self._choice(row, row.fixed_length, None) if row.uses_model and row.fixed_length else NO_DRAFT
+        return self._choice(row, row.fixed_length) if row.uses_model and row.fixed_length else NO_DRAFT
 
     def prefills_draft(self, sequence: Sequence) -> bool:
         return sequence.fixed_draft_length or self.policy.expects_drafts
@@ -127,23 +125,18 @@ class SpeculationPlanner:
 
     def _draft(self, drafting: list[Row], plan: Plan, choices: dict[Sequence, DraftChoice]) -> None:
         """The policy's plan, as far as each row may go."""
-        exits = {}
-        if plan.threshold is not None:
-            groups = {row.group for row in drafting}
-            exits = {group: EarlyExit(group.confidence.rates(), plan.threshold) for group in groups}
         for place, row in enumerate(drafting):
             if plan.scouts is None or place in plan.scouts:
-                early_exit = exits[row.group] if exits else None
-                choices[row.sequence] = self._choice(row, plan.length, early_exit)
+                choices[row.sequence] = self._choice(row, plan.length)
 
-    def _choice(self, row: Row, length: int, early_exit: EarlyExit | None) -> DraftChoice:
+    def _choice(self, row: Row, length: int) -> DraftChoice:
         """A draft of the draft model. A round emits one token more than it drafts."""
         sequence = row.sequence
         num_known = len(sequence.token_ids)
         num_tokens = min(length, sequence.max_num_tokens - num_known - 1, self.max_draft_len - num_known)
         if num_tokens <= 0:
             return NO_DRAFT
-        return DraftChoice("draft_model", num_tokens, self._num_missing(row), early_exit)
+        return DraftChoice("draft_model", num_tokens, self._num_missing(row))
 
     def _num_missing(self, row: Row) -> int:
         """Tokens that the draft model's cache misses, the pending one apart."""
@@ -155,7 +148,7 @@ class SpeculationPlanner:
     def _look_up(self, rows: list[Row], num_rows: int, choices: dict[Sequence, DraftChoice]) -> None:
         """Drafts from known text, where they promise more than the draft model's."""
         lookups = [lookup for row in rows for lookup in row.lookups]
-        start_some([lookup for lookup in lookups if not lookup.is_asked], self._budget)
+        start_some([lookup for lookup in lookups if not lookup.is_asked], self._explorer, self._now)
         asked = [lookup for lookup in lookups if lookup.is_asked]
         if not asked or self.policy.exploration is not None:
             return
@@ -213,7 +206,7 @@ class SpeculationPlanner:
         self._learn(rows, rounds)
         if self._sources:
             self._judge(rows, rounds)
-        self._budget.save(result.seconds, result.seconds / len(rounds))
+        self._now += result.seconds
         round_seconds: list[float] = []
         if plan.is_decode_only and len(rows) == len(self._decoding):
             round_seconds = [sum(one.seconds) for one in rounds]
@@ -232,13 +225,10 @@ class SpeculationPlanner:
 
     def _shape(self, rows: list[ScheduledSequence]) -> Shape:
         """Of rounds as they were planned."""
-        decided = self.policy.plan.shape
-        if decided.draft_sizes and self.policy.plan.threshold is not None and not self._is_mixed:
-            return decided
         lengths = [part.num_draft_tokens for part in rows if part.source == "draft_model"]
         sizes = [sum([length > i for length in lengths]) for i in range(max(lengths, default=0))]
         num_drafted = sum([part.num_draft_tokens for part in rows])
-        option = MIXED if self._is_mixed else decided.option
+        option = MIXED if self._is_mixed else self.policy.plan.shape.option
         return Shape(len(rows), option, num_drafted, tuple(sizes))
 
     def _learn(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
@@ -248,9 +238,6 @@ class SpeculationPlanner:
             if part.num_draft_tokens and part.source == "draft_model" and part.sequence in self._rows:
                 places.setdefault(self._rows[part.sequence].group, []).append(place)
         for group, members in places.items():
-            if rows[members[0]].early_exit is not None:
-                _learn_exits(group, members, rounds)
-                continue
             verdicts: Counter[tuple[int, int]] = Counter()
             for one in rounds:
                 drafted, accepted = one.num_drafted, one.num_accepted
@@ -273,21 +260,3 @@ class SpeculationPlanner:
         state = {"policy": "auto", **self.policy.state()} if self.costs.is_calibrated else {"policy": "fixed"}
         rates = {name: acceptance.state() for name, acceptance in sources.items()}
         return {**state, "sources": {name: known for name, known in rates.items() if known}}
-
-
-def _learn_exits(group: Group, members: list[int], rounds: list[Round]) -> None:
-    """Verdicts on drafts that could end early: those of some rows of each round, spread evenly."""
-    num_emitted = num_judged = 0
-    step = 1 + len(members) * len(rounds) // MAX_EXITS
-    for number, one in enumerate(rounds):
-        for place in members[number % step :: step]:
-            num_drafted, num_accepted = one.num_drafted[place], one.num_accepted[place]
-            confidences = one.confidences[place] if one.confidences is not None else None
-            num_emitted, num_judged = num_emitted + num_accepted + 1, num_judged + 1
-            group.acceptance.learn(num_drafted, num_accepted)
-            if confidences:
-                rate = group.confidence.learn(confidences, num_drafted, num_accepted)
-                if rate is not None:
-                    group.acceptance.learn_position(num_drafted, rate)
-    if num_judged:
-        group.confidence.compare(num_emitted / num_judged)

@@ -1,40 +1,37 @@
-"""How much the draft model drafts: the option with the most expected tokens per second, for all rows alike.
+"""How much the draft model drafts: the length with the most expected tokens per second, for all rows alike.
 
-Options are the draft lengths 0 to 8 and early exit. A replan forgets which of them was best; the next step of
-each number of rows finds it again and later ones use what was found, so that rows may come and go. A little
-time explores other options.
+Lengths are 0 (none) to 8. A replan forgets which of them was best; the next step of each number of rows
+finds it again and later ones use what was found, so that rows may come and go. A little time explores other
+lengths.
 
 Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the round that it decides about.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 from engine.speculation.acceptance import Acceptance
-from engine.speculation.costs import EARLY_EXIT, MAX_LENGTH, MAX_ROUNDS, Costs, Shape
-from engine.speculation.early_exit import GRID, ConfidenceTable
-from engine.speculation.explore import SAVED_ROUNDS, BackOff, Budget, Name
+from engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
+from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 
 # Seconds between replans; at first, and after a large change, they come after 4, 8, 16, ... rounds.
 REPLAN_SECONDS, FIRST_ROUNDS = 0.2, 4
-# Another option must promise so many times the rate of the active one, and drafting that of none.
-CHANGE_GAIN, START_GAIN = 1.005, 1.02
-# Timed steps of a new active option that correct its costs; later ones tell the machine's speed.
+# Factors that drafting must gain over the rate of none, since prompts beside it and a busy front end cost it
+# more than rounds show, and another length over that of the active one.
+DRAFT_GAIN, CHANGE_GAIN = 1.02, 1.01
+# Timed steps after a change of length that correct the new one's costs; later ones tell the machine's speed.
 NEW_STEPS = 4
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
 CATCH_UP_ROUNDS = 128
-# Tokens by which a draft with early exit may be longer than the best fixed length.
-EXTRA_LENGTH = 3
-# Rounds of an exploration: single ones are timed to a tenth only, and the first of a step finds cold caches.
-MIN_EXPLORED, MAX_EXPLORED = 2, 8
+# Rounds of an exploration: a single one is timed to a tenth only, and the first of a step finds cold caches.
+EXPLORED_ROUNDS = 4
 # Decay per step of the sums behind the reported rates.
 REPORT_DECAY = 0.98
-# What the back-off knows the exploration by that tries whether drafting pays again, with whatever length.
-ANY_LENGTH = -1
+# The option that is explored while drafting is off: whether drafting pays again, with whatever length.
+PAUSED = -1
 
 
 class Group:
@@ -43,21 +40,18 @@ class Group:
     def __init__(self, name: str) -> None:
         self.name = name
         self.acceptance = Acceptance()  # of the draft model
-        self.confidence = ConfidenceTable()
         self.lookups: dict[tuple[str, int], Acceptance] = {}  # by source and strength of the match
         self.lookup_balance = 0.0  # seconds that look-ups have saved lately
 
 
 class Plan(NamedTuple):
-    """An option for a number of rows: up to ``length`` tokens each, with the ``threshold`` of early exit;
-    only of the ``scouts``, if there are some (by place among those that may draft). Expected are ``tokens``
-    of all rows in the ``seconds`` of a round."""
+    """``length`` tokens for each row that may draft, or for the ``scouts`` alone (by place among those).
+    Expected are ``tokens`` of all rows in the ``seconds`` of a round."""
 
     shape: Shape
     length: int
     tokens: float
     seconds: float
-    threshold: float | None = None
     scouts: frozenset[int] | None = None
 
     @property
@@ -66,12 +60,11 @@ class Plan(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The active plan, the best fixed length above none, none, and early exit."""
+    """The active plan, the best one that drafts, and none."""
 
     active: Plan
     drafting: Plan
     plain: Plan
-    early_exit: Plan | None
     groups: Counter[Group]
 
 
@@ -80,23 +73,21 @@ class Exploration:
     """Some rounds of another plan than the active one."""
 
     key: tuple[int, int]
-    name: Name
+    name: tuple[int, int]  # bucket of rows, option
     plan: Plan
     rounds_left: int
     lost: float = 0.0  # seconds of catching up
     num_rounds: int = 0
     num_tokens: int = 0
-    is_timed: bool = False
+    seconds: list[float] = field(default_factory=list)  # of rounds that were timed
 
 
 class Policy:
     """Deterministic: the same past gives the same plans."""
 
-    def __init__(self, costs: Costs, has_early_exit: bool = True) -> None:
+    def __init__(self, costs: Costs) -> None:
         self.costs = costs
-        self.has_early_exit = has_early_exit
-        self.budgets = Budget(), Budget()  # while drafting is off, and on
-        self.back_off = BackOff()
+        self.explorer = Explorer()
         self.best: Best | None = None  # of the last step
         self.exploration: Exploration | None = None
         self.num_replans = 0
@@ -150,7 +141,9 @@ class Policy:
         is_late = self._num_rounds >= FIRST_ROUNDS and self._seconds >= REPLAN_SECONDS
         return self._is_due or is_late or self._num_rounds >= self._interval
 
-    def _replan(self, key: Name, groups: Sequence[Group], missing: Callable[[], list[int]]) -> None:
+    def _replan(
+        self, key: tuple[int, int], groups: Sequence[Group], missing: Callable[[], list[int]]
+    ) -> None:
         before = self.best.active.length if self.best is not None else 0
         self._best_by_rows.clear()
         self.best = best = self._best_by_rows[key] = self._find_best(key[0], Counter(groups), missing)
@@ -162,26 +155,20 @@ class Policy:
             self.exploration = self._explore(key, best, missing)
 
     def _find_best(self, num_rows: int, groups: Counter[Group], missing: Callable[[], list[int]]) -> Best:
-        """The plan with the highest rate; the option of the step before stays if it is about as good."""
+        """The plan with the highest rate; the length of the step before stays if it is about as good."""
         plain = self.fixed(num_rows, groups, 0)
         if not groups:
-            return Best(plain, plain, plain, None, groups)
+            return Best(plain, plain, plain, groups)
         plans = [plain, *(self.fixed(num_rows, groups, length) for length in range(1, MAX_LENGTH + 1))]
         drafting = max(plans[1:], key=lambda plan: plan.rate)
-        early_exit = self._early_exit(drafting, groups) if self.has_early_exit else None
-        is_known = all(group.confidence.num_compared for group in groups)
-        if early_exit is not None and is_known and self.costs.is_measured(num_rows, EARLY_EXIT):
-            plans.append(early_exit)
-        active = max(plans, key=lambda plan: plan.rate)
-        before = self.best.active.shape.option if self.best is not None else 0
-        rival = plans[before] if before < len(plans) else drafting
-        needed = CHANGE_GAIN * rival.rate
+        before = self.best.active.length if self.best is not None else 0
+        rates = [DRAFT_GAIN * plain.rate, *(plan.rate for plan in plans[1:])]
+        found = max(range(len(plans)), key=rates.__getitem__)
+        needed = CHANGE_GAIN * rates[before]
         if before == 0:
             catch_up = self.costs.catch_up_seconds(sum(missing())) / CATCH_UP_ROUNDS
-            needed = START_GAIN * rival.rate * (1 + catch_up / active.seconds)
-        if active.rate <= needed:
-            active = rival
-        return Best(active, drafting, plain, early_exit, groups)
+            needed *= 1 + catch_up / plans[found].seconds
+        return Best(plans[found if rates[found] > needed else before], drafting, plain, groups)
 
     def fixed(
         self, num_rows: int, groups: Counter[Group], length: int, num_scouts: int | None = None
@@ -192,63 +179,34 @@ class Policy:
         accepted = sum([count * group.acceptance.expected(length) for group, count in groups.items()])
         return Plan(shape, length, num_rows + accepted, self.costs.seconds(shape))
 
-    def _early_exit(self, drafting: Plan, groups: Counter[Group]) -> Plan:
-        """Drafts up to some tokens longer than the best fixed length. A token is worth drafting if its chance
-        of being accepted is at least the number of tokens that are emitted in the time that it takes."""
-        shape, num_drafting = drafting.shape, groups.total()
-        num_rows = shape.num_rows
-        sizes = (*shape.draft_sizes, num_drafting)
-        longer = shape._replace(num_drafted=shape.num_drafted + num_drafting, draft_sizes=sizes)
-        took = (self.costs.model_seconds(longer) - self.costs.model_seconds(shape)) / num_drafting
-        threshold = min(1.0, GRID * round(drafting.rate * took / GRID))
-        length = min(drafting.length + EXTRA_LENGTH, MAX_LENGTH)
-        tokens, num_drafted, passes = float(num_rows - num_drafting), 0.0, list[float]()
-        for group, count in groups.items():
-            estimate = group.confidence.estimate(length, threshold)
-            tokens += count * group.confidence.ratio * (1 + estimate.accepted)
-            num_drafted += count * estimate.drafted
-            passes = [a + count * b for a, b in zip_longest(passes, estimate.passes, fillvalue=0.0)]
-        shape = Shape(num_rows, EARLY_EXIT, num_drafted, tuple(passes))
-        return Plan(shape, length, tokens, self.costs.seconds(shape), threshold)
-
-    def _explore(self, key: Name, best: Best, missing: Callable[[], list[int]]) -> Exploration | None:
-        """What to explore from now on, if there is time for it."""
-        bucket, option = self.costs.bucket(key[0]), best.active.shape.option
-        if option == 0:
-            options = [ANY_LENGTH]
-        elif option == EARLY_EXIT:
-            options = [0, best.drafting.length]
-        else:
-            options = [0, option + 1, option - 1, EARLY_EXIT if best.early_exit is not None else 0]
-        names = [(bucket, option) for option in options if option <= MAX_LENGTH or option == EARLY_EXIT]
-        name = names[0] if self._repeats else self.back_off.next(names, self._now)
-        is_open = self._repeats or self.budgets[option > 0].is_open
-        if name is None or not (is_open or self.back_off.is_new(name)):
+    def _explore(
+        self, key: tuple[int, int], best: Best, missing: Callable[[], list[int]]
+    ) -> Exploration | None:
+        """What to explore from now on, if something is due."""
+        length = best.active.length
+        options = [0, *range(length + 1, MAX_LENGTH + 1)[:1], length - 1] if length else [PAUSED]
+        names = [(self.costs.bucket(key[0]), option) for option in options]
+        place = 0 if self._repeats else self.explorer.next(names, self._now)
+        if place is None:
             return None
-        plan, lost = best.drafting, 0.0
-        if name[1] == ANY_LENGTH:
-            plan, lost = self._scouts(best, missing())
-            if lost > 2 * SAVED_ROUNDS * best.plain.seconds:
-                return None  # until a row is less behind
-        elif name[1] == EARLY_EXIT and best.early_exit is not None:
-            plan = best.early_exit
-        else:
-            plan = self.fixed(key[0], best.groups, name[1])
-        num_rounds = int(self.costs.rounds_per_step(self.costs.model_seconds(plan.shape)))
-        return Exploration(key, name, plan, max(MIN_EXPLORED, min(num_rounds, MAX_EXPLORED)), lost)
+        if length:
+            return Exploration(
+                key, names[place], self.fixed(key[0], best.groups, options[place]), EXPLORED_ROUNDS
+            )
+        plan, lost = self._scouts(best, missing())
+        return Exploration(key, names[place], plan, EXPLORED_ROUNDS, lost)
 
     def _scouts(self, best: Best, missing: list[int]) -> tuple[Plan, float]:
-        """The best drafting length while drafting is off, and the seconds of catching up: for all rows as
-        long as its costs are unknown, else for those whose caches are up to date within about a round."""
+        """The best drafting length while drafting is off, for the rows whose caches are up to date within
+        about a round, or the nearest one; and the seconds of catching up."""
         num_rows, length = best.plain.shape.num_rows, best.drafting.length
         for group in best.groups:
             group.acceptance.forget()
         places = sorted(range(len(missing)), key=missing.__getitem__)
         num_scouts, num_missing = 0, 0
-        while num_scouts < len(places):
-            longer = num_missing + missing[places[num_scouts]]
-            is_dear = self.costs.catch_up_seconds(longer) > best.plain.seconds
-            if num_scouts and is_dear and self.costs.is_measured(num_rows, length):
+        for place in places:
+            longer = num_missing + missing[place]
+            if num_scouts and self.costs.catch_up_seconds(longer) > best.plain.seconds:
                 break
             num_scouts, num_missing = num_scouts + 1, longer
         scouts = None if num_scouts == len(places) else frozenset(places[:num_scouts])
@@ -278,23 +236,20 @@ class Policy:
             # The first of several rounds finds the caches full of what the host did: that is overhead, too.
             usual = median(round_seconds[1:] or round_seconds)
             overhead = host_seconds + max(0.0, round_seconds[0] - usual)
-            self._observe_seconds(best, usual, overhead, shape)
+            self.costs.observe_overhead(shape.num_rows, overhead)
+            self._observe_seconds(best, usual, shape)
             self._count(best, num_rounds, num_tokens, num_drafted, seconds, usual)
         if exploration is None:
-            self.budgets[best.active.length > 0].save(seconds, best.active.seconds)
             return
         exploration.num_rounds += num_rounds
         exploration.num_tokens += num_tokens
-        exploration.is_timed |= bool(round_seconds)
         exploration.rounds_left -= num_rounds
         if exploration.rounds_left <= 0:
             self._settle(exploration)
 
-    def _observe_seconds(self, best: Best, usual: float, overhead: float, shape: Shape) -> None:
-        self.costs.observe_overhead(shape.num_rows, overhead)
+    def _observe_seconds(self, best: Best, usual: float, shape: Shape) -> None:
         if self.exploration is not None:
-            if self.exploration.plan.scouts is None:
-                self.costs.observe(shape, usual, is_same=False)
+            self.exploration.seconds.append(usual)
         elif shape.option != best.active.shape.option:
             self.costs.observe(shape, usual, is_same=False)
         else:
@@ -320,30 +275,24 @@ class Policy:
         ]
 
     def _settle(self, exploration: Exploration) -> None:
-        """An exploration has ended: charge what it lost, and see what came of it."""
+        """An exploration has ended: learn its costs, and charge what it lost."""
         best, plan, num_rounds = self.best, exploration.plan, exploration.num_rounds
         self.exploration, self._is_due, self._repeats = None, True, False
         if best is None or num_rounds == 0:
             return
-        num_rows = plan.shape.num_rows
+        if exploration.seconds and plan.scouts is None:
+            self.costs.observe(plan.shape, min(exploration.seconds), is_same=False)
         rate = best.active.tokens / self.costs.seconds(best.active.shape)
-        took = self.costs.seconds(plan.shape)
-        self.budgets[best.active.length > 0].spend(
-            num_rounds * took + exploration.lost - exploration.num_tokens / rate
-        )
-        if exploration.name[1] == ANY_LENGTH:
-            # All rows together must emit more than plain ones in the time of a round in which all draft.
-            num_scouts = plan.shape.draft_sizes[0]
-            accepted = (exploration.num_tokens / num_rounds - num_rows) / num_scouts * best.groups.total()
-            full = self.costs.seconds(self.fixed(num_rows, best.groups, plan.length).shape)
-            ratio = (num_rows + accepted) / (rate * full)
-            self._repeats = ratio > 1
-            self.back_off.settle(exploration.name, ratio, self._now)
-        elif exploration.is_timed:
-            tokens = plan.tokens
-            if plan.threshold is None:
-                tokens = self.fixed(num_rows, best.groups, plan.length).tokens
-            self.back_off.settle(exploration.name, tokens / took / rate, self._now)
+        lost = num_rounds * self.costs.seconds(plan.shape) + exploration.lost - exploration.num_tokens / rate
+        if best.active.length:
+            self.explorer.charge(exploration.name, lost, OPTION_SHARE, self._now)
+            return
+        self.explorer.charge(exploration.name, lost, PAUSED_SHARE, self._now)
+        # All rows together must emit more than plain ones in the time of a round in which all draft.
+        num_rows, num_scouts = plan.shape.num_rows, plan.shape.draft_sizes[0]
+        accepted = (exploration.num_tokens / num_rounds - num_rows) / num_scouts * best.groups.total()
+        full = self.costs.seconds(self.fixed(num_rows, best.groups, plan.length).shape)
+        self._repeats = num_rows + accepted > DRAFT_GAIN * rate * full
 
     def state(self) -> dict[str, object]:
         """For ``GET /speculation``: builtins."""
@@ -355,17 +304,13 @@ class Policy:
             "on": best.active.length > 0,
             "why": why(best),
             "draft_length": {"last": self.plan.length, "recent_mean": round(drafted / max(rows, 1), 2)},
-            "early_exit": {
-                "on": best.active.threshold is not None,
-                "acceptance_by_confidence": {group.name: group.confidence.state() for group in best.groups},
-            },
             "predicted_speedup": round(best.active.rate / best.plain.rate, 3),
             "tokens_per_second": {
                 "achieved": round(tokens / seconds, 1) if seconds else 0.0,
                 "plain": round(plain_tokens / plain_seconds, 1) if plain_seconds else 0.0,
             },
             "costs": self.costs.state(),
-            "explorations": self.back_off.num_settled,
+            "explorations": self.explorer.num_explored,
         }
 
 

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import AuthenticationError
 
-# For probes, scrapers and the page that says how to send a key, which a browser opens without one.
+# For probes, scrapers and the pages that browsers open without a key: they ask for it, or say how to send it.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
+OPEN_FOLDER = "/page/"
 
 
 def api_key_of(scope: Mapping[str, Any]) -> str:
@@ -29,6 +30,10 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+
+
 class BearerAuthMiddleware:
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], count_error: Callable[[str], None]) -> None:
         self._app = app
@@ -36,7 +41,7 @@ class BearerAuthMiddleware:
         self._count_error = count_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _path(scope) in OPEN_PATHS:
+        if scope["type"] != "http" or _is_open(_path(scope)):
             await self._app(scope, receive, send)
             return
         if (number := self._number_of(Headers(scope=scope))) is not None:

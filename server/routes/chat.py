@@ -75,7 +75,7 @@ class ChatWriter(ChunkWriter):
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
             choice = self._chunk_choice(delta)
-            if delta.text or delta.finish_reason or choice.token_ids:
+            if delta.text or delta.finish_reason or choice.token_ids or choice.origins:
                 yield ChatChunk(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:
             yield ChatChunk(**context.header(), choices=[], **context.totals())
@@ -97,6 +97,7 @@ class ChatWriter(ChunkWriter):
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=self._context.token_ids(choice.token_ids),
+            origins=self._context.origins(choice.origins),
         )
 
     def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
@@ -107,6 +108,7 @@ class ChatWriter(ChunkWriter):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=self._context.token_ids(delta.token_ids),
+            origins=self._context.origins(delta.origins) or None,
         )
 
     def _logprobs(self, scored: list[ScoredToken]) -> ChatLogprobs | None:

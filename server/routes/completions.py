@@ -71,7 +71,7 @@ class CompletionWriter(ChunkWriter):
                 choice = await asyncio.to_thread(self._chunk_choice, delta, is_first)
             else:
                 choice = self._chunk_choice(delta, is_first)
-            if choice.text or choice.token_ids or choice.finish_reason:
+            if choice.text or choice.token_ids or choice.origins or choice.finish_reason:
                 yield Completion(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:
             yield Completion(**context.header(), choices=[], **context.totals())
@@ -84,6 +84,7 @@ class CompletionWriter(ChunkWriter):
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=self._context.token_ids(choice.token_ids),
+            origins=self._context.origins(choice.origins),
             prompt_logprobs=self._context.prompt_logprobs(choice.prompt_scored),
             prompt_token_ids=self._prompt_token_ids(choice.index),
         )
@@ -98,6 +99,7 @@ class CompletionWriter(ChunkWriter):
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             token_ids=self._context.token_ids(delta.token_ids),
+            origins=self._context.origins(delta.origins) or None,
             prompt_token_ids=self._prompt_token_ids(delta.index) if is_first else None,
         )
 

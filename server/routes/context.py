@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.messages import TokenLogprob
 from server.generation import Generation
-from server.schemas.answer import SpeculationReport
+from server.schemas.answer import SpeculationReport, TokenOrigin
 from server.schemas.common import ChunkStreamOptions, GenerationRequest, SamplingRequest
 from server.schemas.logprobs import PromptLogprobs
 from server.services import Model, Services
@@ -54,6 +54,9 @@ class GenerationContext:
     def token_ids(self, token_ids: list[int]) -> list[int] | None:
         is_asked_for = isinstance(self.body, GenerationRequest) and self.body.return_token_ids
         return token_ids if is_asked_for else None
+
+    def origins(self, origins: list[TokenOrigin]) -> list[TokenOrigin] | None:
+        return origins if self.generation.job.params.origins else None
 
     @property
     def include_usage(self) -> bool:

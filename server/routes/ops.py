@@ -1,7 +1,7 @@
 """What operators and probes ask: ``/health``, ``/ready``, ``/metrics``, ``/version``, ``/speculation``."""
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response
+from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from server.errors import NotReadyError
@@ -12,12 +12,6 @@ from server.speculation_state import speculation_state
 from server.version import package_version
 
 router = APIRouter(tags=["operate"])
-
-
-@router.get("/", include_in_schema=False)
-async def root(request: Request) -> RedirectResponse:
-    """A relative redirect, which also holds behind a proxy that serves this below a path."""
-    return RedirectResponse(f"{request.scope.get('root_path', '')}/docs")
 
 
 @router.get("/health", summary="Liveness")

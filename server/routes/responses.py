@@ -16,6 +16,7 @@ from server.routes.checks import check_request, check_room, prompt_limits
 from server.routes.context import GenerationContext
 from server.routes.submit import start_generation
 from server.routes.writer import respond
+from server.schemas.answer import TokenOrigin
 from server.schemas.examples import RESPONSES
 from server.schemas.logprobs import ChatTokenLogprob
 from server.schemas.responses import (
@@ -83,9 +84,12 @@ class ResponsesWriter:
                 for event in self._opening():
                     yield event
             choice.add(delta)
-            if delta.text or delta.scored:
+            if delta.text or delta.scored or delta.origins:
                 yield self._text_event(
-                    "delta", delta=delta.text, logprobs=_as_json(self._logprobs(delta.scored))
+                    "delta",
+                    delta=delta.text,
+                    logprobs=_as_json(self._logprobs(delta.scored)),
+                    **_origins_as_json(self._context.origins(delta.origins)),
                 )
         for event in self._closing(choice):
             yield event
@@ -109,7 +113,12 @@ class ResponsesWriter:
         (item,) = answer.output
         (part,) = item.content
         return [
-            self._text_event("done", text=part.text, logprobs=_as_json(part.logprobs)),
+            self._text_event(
+                "done",
+                text=part.text,
+                logprobs=_as_json(part.logprobs),
+                **_origins_as_json(part.origins),
+            ),
             self._part_event("done", part),
             self._event("response.output_item.done", output_index=0, item=item.model_dump(mode="json")),
             self._event(f"response.{answer.status}", response=answer.model_dump(mode="json")),
@@ -133,7 +142,11 @@ class ResponsesWriter:
 
     def _finished(self, choice: FinishedChoice) -> ResponsesAnswer:
         is_complete = choice.finish_reason == "stop"
-        part = OutputText(text=choice.text, logprobs=self._logprobs(choice.scored))
+        part = OutputText(
+            text=choice.text,
+            logprobs=self._logprobs(choice.scored),
+            origins=self._context.origins(choice.origins),
+        )
         usage = self._context.generation.usage()
         return self._answer(
             "completed" if is_complete else "incomplete",
@@ -179,6 +192,11 @@ class ResponsesWriter:
             return []
         vocabulary = self._context.model.tokenizer.vocabulary
         return chat_logprobs(scored, self._body.top_logprobs or 0, vocabulary).content
+
+
+def _origins_as_json(origins: list[TokenOrigin] | None) -> dict[str, Any]:
+    """A field of an event, or none."""
+    return {} if origins is None else {"origins": [entry.model_dump(mode="json") for entry in origins]}
 
 
 def _as_json(logprobs: list[ChatTokenLogprob]) -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ def start_generation(
         include_stop_string=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
+        report_trace=body.speculation is not None and body.speculation.trace,
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)
     generation.start(settings.request_timeout)

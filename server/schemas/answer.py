@@ -1,7 +1,7 @@
 """Answer parts that the generating endpoints share: usage, choices, the report about speculation."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -85,8 +85,24 @@ class SpeculationReport(BaseModel):
     sampling_params: dict[str, Any] | None = Field(None, exclude_if=is_none)
 
 
+class TokenOrigin(BaseModel):
+    """Where one token of the answer came from.
+
+    ``accepted``: drafted by ``source``, and accepted. ``recovered``: drawn by the target in place of a draft
+    that it rejected. ``bonus``: drawn after a draft that was accepted whole. ``plain``: of a round without a
+    draft. The probabilities are as processed by the request's parameters, one-hot at temperature 0.
+    """
+
+    text: str = Field("", description="The texts of all tokens, joined, are the choice's text.")
+    token_id: int
+    origin: Literal["accepted", "recovered", "bonus", "plain"]
+    source: str | None = Field(None, description="Who drafted it; null unless it is accepted.")
+    target_prob: float | None = Field(None, description='Null with `origins: "sources"`.')
+    draft_prob: float | None = Field(None, description="Null unless it is accepted; 1 if it was looked up.")
+
+
 class Choice(BaseModel):
-    """``token_ids`` is there only with ``return_token_ids``."""
+    """``token_ids`` and ``origins`` are there only if a request asks for them."""
 
     index: int
     logprobs: CompletionLogprobs | ChatLogprobs | None = None
@@ -97,6 +113,7 @@ class Choice(BaseModel):
         description="The stop string or stop token that ended the text; absent for other ends.",
     )
     token_ids: list[int] | None = Field(None, exclude_if=is_none)
+    origins: list[TokenOrigin] | None = Field(None, exclude_if=is_none)
 
 
 class Answer(BaseModel):

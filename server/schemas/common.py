@@ -130,6 +130,11 @@ class SpeculationOptions(StrictModel):
     ] = Field(None, description="Tokens drafted per round; null and 'auto' leave it to the engine.")
     verification: Verification | None = Field(None, description="Null leaves it to the engine.")
     trace: bool = Field(False, description="Report every round: what was drafted, and how it was judged.")
+    origins: bool | Literal["sources"] = Field(
+        False,
+        description="With each token's text, in every chunk: where the token came from, and both models' "
+        "probability of it. 'sources' leaves the probabilities out, which is faster.",
+    )
 
 
 class SamplingRequest(BaseModel):

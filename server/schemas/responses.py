@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from server.schemas.answer import SpeculationReport, is_none
+from server.schemas.answer import SpeculationReport, TokenOrigin, is_none
 from server.schemas.common import SamplingRequest
 from server.schemas.logprobs import ChatTokenLogprob
 
@@ -122,6 +122,7 @@ class OutputText(BaseModel):
     text: str
     annotations: list[Any] = Field([], description="Always empty.")
     logprobs: list[ChatTokenLogprob] = []
+    origins: list[TokenOrigin] | None = Field(None, exclude_if=is_none)
 
 
 class OutputMessage(BaseModel):

@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
+from server.schemas.answer import TokenOrigin
 from server.text.detokenizer import Detokenizer
 from server.text.logprobs import ScoredToken
+from server.text.origins import OriginReader
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
     """What one or several rounds added to a choice.
 
-    ``text`` may be empty while it is held back; ``scored`` are the tokens whose text it completes, if
-    log-probabilities were asked for, while ``token_ids`` are those of the rounds.
+    ``text`` may be empty while it is held back; ``scored`` and ``origins`` are of the tokens whose text it
+    completes, if they were asked for, while ``token_ids`` are those of the rounds.
     """
 
     index: int
@@ -26,6 +28,7 @@ class ChoiceDelta:
     token_ids: list[int]
     finish_reason: FinishReason | None
     scored: list[ScoredToken] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
     prompt_scored: list[TokenLogprob | None] | None = None
     num_rounds: int = 0
     stop_reason: str | int | None = None
@@ -37,6 +40,7 @@ class ChoiceDelta:
             token_ids=self.token_ids + later.token_ids,
             finish_reason=later.finish_reason,
             scored=self.scored + later.scored,
+            origins=self.origins + later.origins,
             prompt_scored=self.prompt_scored,
             num_rounds=self.num_rounds + later.num_rounds,
             stop_reason=later.stop_reason,
@@ -50,6 +54,7 @@ class FinishedChoice:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     scored: list[ScoredToken] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
     prompt_scored: list[TokenLogprob | None] | None = None
     stop_reason: str | int | None = None
 
@@ -59,6 +64,7 @@ class FinishedChoice:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.scored += delta.scored
+        self.origins += delta.origins
         self.prompt_scored = self.prompt_scored or delta.prompt_scored
 
 
@@ -121,6 +127,7 @@ class ChoiceReader:
         self._include_stop_string = include_stop_string
         self._text_start = text_start
         self._unshown: list[ScoredToken] = []
+        self._origins = OriginReader()
 
     def read(self, outputs: Sequence[TokenOutput]) -> ChoiceDelta:
         """Turn one output or more into text. Not to be called after ``finish_reason`` is set.
@@ -159,6 +166,7 @@ class ChoiceReader:
             token_ids=output.token_ids[: len(offsets)],
             finish_reason=self.finish_reason,
             scored=self._show(output, offsets, num_shown),
+            origins=self._origins.read(output, text, offsets, num_shown) if output.origins else [],
             prompt_scored=output.prompt_logprobs,
             num_rounds=output.num_rounds,
             stop_reason=stop_reason,

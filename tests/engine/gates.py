@@ -36,11 +36,6 @@ def joint_distribution(
     assert p_value(params, rule, num_samples, in_flight) > SIGNIFICANCE
 
 
-def joint_distribution_of_unsure_drafts(params: SamplingParams, rule: Rule, num_samples: int = 4000) -> None:
-    """The same where drafts end early by the draft's own distributions."""
-    assert p_value(params, rule, num_samples, unsure=True) > SIGNIFICANCE
-
-
 def greedy_identity(models: Models, params: SamplingParams) -> None:
     """Greedy text with speculation is the text without, for several draft lengths side by side."""
     plain = run_engine(make_engine(models.target, None), PROMPTS, params)

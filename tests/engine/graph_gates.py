@@ -10,7 +10,7 @@ from engine.batch import Span
 from engine.core.block_pool import BlockTable
 from engine.core.engine import EngineCore
 from engine.messages import SamplingParams
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.models.step_graphs import StepGraphs
 from tests.models import make_engine, run_engine
 
@@ -41,15 +41,14 @@ def same_as_eager(folder: str, tolerance: float = 1e-4, **config: Any) -> None:
         ).target
         for graphs in (True, False)
     )
-    assert isinstance(model.graphs, StepGraphs)
-    assert eager.graphs is None
+    assert isinstance(model.fast_pass, StepGraphs)
+    assert eager.fast_pass is None
     # Others have been here: what they left must not matter, not even through a mask.
     for cache in (model.cache, eager.cache):
-        assert cache is not None
         for stored in (*cache.keys, *cache.values):
             stored.fill_(torch.nan)
     choose = random.Random(5)
-    longest = min(100, model.max_position or 100)
+    longest = min(100, model.model.max_position or 100)
     num_blocks = -(-longest // BLOCK_SIZE)
     blocks = list(range(NUM_SEQUENCES * num_blocks))
     choose.shuffle(blocks)
@@ -67,11 +66,11 @@ def same_as_eager(folder: str, tolerance: float = 1e-4, **config: Any) -> None:
             ids_on_device = torch.tensor([s.token_ids[0] for s in spans], device=model.device)
             twins = [Span(s.table, s.token_ids[:1], 1) for s in twins]
             spans = [Span(s.table, [0], 1) for s in spans]
-        held = [*held[-1:], (model.forward(spans, ids_on_device), eager.forward(twins))]
+        held = [*held[-1:], (model.forward(spans, ids_on_device).logits, eager.forward(twins).logits)]
         for ours, theirs in held:
             _assert_close(ours, theirs, tolerance)
         _assert_same_caches(model, before, _stored(eager), twins, tolerance)
-    assert model.graphs.num_replays > STEPS // 2
+    assert model.fast_pass.num_replays > STEPS // 2
 
 
 def _random_spans(
@@ -90,13 +89,12 @@ def _random_spans(
     return spans
 
 
-def _stored(model: DecoderModel) -> list[torch.Tensor]:
-    assert model.cache is not None
+def _stored(model: ModelRunner) -> list[torch.Tensor]:
     return [stored.clone() for stored in (*model.cache.keys, *model.cache.values)]
 
 
 def _assert_same_caches(
-    model: DecoderModel,
+    model: ModelRunner,
     before: list[torch.Tensor],
     expected: list[torch.Tensor],
     spans: Sequence[Span],
@@ -137,9 +135,9 @@ def same_tokens(
     assert all(_num_replays(model) > number for model, number in zip(models, before, strict=True))
 
 
-def _num_replays(model: DecoderModel) -> int:
-    assert isinstance(model.graphs, StepGraphs)
-    return model.graphs.num_replays
+def _num_replays(model: ModelRunner) -> int:
+    assert isinstance(model.fast_pass, StepGraphs)
+    return model.fast_pass.num_replays
 
 
 def still_says_the_same(folder: str, core: EngineCore) -> None:

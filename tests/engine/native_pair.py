@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.engine import EngineCore
-from engine.core.step import EarlyExit
 from engine.native.decoder import NativeDecoder
 from engine.native.runner import NativeRunner
 from tests.engine.planners import FixedPlanner, phases_of, use_planner
@@ -26,7 +25,7 @@ def save_pair(folder: Path, draft_vocab_size: int = VOCAB_SIZE) -> tuple[str, st
 
 def native_runner(core: EngineCore, step_seconds: float = LONG, max_draft_len: int = 1000) -> NativeRunner:
     """For the engine's models, with phases as a fallback."""
-    target, draft = core.target.whole_pass, None if core.draft is None else core.draft.whole_pass
+    target, draft = core.target.fast_pass, None if core.draft is None else core.draft.fast_pass
     assert isinstance(target, NativeDecoder)
     assert draft is None or isinstance(draft, NativeDecoder)
     return NativeRunner(target, draft, phases_of(core), True, step_seconds, max_draft_len)
@@ -36,7 +35,6 @@ def make_twins(
     target: str,
     draft: str,
     max_rounds: int = 5,
-    early_exit: EarlyExit | None = None,
     max_draft_len: int = 1000,
     **config: Any,
 ) -> tuple[EngineCore, EngineCore]:
@@ -45,6 +43,6 @@ def make_twins(
     native.runner = native_runner(native, max_draft_len=max_draft_len)
     phased.runner = phases_of(phased)
     for core, rounds in ((native, max_rounds), (phased, 1)):
-        planner = FixedPlanner(max_draft_len=max_draft_len, max_rounds=rounds, early_exit=early_exit)
+        planner = FixedPlanner(max_draft_len=max_draft_len, max_rounds=rounds)
         use_planner(core, planner)
     return native, phased

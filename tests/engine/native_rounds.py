@@ -1,7 +1,7 @@
 """Plans made by hand for ``NativeRunner``, and the same rounds one by one by phases."""
 
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -9,21 +9,14 @@ from engine.batch import Span
 from engine.core.block_pool import BlockPool, BlockTable
 from engine.core.engine import EngineCore
 from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import EarlyExit, Round, ScheduledSequence, StepPlan, StepResult
+from engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
 from engine.messages import SamplingParams
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.runtime.base import Runner
-from engine.runtime.phases import PhaseRunner
-from engine.sampling.sampler import Row
 from tests.engine.native_pair import native_runner
 from tests.engine.planners import phases_of
 
 MAX_STEPS = 200
-
-
-@dataclass(slots=True)
-class MaskedPart(ScheduledSequence):
-    mask: torch.Tensor | None = None
 
 
 @dataclass
@@ -35,7 +28,6 @@ class RowPlan:
     prompt: list[int]
     num_draft_tokens: int = 3
     num_missing: int = 0
-    early_exit: EarlyExit | None = None
     draft_ids: dict[int, list[int]] = field(default_factory=dict)
     mask_seed: int | None = None
     max_num_tokens: int = 60
@@ -60,14 +52,6 @@ def make_sequence(number: int, row: RowPlan) -> Sequence:
     )
 
 
-class MaskedPhases(PhaseRunner):
-    def _rows_of(self, plan: StepPlan) -> list[Row]:
-        return [
-            replace(row, history=replace(row.history, mask=getattr(part, "mask", None)))
-            for row, part in zip(super()._rows_of(plan), plan.rows, strict=True)
-        ]
-
-
 class NoPhases:
     """For a runner that needs no others."""
 
@@ -84,10 +68,10 @@ class Side:
         self.core = core
         self.max_draft_len = max_draft_len
         phases = phases_of(core)
-        self.phases: Runner = MaskedPhases(phases.target, phases.proposer, phases.make_draws)
+        self.phases: Runner = phases
         self.native = native_runner(core, max_draft_len=max_draft_len)
         self.native.phases = NoPhases()
-        self.models: tuple[DecoderModel, DecoderModel] = core.target, core.draft  # type: ignore[assignment]
+        self.models: tuple[ModelRunner, ModelRunner] = core.target, core.draft  # type: ignore[assignment]
         assert core.scheduler.draft_pool is not None
         self.pools: tuple[BlockPool, BlockPool] = core.scheduler.target_pool, core.scheduler.draft_pool
         self.sequences = [self._prefilled(make_sequence(*row), row[1]) for row in enumerate(rows)]
@@ -120,12 +104,11 @@ class Side:
             if part.mask is not None:
                 needs |= RowNeeds.MASK
             self._reserve(part.sequence, max_rounds * (part.num_draft_tokens + 1))
-        rows: list[ScheduledSequence] = list(parts)
-        return StepPlan(rows, rows, needs, max_rounds, 0.0)
+        return StepPlan(parts, parts, needs, max_rounds, 0.0)
 
-    def _part(self, sequence: Sequence) -> MaskedPart:
+    def _part(self, sequence: Sequence) -> ScheduledSequence:
         row, length = self.rows[sequence], len(sequence)
-        part = MaskedPart(sequence, 1, True, early_exit=row.early_exit)
+        part = ScheduledSequence(sequence, 1, True)
         part.draft_ids = row.draft_ids.get(length - len(row.prompt), [])
         part.source = "ngram" if part.draft_ids else "draft_model"
         self.limit(part, len(part.draft_ids) or row.num_draft_tokens)
@@ -175,9 +158,8 @@ class Side:
         found = []
         for sequence in self.sequences:
             for model, table in zip(self.models, _tables(sequence), strict=True):
-                assert model.cache is not None
-                starts = torch.tensor(table.block_ids)[:, None] * model.block_size
-                slots = (starts + torch.arange(model.block_size)).flatten()[: table.num_computed_tokens]
+                starts = torch.tensor(table.block_ids)[:, None] * model.cache.block_size
+                slots = (starts + torch.arange(model.cache.block_size)).flatten()[: table.num_computed_tokens]
                 found += [layer[slots] for layer in (*model.cache.keys, *model.cache.values)]
         return found
 
@@ -220,14 +202,6 @@ def _assert_same(one: Round, other: Round) -> None:
     assert one.emitted == other.emitted
     assert one.logprobs == other.logprobs
     assert other.failed is None
-    if other.confidences is not None:  # phases drop them where no model's draft has kept a token
-        assert _as_lists(one) == _as_lists(other)
-
-
-def _as_lists(one: Round) -> list[list[float] | None] | None:
-    if one.confidences is None:
-        return None
-    return [None if row is None else list(row) for row in one.confidences]
 
 
 def _assert_same_state(ours: Side, theirs: Side) -> None:

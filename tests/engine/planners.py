@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from engine.core.engine import EngineCore
 from engine.core.planning import DraftChoice, Lookup, Planner
 from engine.core.sequence import Sequence
-from engine.core.step import EarlyExit, StepPlan, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.proposers.ngram import NgramProposer
 from engine.proposers.prediction import PredictionProposer
 from engine.runtime.phases import PhaseRunner
@@ -31,22 +31,20 @@ def lookups(ngram_min_match: int = 1) -> dict[str, Lookup]:
 
 
 class FixedPlanner:
-    """Every sequence drafts as much as it may from the first of its sources that offers something, with
-    ``early_exit`` if it is the draft model; ``rotates``: from another one in each round."""
+    """Every sequence drafts as much as it may from the first of its sources that offers something;
+    ``rotates``: from another one in each round."""
 
     def __init__(
         self,
         lookups: Mapping[str, Lookup] | None = None,
         max_draft_len: int = 1 << 30,
         max_rounds: int = 1,
-        early_exit: EarlyExit | None = None,
         rotates: bool = False,
         prefills: bool = True,
     ) -> None:
         self.lookups = lookups or {}
         self.max_draft_len = max_draft_len
         self.max_rounds = max_rounds
-        self.early_exit = early_exit
         self.rotates = rotates
         self.prefills = prefills
         self.num_speculative_tokens = 0.0
@@ -68,7 +66,7 @@ class FixedPlanner:
         if source == "draft_model":
             room = min(room, self.max_draft_len - len(sequence))
             missing = max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
-            return DraftChoice(source, room, missing, self.early_exit) if room > 0 else None
+            return DraftChoice(source, room, missing) if room > 0 else None
         lookup = self.lookups[source]
         lookup.read(sequence, ALL)
         draft_ids = lookup.offers(sequence, room)[1] if room > 0 else []

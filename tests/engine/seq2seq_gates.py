@@ -80,7 +80,7 @@ def preempted_is_undisturbed(pair: Pair) -> None:
 
 @cache
 def bytes_per_token(target: str) -> int:
-    return make_engine(target, None).target.cache_bytes_per_token
+    return make_engine(target, None).target.model.cache_bytes_per_token
 
 
 def sampled_is_the_targets(pair: Pair, verification: str, in_flight: int, num_samples: int) -> None:

@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from engine.core.step import EarlyExit
 from engine.messages import SamplingParams
-from engine.proposers.draft_model import ExitingDraft, rows_going_on
 from engine.sampling.adjust import History
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests import naive
@@ -21,9 +19,6 @@ VOCAB_SIZE, NUM_TOKENS, NUM_DRAFT = 5, 3, 2
 PROMPT = [1, 1, 3]
 STOP_ID = 4
 CPU = torch.device("cpu")
-
-# Ends about half of the drafts.
-UNSURE = EarlyExit(rates=(0.2, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99), threshold=0.5)
 
 
 class ToyLogits:
@@ -45,21 +40,18 @@ TARGET, DRAFT = ToyLogits(1, 1.2), ToyLogits(2, 1.2)
 
 
 def simulate(
-    params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0, unsure: bool = False
+    params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0
 ) -> list[tuple[int, ...]]:
-    """Three tokens for each of the seeds 0, 1, ...; ``in_flight`` > 0 limits how many share a sampler.
-
-    ``unsure``: drafts end early where the draft is unsure.
-    """
+    """Three tokens for each of the seeds 0, 1, ...; ``in_flight`` > 0 limits how many share a sampler."""
     batch = in_flight or num_samples
     outputs: list[tuple[int, ...]] = []
     for first in range(0, num_samples, batch):
         seeds = range(first, min(first + batch, num_samples))
-        outputs += _simulate_batch(params, rule, seeds, unsure)
+        outputs += _simulate_batch(params, rule, seeds)
     return outputs
 
 
-def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range, unsure: bool) -> list[tuple[int, ...]]:
+def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range) -> list[tuple[int, ...]]:
     texts = {seed: list(PROMPT) for seed in seeds}
     while unfinished := [s for s in seeds if len(texts[s]) < len(PROMPT) + NUM_TOKENS]:
         remaining = [len(PROMPT) + NUM_TOKENS - len(texts[s]) for s in unfinished]
@@ -69,8 +61,7 @@ def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range, unsure: bo
             for seed in unfinished
         ]
         sampler = Sampler(rows, VOCAB_SIZE, CPU)
-        drafts = _propose(sampler, lengths, unsure)
-        lengths = drafts.lengths
+        drafts = _propose(sampler, lengths)
         logits = torch.stack(
             [
                 TARGET([*row.history.token_ids, *ids[:j]])
@@ -85,12 +76,11 @@ def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range, unsure: bo
     return [tuple(texts[seed][len(PROMPT) :]) for seed in seeds]
 
 
-def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Drafts:
+def _propose(sampler: Sampler, lengths: list[int]) -> Drafts:
     """As the draft-model proposer does, with look-ups for forward passes."""
     width = max(lengths)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     probs = torch.zeros(len(lengths), width, VOCAB_SIZE) if sampler.uses_draft_probs else None
-    exits = [ExitingDraft(UNSURE) if unsure else None for _ in lengths]
     active = [i for i, length in enumerate(lengths) if length > 0]
     for position in range(width):
         drafted = token_ids[active, :position]
@@ -98,26 +88,21 @@ def _propose(sampler: Sampler, lengths: list[int], unsure: bool = False) -> Draf
             sampler.rows[i].history.token_ids + ids for i, ids in zip(active, drafted.tolist(), strict=True)
         ]
         logits = torch.stack([DRAFT(t) for t in texts])
-        draw = sampler.select(active).draw_drafts(logits, drafted, with_confidence=unsure)
+        draw = sampler.select(active).draw_drafts(logits, drafted)
         token_ids[active, position] = draw.ids
         if probs is not None and draw.probs is not None:
             probs[active, position] = draw.probs
-        active = rows_going_on(exits, lengths, active, position, draw)
-        if not active:
-            break
-    width = max(lengths)
-    return Drafts(token_ids[:, :width], None if probs is None else probs[:, :width], lengths)
+        active = [row for row in active if lengths[row] > position + 1]
+    return Drafts(token_ids, probs, lengths)
 
 
-def p_value(
-    params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0, unsure: bool = False
-) -> float:
+def p_value(params: SamplingParams, rule: Rule, num_samples: int, in_flight: int = 0) -> float:
     """Chi-square of the simulated joint histogram against exact enumeration; 0 if the impossible occurs."""
     expected = naive.joint(
         lambda ids: TARGET(ids).double().numpy(), params, PROMPT, NUM_TOKENS, VOCAB_SIZE, [STOP_ID]
     )
     counts = np.zeros_like(expected)
-    for tokens, count in Counter(simulate(params, rule, num_samples, in_flight, unsure)).items():
+    for tokens, count in Counter(simulate(params, rule, num_samples, in_flight)).items():
         counts[tokens] = count
     return chi_square(counts.ravel(), expected.ravel())
 

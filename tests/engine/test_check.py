@@ -164,7 +164,7 @@ def test_it_says_how_drafts_reach_the_target(
     draft = save_random_llama(tmp_path / "draft", seed=2, vocab_size=draft_vocab_size, layers=1)
     save_tokenizer(TOKENIZERS[draft_tokenizer](), draft)
     assert check.main(["--target", target, "--draft", draft, *QUICK[:-1]]) == 0
-    output = capsys.readouterr().out
+    output = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     for word in words:
         assert word in output
 

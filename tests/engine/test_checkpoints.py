@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import BUNDLED_PAIR, EngineConfig
 from engine.messages import SamplingParams
 from engine.models.errors import ModelLoadError
-from engine.models.loader import load_causal_model, load_decoder
+from engine.models.loader import load_causal_model, load_decoder, load_model
 from engine.worker import describe
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
@@ -71,9 +71,11 @@ def test_tied_weights_are_kept_once(models: Models, tmp_path: Path) -> None:
     model.tie_weights()
     model.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    loaded = load_decoder(str(tmp_path), torch.float32, CPU)
-    assert loaded.model.lm_head.weight.data_ptr() == loaded.model.model.embed_tokens.weight.data_ptr()
-    assert loaded.num_parameters == load_decoder(models.target, torch.float32, CPU).num_parameters - 16 * 32
+    untied = load_model(models.target, torch.float32, CPU)
+    for load in (load_model, load_decoder):
+        assert load(str(tmp_path), torch.float32, CPU).num_parameters == untied.num_parameters - 16 * 32
+    module = load_causal_model(str(tmp_path), torch.float32, CPU, "eager")
+    assert module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()
 
 
 def test_merged_adapter(models: Models, copy: Path) -> None:

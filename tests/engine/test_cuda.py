@@ -17,12 +17,12 @@ import torch
 from engine.messages import Generate, SamplingParams
 from engine.models.in_place_attention import find_kernel
 from engine.models.layer_parts import AttentionShape
-from engine.models.lean_decoder import LeanDecoder
+from engine.models.llama import Llama
 from engine.models.step_graphs import StepGraphs
 from tests.engine import gates, graph_gates, test_distribution, triton_gates
 from tests.engine.conftest import Models
 from tests.engine.test_distribution import Pair, p_values, pair
-from tests.engine.test_lean_decoder import save
+from tests.engine.test_llama import save
 from tests.engine.test_step_graphs import STATIC
 from tests.models import make_engine, run_engine
 
@@ -150,7 +150,7 @@ def test_the_host_waits_twice_a_round(
 def test_graphs_stay_within_their_time(models: Models) -> None:
     started = time.monotonic()
     core = make_engine_here(models.target, models.close_draft, cuda_graph_seconds=3)
-    assert isinstance(core.target.graphs, StepGraphs)
+    assert isinstance(core.target.fast_pass, StepGraphs)
     assert time.monotonic() - started < 30  # everything else included
 
 
@@ -181,5 +181,5 @@ def test_the_kernel_attends_like_gathering(case: dict[str, Any], seed: int) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_engines_read_keys_in_place(dtype: str, models: Models) -> None:
     model = make_engine_here(models.target, None, dtype=dtype).target
-    assert isinstance(model.short_forward, LeanDecoder)
-    assert model.short_forward.reads_in_place
+    assert isinstance(model.model, Llama)
+    assert model.model.reads_in_place

@@ -169,7 +169,7 @@ def test_planted_bug_is_caught(
 def test_planted_bug_shows_in_samples(
     tiny_pairs: dict[str, Pair], monkeypatch: Patch, plant: Any, family: str
 ) -> None:
-    monkeypatch.setattr(build, "native_draws", lambda: None)  # some are planted in torch's way of drawing
+    monkeypatch.setattr(build, "native_backend", lambda: None)  # some are planted in torch's way of drawing
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         gates.sampled_is_the_targets(tiny_pairs[family], "rejection", in_flight=8, num_samples=2500)

@@ -5,6 +5,7 @@ family's feature changes the text, so that the table would notice if it were los
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from engine.core.engine import EngineCore
 from engine.kv_cache import KVCache
 from engine.messages import SamplingParams, Verification
-from engine.models import attention
-from engine.models.attention import ATTENTION_NAME, PagedAttention, attention_forward
+from engine.models import attention, linear
+from engine.models.attention import ATTENTION_NAME, AttentionCall, PagedAttention, attention_forward
+from engine.models.base import ModelFacts
 from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.loader import load_causal_model, load_decoder
@@ -57,6 +59,13 @@ def engine(folder: str, num_speculative_tokens: int, **config: Any) -> EngineCor
     )
 
 
+@pytest.fixture(autouse=True)
+def _packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small they are here."""
+    monkeypatch.setattr(linear, "MIN_NATIVE_WEIGHTS", 0)
+    monkeypatch.setattr(linear, "MIN_ONE_DNN_WEIGHTS", 0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """The folder of a family, made once."""
@@ -87,7 +96,7 @@ def test_family(folder: Callable[[str], str], family: str) -> None:
     # Rounding may move a probability by its last bits, and then a uniform number may fall between.
     assert core.stats.num_accepted_tokens >= core.stats.num_draft_tokens - 1
 
-    block_bytes = 4 * 2 * core.target.cache_bytes_per_token
+    block_bytes = 4 * 2 * core.target.model.cache_bytes_per_token
     blocks_of_longest = (len(prompts()[-1]) + NUM_TOKENS + 4) // 4 + 1
     small = engine(path, 4, cache_memory=block_bytes * (blocks_of_longest + 4))
     assert run_engine(small, prompts(), GREEDY) == expected
@@ -195,11 +204,11 @@ def test_keywords_without_effect_are_taken(folder: Callable[[str], str]) -> None
     seen = {}
 
     class Recorder:
-        def attend(self, layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:
-            seen[layer] = query.shape
+        def attend(self, call: AttentionCall, query: torch.Tensor, *others: Any) -> torch.Tensor:
+            seen[call.layer] = query.shape
             return query
 
-    heads, module = torch.zeros(1, 2, 3, 4), decoder.model.model.layers[1].self_attn
+    heads, module = torch.zeros(1, 2, 3, 4), decoder.module.model.layers[1].self_attn
     attention_forward(
         module,
         heads,
@@ -219,48 +228,25 @@ def test_keywords_without_effect_are_taken(folder: Callable[[str], str]) -> None
 Patch = pytest.MonkeyPatch
 
 
-def no_softcap(patch: Patch) -> None:
+def spoil(patch: Patch, change: Callable[[AttentionCall], AttentionCall]) -> None:
     honest = PagedAttention.attend
-    patch.setattr(
-        PagedAttention,
-        "attend",
-        lambda self, layer, q, k, v, scaling, window, softcap, sinks: honest(
-            self, layer, q, k, v, scaling, window, None, sinks
-        ),
-    )
+    patch.setattr(PagedAttention, "attend", lambda self, call, *tensors: honest(self, change(call), *tensors))
+
+
+def no_softcap(patch: Patch) -> None:
+    spoil(patch, lambda call: replace(call, softcap=None))
 
 
 def no_sinks(patch: Patch) -> None:
-    honest = PagedAttention.attend
-    patch.setattr(
-        PagedAttention,
-        "attend",
-        lambda self, layer, q, k, v, scaling, window, softcap, sinks: honest(
-            self, layer, q, k, v, scaling, window, softcap, None
-        ),
-    )
+    spoil(patch, lambda call: replace(call, sinks=None))
 
 
 def no_window(patch: Patch) -> None:
-    honest = PagedAttention.attend
-    patch.setattr(
-        PagedAttention,
-        "attend",
-        lambda self, layer, q, k, v, scaling, window, softcap, sinks: honest(
-            self, layer, q, k, v, scaling, None, softcap, sinks
-        ),
-    )
+    spoil(patch, lambda call: replace(call, sliding_window=None))
 
 
 def window_one_too_long(patch: Patch) -> None:
-    honest = PagedAttention.attend
-    patch.setattr(
-        PagedAttention,
-        "attend",
-        lambda self, layer, q, k, v, scaling, window, softcap, sinks: honest(
-            self, layer, q, k, v, scaling, window and window + 1, softcap, sinks
-        ),
-    )
+    spoil(patch, lambda call: replace(call, sliding_window=call.sliding_window and call.sliding_window + 1))
 
 
 def default_scaling(patch: Patch) -> None:
@@ -339,7 +325,7 @@ def test_the_self_check_bears_rounding(folder: Callable[[str], str], family: str
 
 def test_the_self_check_names_broken_weights(folder: Callable[[str], str]) -> None:
     decoder = load_decoder(folder("Llama"), torch.float32, CPU)
-    decoder.model.model.norm.weight.data.fill_(torch.nan)
+    decoder.module.model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(ModelLoadError, match="not finite in float32"):
         self_check(decoder)
 
@@ -349,7 +335,9 @@ def test_a_recurrence_beside_attention_is_noticed_though_the_model_hides_it(
 ) -> None:
     """Every layer of Falcon-H1 has attention; only the logits tell of its state."""
     _, values, _ = REFUSED["Falcon-H1, a hybrid with attention in every layer"]
-    model = load_causal_model(save_random(tmp_path, "falcon_h1", values), torch.float32, CPU, ATTENTION_NAME)
-    monkeypatch.setattr(type(model), "_is_stateful", False)
+    path = save_random(tmp_path, "falcon_h1", values)
+    module = load_causal_model(path, torch.float32, CPU, ATTENTION_NAME)
+    monkeypatch.setattr(type(module), "_is_stateful", False)
+    facts = ModelFacts(module.config, module.generation_config, 0, torch.float32, CPU)
     with pytest.raises(ModelLoadError, match="deviate by"):
-        self_check(DecoderModel(model, 0, torch.float32, CPU))
+        self_check(DecoderModel(module, facts))

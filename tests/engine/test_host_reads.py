@@ -17,9 +17,11 @@ from engine.core.sequence import Sequence as Text
 from engine.core.step import ScheduledSequence
 from engine.kv_cache import LayerShape
 from engine.messages import SamplingParams
+from engine.models import decoder_only
 from engine.models.attention import ATTENTION_NAME
-from engine.models.decoder_only import DecoderModel
-from engine.models.lean_decoder import LeanDecoder
+from engine.models.base import ModelFacts
+from engine.models.llama import Llama, read_module
+from engine.models.model_runner import ModelRunner
 from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling.adjust import History
 from engine.sampling.sampler import Drafts, Row, Rule, Sampler
@@ -60,7 +62,7 @@ def rule_of(given: SamplingParams) -> Rule:
 
 
 @pytest.fixture(scope="module", params=["same ids", "fewer ids", "more ids", "the module's own layers"])
-def model(request: pytest.FixtureRequest) -> DecoderModel:
+def model(request: pytest.FixtureRequest) -> ModelRunner:
     """A draft model."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE + {"fewer ids": -10, "more ids": 10}.get(request.param, 0),
@@ -73,13 +75,13 @@ def model(request: pytest.FixtureRequest) -> DecoderModel:
     )
     with META:
         module = LlamaForCausalLM(config).eval().requires_grad_(False)
-    with pytest.MonkeyPatch.context() as patch:  # the probe reads
-        patch.setattr(DecoderModel, "_probe_layers", lambda _: [LayerShape((2, 8), (2, 8), META)] * 2)
-        made = DecoderModel(module, 0, torch.float32, META)
+    facts = ModelFacts(config, module.generation_config, 0, torch.float32, META)
     if request.param != "the module's own layers":
-        made.short_forward = LeanDecoder(module, native_kernels=False, narrow=True)
-    made.allocate_cache(num_blocks=32, block_size=4)
-    return made
+        return ModelRunner.build(Llama(facts, read_module(module, facts)), num_blocks=32, block_size=4)
+    with pytest.MonkeyPatch.context() as patch:  # the probe reads
+        shapes = [LayerShape((2, 8), (2, 8), META)] * 2
+        patch.setattr(decoder_only, "probe_layers", lambda *_: shapes)
+        return ModelRunner.build(decoder_only.DecoderModel(module, facts), num_blocks=32, block_size=4)
 
 
 def part_of(number: int, given: SamplingParams, length: int) -> ScheduledSequence:
@@ -111,7 +113,7 @@ def part_of(number: int, given: SamplingParams, length: int) -> ScheduledSequenc
 
 
 @torch.inference_mode()
-def drafted(model: DecoderModel, rows: Sequence[SamplingParams]) -> tuple[Sampler, Drafts]:
+def drafted(model: ModelRunner, rows: Sequence[SamplingParams]) -> tuple[Sampler, Drafts]:
     each = [rows[i % len(rows)] for i in range(len(LENGTHS))]
     parts = [part_of(i, *row) for i, row in enumerate(zip(each, LENGTHS, strict=True))]
     histories = [History(p.sequence.params, p.sequence.token_ids, 3, frozenset([2])) for p in parts]
@@ -140,7 +142,7 @@ def count_reads(
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_nothing_is_read_while_a_gpu_drafts(rows: list[SamplingParams], model: DecoderModel) -> None:
+def test_nothing_is_read_while_a_gpu_drafts(rows: list[SamplingParams], model: ModelRunner) -> None:
     _, drafts = drafted(model, rows)
     assert (drafts.lengths, drafts.token_ids.shape) == (LENGTHS, (5, 5))
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -149,7 +151,7 @@ def test_nothing_is_read_while_a_gpu_drafts(rows: list[SamplingParams], model: D
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_gpus_drafts_are_read_once_and_a_verdict_per_rule(
-    name: str, model: DecoderModel, monkeypatch: pytest.MonkeyPatch
+    name: str, model: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler, drafts = drafted(model, ROWS[name])
     logits = torch.empty(sum(LENGTHS) + len(LENGTHS), VOCAB_SIZE, device=META)

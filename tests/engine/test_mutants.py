@@ -25,7 +25,7 @@ from engine.models.errors import ModelLoadError
 from engine.proposers import draft_model
 from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling import adjust, draws, sampler, verify
-from engine.sampling.draw import inverse_cdf
+from engine.sampling.ops import inverse_cdf
 from engine.sampling.random import Stream
 from engine.sampling.sampler import Drafts, Rule, Sampler
 from engine.sampling.verify import Verdict
@@ -314,18 +314,6 @@ def stop_seen_only_at_the_end_of_a_round(patch: Patch) -> None:
     patch.setattr(Sequence, "append", append)
 
 
-def confidence_of_the_token_drawn(patch: Patch) -> None:
-    """A draft ends by how likely its drawn token was: unlikely ones are dropped after they were drawn."""
-    honest = Sampler.draw_drafts
-
-    def draw(self: Sampler, logits: torch.Tensor, drafted: torch.Tensor, *options: Any, **named: Any) -> Any:
-        draw = honest(self, logits, drafted, *options, **named)
-        assert draw.probs is not None
-        return draw._replace(confidence=draw.probs.gather(1, draw.ids[:, None])[:, 0])
-
-    patch.setattr(Sampler, "draw_drafts", draw)
-
-
 def disliked_drafts_dropped(patch: Patch) -> None:
     """A draft that the model has drawn is not verified if the prediction says something else."""
     honest = DraftModelProposer.propose
@@ -375,10 +363,6 @@ def histogram(params: SamplingParams, rule: Rule, **options: int) -> Callable[[M
     return lambda models: gates.joint_distribution(params, rule, **options)
 
 
-def unsure_histogram(models: Models) -> None:
-    gates.joint_distribution_of_unsure_drafts(PLAIN, Rule.REJECTION)
-
-
 def greedy(models: Models) -> None:
     gates.greedy_identity(models, SamplingParams(max_tokens=40, temperature=0))
 
@@ -409,7 +393,6 @@ MUTANTS = [
     Mutant(rows_off_by_one, histogram(PLAIN, Rule.REJECTION)),
     Mutant(unsure_drafts_dropped, histogram(PLAIN, Rule.REJECTION)),
     Mutant(large_batches_mix_their_drafts, histogram(PLAIN, Rule.REJECTION, in_flight=8)),
-    Mutant(confidence_of_the_token_drawn, unsure_histogram),
     Mutant(block_numbers_by_position_only, histogram(NARROW, Rule.BLOCK, num_samples=20_000)),
     Mutant(noise_forgets_the_position, histogram(PLAIN, Rule.COUPLED)),
     Mutant(coupled_emits_the_draft, histogram(PLAIN, Rule.COUPLED)),
@@ -465,9 +448,3 @@ def test_the_engine_itself_passes(models: Models, gate: Callable[[Models], None]
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
 def test_the_sampler_itself_passes(rule: Rule, params: SamplingParams) -> None:
     gates.joint_distribution(params, rule, num_samples=10_000)
-
-
-@pytest.mark.parametrize("params", [WARM, PLAIN, PENALIZED])
-@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
-def test_drafts_that_end_where_the_draft_is_unsure(rule: Rule, params: SamplingParams) -> None:
-    gates.joint_distribution_of_unsure_drafts(params, rule, num_samples=10_000)

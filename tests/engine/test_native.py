@@ -15,12 +15,11 @@ from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, TorchParts
-from engine.models.lean_decoder import LeanDecoder
-from engine.models.packed_linear import half_scale
+from engine.models.llama import Llama
 from engine.native import library
 from engine.native.layer_parts import NativeKernels, serves
-from engine.native.product import NativeProduct
-from tests.engine.test_lean_decoder import CONFIGS, PARTS, logits_in_parts, save
+from engine.native.linear import NativeLinear, half_scale, linear_library
+from tests.engine.test_llama import CONFIGS, PARTS, logits_in_parts, save
 from tests.models import make_engine
 
 CPU = torch.device("cpu")
@@ -85,7 +84,7 @@ def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
 
 def make_cache(shape: AttentionShape) -> KVCache:
     heads = shape.num_kv_heads, shape.head_size
-    cache = KVCache([LayerShape(heads, heads, CPU)], NUM_BLOCKS * BLOCK_SIZE, torch.float32)
+    cache = KVCache([LayerShape(heads, heads, CPU)], NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     generator = torch.Generator().manual_seed(7)
     cache.keys[0].normal_(generator=generator)
     cache.values[0].normal_(generator=generator)
@@ -134,23 +133,24 @@ def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: N
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 13, 40])
 @pytest.mark.parametrize(("out", "size"), [(64, 48), (100, 33), (1, 200)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_products_are_float32_products(
+def test_linear_layers_are_float32_layers(
     out: int, size: int, rows: int, bias: bool, dtype: torch.dtype, kernels: NativeKernels
 ) -> None:
     weight = (torch.randn(out, size) * 0.02).to(dtype).float()
     added = torch.randn(out) if bias else None
-    scale = half_scale(weight)
+    weights = list(weight.to(dtype).split(-(-out // 2)))  # stacked again
+    scale = half_scale(weights)
     assert (scale is None) == (dtype == torch.float32)
-    product = NativeProduct(kernels.library, weight, added, scale)
+    linear = NativeLinear(kernels.library, weights, added, scale)
     x, residual = torch.randn(rows, size), torch.randn(rows, out)
     exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
     kept = residual.clone()
-    torch.testing.assert_close(product(x).double(), exact, rtol=0, atol=3e-6)
-    torch.testing.assert_close(product.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-6)
+    torch.testing.assert_close(linear(x).double(), exact, rtol=0, atol=3e-6)
+    torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-6)
     assert torch.equal(residual, kept)
     # In C the sums may replace what they are added to.
     numbers = residual.data_ptr(), x.data_ptr(), residual.data_ptr(), rows
-    kernels.library.multiply(byref(product.product), *numbers)
+    kernels.library.multiply(byref(linear.struct), *numbers)
     torch.testing.assert_close(residual.double(), exact + kept, rtol=0, atol=5e-6)
 
 
@@ -161,11 +161,11 @@ def test_a_row_does_not_depend_on_the_others(
 ) -> None:
     """To the last bit, however many there are."""
     weight = (torch.randn(out, size) * 0.02).to(dtype).float()
-    product = NativeProduct(kernels.library, weight, torch.randn(out), half_scale(weight))
+    linear = NativeLinear(kernels.library, [weight], torch.randn(out), half_scale([weight]))
     x, residual = torch.randn(30, size), torch.randn(30, out)
-    alone = torch.cat([product.add_to(residual[i : i + 1], x[i : i + 1]) for i in range(30)])
+    alone = torch.cat([linear.add_to(residual[i : i + 1], x[i : i + 1]) for i in range(30)])
     for rows in range(1, 31):
-        assert torch.equal(product.add_to(residual[:rows], x[:rows]), alone[:rows])
+        assert torch.equal(linear.add_to(residual[:rows], x[:rows]), alone[:rows])
 
 
 def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
@@ -189,9 +189,9 @@ def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_models_run_with_and_without(native: bool, tmp_path: Path, kernels: NativeKernels) -> None:
     path = save(CONFIGS["qwen3"], tmp_path)
-    model = make_engine(path, None, native_kernels=native).target
-    assert isinstance(model.short_forward, LeanDecoder)
-    assert isinstance(model.short_forward.make_parts, NativeKernels) == native
+    model = make_engine(path, None, native_kernels=native).target.model
+    assert isinstance(model, Llama)
+    assert (model.kernels is not None) == native
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("auto", torch.float16), ("float32", torch.float32)])
@@ -199,12 +199,12 @@ def test_sixteen_bits_are_kept_unless_float32_is_asked_for(
     dtype: str, kept: torch.dtype, tmp_path: Path, kernels: NativeKernels
 ) -> None:
     AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16).save_pretrained(tmp_path)
-    model = make_engine(str(tmp_path), None, dtype=dtype).target
+    model = make_engine(str(tmp_path), None, dtype=dtype).target.model
     assert model.dtype == torch.float32
-    assert isinstance(model.short_forward, LeanDecoder)
-    for product in (model.short_forward.head, *(layer.qkv for layer in model.short_forward.layers)):
-        assert isinstance(product, NativeProduct)
-        assert product.weights.dtype == kept
+    assert isinstance(model, Llama)
+    for linear in (model.weights.head, *(layer.qkv for layer in model.weights.layers)):
+        assert isinstance(linear, NativeLinear)
+        assert linear.weights.dtype == kept
 
 
 def test_other_types_and_head_sizes_are_torchs() -> None:
@@ -226,9 +226,9 @@ def test_without_a_compiler_the_engine_runs_all_the_same(
         else:
             fresh_library.setenv("CC", compiler)
         library.load_library.cache_clear()
-        model = make_engine(path, None).target
-        assert isinstance(model.short_forward, LeanDecoder)
-        assert model.short_forward.make_parts is TorchParts
+        model = make_engine(path, None).target.model
+        assert isinstance(model, Llama)
+        assert model.kernels is None
         assert reason in caplog.text
 
 
@@ -263,10 +263,25 @@ def test_wrong_kernels_are_noticed_and_not_used(
 ) -> None:
     fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
     path = save(CONFIGS["llama"], tmp_path / "model")
-    model = make_engine(path, None).target
-    assert isinstance(model.short_forward, LeanDecoder)
-    assert model.short_forward.make_parts is TorchParts
+    model = make_engine(path, None).target.model
+    assert isinstance(model, Llama)
+    assert model.kernels is None
     assert logits_in_parts(model, list(range(sum(PARTS))), list(range(8))).isfinite().all()
+
+
+def test_wrong_linear_layers_are_noticed_and_not_used(
+    fresh_library: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kernels: NativeKernels,
+) -> None:
+    """Of families whose layers are transformers', nothing else is compared."""
+    assert linear_library() is not None
+    library.load_library.cache_clear()
+    sources = plant(library.SOURCES, "value += add[i];", "value -= add[i];", tmp_path)
+    fresh_library.setattr(library, "SOURCES", sources)
+    assert linear_library() is None
+    assert "linear layers differ" in caplog.text
 
 
 def test_one_thread_pool(kernels: NativeKernels) -> None:

@@ -8,12 +8,12 @@ from transformers import MistralConfig
 
 from engine.batch import MAX_GROUPED_QUERIES, Span
 from engine.core.block_pool import BlockTable
-from engine.models.decoder_only import DecoderModel
-from engine.models.layer_parts import TorchParts
-from engine.models.lean_decoder import LeanDecoder
+from engine.kv_cache import KVCache
+from engine.models.llama import Llama
+from engine.models.model_runner import ModelRunner
 from engine.native import library
 from engine.native.decoder import NativeDecoder
-from tests.engine.test_lean_decoder import CONFIGS, SHAPE, save
+from tests.engine.test_llama import CONFIGS, SHAPE, save
 from tests.engine.test_native import plant
 from tests.models import make_engine
 
@@ -29,9 +29,8 @@ ROUNDS = [
 ]
 
 
-def rounds_of(model: DecoderModel) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def rounds_of(runner: ModelRunner) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The logits of every round, and what the cache holds at the end. Blocks lie in no order."""
-    model.allocate_cache(num_blocks=40, block_size=BLOCK_SIZE)
     blocks = torch.randperm(40, generator=torch.Generator().manual_seed(5)).tolist()
     tables = [BlockTable() for _ in ROUNDS[0]]
     for table in tables:
@@ -40,28 +39,26 @@ def rounds_of(model: DecoderModel) -> tuple[list[torch.Tensor], list[torch.Tenso
     for number, spans in enumerate(ROUNDS):
         ids = [[(7 * number + 3 * row + i) % 96 for i in range(size)] for row, (size, _) in enumerate(spans)]
         logits.append(
-            model.forward(
+            runner.forward(
                 [
                     Span(table, token_ids, wanted)
                     for table, token_ids, (_, wanted) in zip(tables, ids, spans, strict=True)
                 ]
-            )
+            ).logits
         )
-    assert model.cache is not None
-    return logits, [*model.cache.keys, *model.cache.values]
+    return logits, [*runner.cache.keys, *runner.cache.values]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "follows the length" not in name])
 def test_whole_passes_are_their_parts(name: str, threads: int, tmp_path: Path) -> None:
-    model = make_engine(save(CONFIGS[name], tmp_path), None).target
+    model = make_engine(save(CONFIGS[name], tmp_path), None).target.model
+    runner = ModelRunner.build(model, 40, BLOCK_SIZE)
     torch.set_num_threads(threads)
     try:
-        whole = rounds_of(model)
-        assert isinstance(model.whole_pass, NativeDecoder)
-        model.make_whole_pass = None
-        parts = rounds_of(model)
-        assert model.whole_pass is None
+        assert isinstance(runner.fast_pass, NativeDecoder)
+        whole = rounds_of(runner)
+        parts = rounds_of(ModelRunner(model, KVCache(model.layers, 40, BLOCK_SIZE, model.dtype)))
     finally:
         torch.set_num_threads(1)
     for ours, theirs in zip(whole, parts, strict=True):
@@ -69,41 +66,41 @@ def test_whole_passes_are_their_parts(name: str, threads: int, tmp_path: Path) -
 
 
 def test_long_spans_go_the_other_way(tmp_path: Path) -> None:
-    model = make_engine(save(CONFIGS["llama"], tmp_path), None).target
-    model.allocate_cache(num_blocks=20, block_size=BLOCK_SIZE)
+    model = make_engine(save(CONFIGS["llama"], tmp_path), None).target.model
+    runner = ModelRunner.build(model, 20, BLOCK_SIZE)
     table = BlockTable()
     table.block_ids = list(range(20))
     ids = list(range(MAX_GROUPED_QUERIES + 1))
-    assert model.whole_pass is not None
-    assert model.whole_pass([Span(table, ids, 1)]) is None
-    assert model.whole_pass([Span(table, ids[:-1], 1)]) is not None
-    assert model.forward([Span(table, ids, len(ids))]).isfinite().all()
+    assert isinstance(runner.fast_pass, NativeDecoder)
+    assert runner.fast_pass([Span(table, ids, 1)]) is None
+    assert runner.fast_pass([Span(table, ids[:-1], 1)]) is not None
+    assert runner.forward([Span(table, ids, len(ids))]).logits.isfinite().all()
 
 
 def test_angles_that_follow_the_length_have_no_whole_pass(tmp_path: Path) -> None:
-    model = make_engine(save(CONFIGS["llama, rotary that follows the length"], tmp_path), None).target
-    assert model.is_native
-    assert model.whole_pass is None
+    runner = make_engine(save(CONFIGS["llama, rotary that follows the length"], tmp_path), None).target
+    assert runner.model.is_native
+    assert runner.fast_pass is None
 
 
 def test_without_the_kernels_there_is_none(tmp_path: Path) -> None:
     path = save(CONFIGS["llama"], tmp_path)
-    assert make_engine(path, None, native_kernels=False).target.whole_pass is None
+    assert make_engine(path, None, native_kernels=False).target.fast_pass is None
 
 
 @pytest.mark.parametrize("window", [5, 40])
 def test_a_row_does_not_depend_on_the_length_of_its_span(window: int, tmp_path: Path) -> None:
     """Greedy text is the same with and without drafts only if the bits are: a window may begin anywhere."""
     path = save(MistralConfig(**SHAPE, sliding_window=window, head_dim=32), tmp_path)
-    model = make_engine(path, None).target
+    model = make_engine(path, None).target.model
     ids = [(5 * i * i + i) % 96 for i in range(100)]
     said = []
     for size in (1, 5, 9):
-        model.allocate_cache(num_blocks=30, block_size=BLOCK_SIZE)
+        runner = ModelRunner.build(model, 30, BLOCK_SIZE)
         table = BlockTable()
         table.block_ids = list(range(30))
         spans = [ids[start : start + size] for start in range(0, 90, size)]
-        said.append(torch.cat([model.forward([Span(table, part, len(part))]) for part in spans]))
+        said.append(torch.cat([runner.forward([Span(table, part, len(part))]).logits for part in spans]))
     assert torch.equal(said[1], said[0])
     assert torch.equal(said[2], said[0])
 
@@ -123,7 +120,7 @@ def test_wrong_passes_are_noticed_and_not_used(
     right: str, wrong: str, fresh_library: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
-    model = make_engine(save(CONFIGS["llama"], tmp_path / "model"), None).target
-    assert isinstance(model.short_forward, LeanDecoder)
-    assert model.short_forward.make_parts is TorchParts
-    assert model.whole_pass is None
+    runner = make_engine(save(CONFIGS["llama"], tmp_path / "model"), None).target
+    assert isinstance(runner.model, Llama)
+    assert runner.model.kernels is None
+    assert runner.fast_pass is None

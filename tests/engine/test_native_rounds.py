@@ -14,7 +14,7 @@ from msgspec.structs import replace as with_params
 
 from engine.core.engine import EngineCore
 from engine.core.sequence import RowNeeds
-from engine.core.step import EarlyExit, Round, StepPlan, StepResult
+from engine.core.step import Round, StepPlan, StepResult
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.native import library
 from engine.native.rows import NativeRow
@@ -36,13 +36,6 @@ BIAS = {1: 3.0, 2: -100.0, 7: 1.25, 39: 2.5}
 STOPS = frozenset(range(0, 40, 3))
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(40)), [2, 2]]
 ALL = [GREEDY, COUPLED, REJECTION, CUT, NUCLEUS]
-EXITS = [
-    EarlyExit((0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99), 0.5),
-    EarlyExit((0.9,) * 8, 0.7),
-    EarlyExit((0.2, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99), 0.3),
-    EarlyExit((0.0,) * 8, 0.5),
-    EarlyExit((0.0,) * 8, 0.0),
-]
 
 
 def rows_of(params: list[SamplingParams], **fields: Any) -> list[RowPlan]:
@@ -108,22 +101,14 @@ KINDS: dict[str, list[RowPlan]] = {
         replace(row, draft_ids=given(number, range(number % 3, 30, 1 + number)))
         for number, row in enumerate(each_with(frequency_penalty=0.37))
     ],
-    "early exits": [
-        replace(row, num_draft_tokens=6, early_exit=rule)
-        for row, rule in zip(rows_of(ALL), EXITS, strict=True)
-    ],
-    "some early exits": [
-        replace(row, num_draft_tokens=5, early_exit=EXITS[number] if number % 2 else None)
-        for number, row in enumerate(each_with(repetition_penalty=1.31))
-    ],
     "everything at once": [
-        RowPlan(with_params(GREEDY, logprobs=1, **PENALTIES), PROMPTS[0], 5, early_exit=EXITS[0]),
+        RowPlan(with_params(GREEDY, logprobs=1, **PENALTIES), PROMPTS[0], 5),
         RowPlan(with_params(COUPLED, min_tokens=9, logit_bias=BIAS), PROMPTS[1], 2, stop_token_ids=STOPS),
         RowPlan(
             with_params(REJECTION, frequency_penalty=1.5), PROMPTS[2], draft_ids=given(3, range(0, 30, 2))
         ),
         RowPlan(with_params(CUT, logprobs=0), PROMPTS[3], 0),
-        RowPlan(NUCLEUS, PROMPTS[4], 4, early_exit=EXITS[2]),
+        RowPlan(NUCLEUS, PROMPTS[4], 4),
         RowPlan(GREEDY, PROMPTS[3], 3, num_missing=32),
     ],
 }
@@ -151,9 +136,7 @@ def test_they_emit_what_phases_emit(kind: str, max_rounds: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("draft_vocab_size", [33, 64])
-@pytest.mark.parametrize(
-    "kind", ["of all rules", "all adjustments", "masks", "everything at once", "early exits"]
-)
+@pytest.mark.parametrize("kind", ["of all rules", "all adjustments", "masks", "everything at once"])
 def test_other_vocabularies(kind: str, draft_vocab_size: int, tmp_path: Path) -> None:
     """The draft knows fewer tokens than the target, or more."""
     run_twins(tmp_path, KINDS[kind], 4, draft_vocab_size)
@@ -165,7 +148,7 @@ def test_rows_that_take_some_steps_by_phases(kind: str, tmp_path: Path) -> None:
     run_twins(tmp_path, KINDS[kind], 3, phases_every=2)
 
 
-@pytest.mark.parametrize("kind", ["of all rules", "early exits"])
+@pytest.mark.parametrize("kind", ["of all rules", "all penalties"])
 def test_sequences_outgrow_the_draft_model(kind: str, tmp_path: Path) -> None:
     """Near its longest text it drafts less, then nothing, and the round goes on."""
     rounds = run_twins(tmp_path, KINDS[kind], 5, max_draft_len=30)
@@ -403,7 +386,7 @@ BROKEN = pytest.mark.parametrize(("params", "last"), [(GREEDY, 11), (COUPLED, 13
 def test_logits_that_are_no_distribution_end_them(params: SamplingParams, last: int, tmp_path: Path) -> None:
     twins = make_twins(*save_pair(tmp_path))
     for core in twins:
-        embeddings = core.target.whole_pass._kept[3]
+        embeddings = core.target.model.weights.embeddings
         assert isinstance(embeddings, torch.Tensor)
         embeddings[last] = torch.nan  # what follows this token is nothing
     (ours, our_steps), (theirs, their_steps) = (run(core, shortened([params]), PROMPTS[:2]) for core in twins)
@@ -479,9 +462,9 @@ BUGS = {
         "draft_probs[draft] = 0.0f;",
         "drafts from outside",
     ),
-    "races at the first position": (
-        "race(emitted, probs, &of->seed, &place,",
-        "race(emitted, probs, &of->seed, &of->num_tokens,",
+    "coupled draws at the first position": (
+        "gumbel_argmax(emitted, probs, &of->seed, &place,",
+        "gumbel_argmax(emitted, probs, &of->seed, &of->num_tokens,",
         "coupled",
     ),
     "takes rejected drafts for stored": ("= stored < valid ? stored : valid;", "= stored;", "greedy"),
@@ -525,16 +508,6 @@ BUGS = {
         "a minimum",
     ),
     "masks all positions alike": ("row->mask + position * row->mask_words", "row->mask", "masks"),
-    "exits by the last token alone": (
-        "survival[row] *= of->rates[bin];",
-        "survival[row] = of->rates[bin];",
-        "early exits",
-    ),
-    "exits at the threshold": (
-        "survival[row] < of->threshold",
-        "survival[row] <= of->threshold",
-        "early exits",
-    ),
     "drafts a token behind": (
         "->num_tokens + position;\n        scratch->span",
         "->num_tokens + position - 1;\n        scratch->span",

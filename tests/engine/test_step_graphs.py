@@ -30,7 +30,7 @@ from engine.models.step_inputs import StepInputs
 from tests.engine import graph_gates
 from tests.engine.conftest import Models
 from tests.engine.graph_gates import same_as_eager
-from tests.engine.test_lean_decoder import CONFIGS, ROPE, SHAPE, save
+from tests.engine.test_llama import CONFIGS, ROPE, SHAPE, save
 from tests.models import run_engine
 from tests.tape import NotCapturableError, Tape, TapeCapture
 
@@ -83,7 +83,7 @@ def test_same_logits_in_16_bits(dtype: str, models: Models, taped: None) -> None
 
 def test_angles_that_follow_the_length_are_not_captured(tmp_path: Path, taped: None) -> None:
     folder = save(CONFIGS["llama, rotary that follows the length"], tmp_path)
-    assert make_engine(folder, None).target.graphs is None
+    assert make_engine(folder, None).target.fast_pass is None
 
 
 # Bugs: how they are planted, by hand or in what is captured.
@@ -258,7 +258,7 @@ def test_the_comparison_at_start_catches(
     plant(monkeypatch)
     with caplog.at_level(logging.WARNING):
         core = make_engine(models.target, None)
-    assert core.target.graphs is None
+    assert core.target.fast_pass is None
     assert "differ from the usual pass" in caplog.text
     graph_gates.still_says_the_same(models.target, core)
 
@@ -275,7 +275,7 @@ def test_what_cannot_be_captured_runs_as_before(
     monkeypatch.setattr(KVCache, "write", looks)
     with caplog.at_level(logging.WARNING):
         core = make_engine(models.target, None)
-    assert core.target.graphs is None
+    assert core.target.fast_pass is None
     assert "cannot be captured and are not used: operation not permitted" in caplog.text
     graph_gates.still_says_the_same(models.target, core)
 
@@ -317,7 +317,7 @@ def test_the_tape_does_not_ask_python_again() -> None:
 def engines(models: Models, draft: str | None, **config: object) -> tuple[EngineCore, EngineCore]:
     graphed = make_engine(models.target, draft, **config)
     eager = make_engine(models.target, draft, cuda_graphs=False, **config)
-    assert eager.target.graphs is None
+    assert eager.target.fast_pass is None
     return graphed, eager
 
 
@@ -367,17 +367,15 @@ def test_draft_with_another_vocabulary(models: Models, taped: None) -> None:
 
 def test_on_a_cpu_nothing_is_captured(models: Models) -> None:
     core = make_engine(models.target, models.close_draft)
-    assert core.target.graphs is None
-    assert core.target.cache is not None
+    assert core.target.fast_pass is None
     assert len(core.target.cache.keys[0]) == core.scheduler.target_pool.num_blocks * 4
 
 
 def test_the_scratch_block_is_no_sequences(models: Models, taped: None) -> None:
     core = make_engine(models.target, models.close_draft, cache_memory="64KiB")
     pool = core.scheduler.target_pool
-    assert isinstance(core.target.graphs, StepGraphs)
-    assert core.target.cache is not None
-    assert core.target.graphs.inputs.scratch_block == pool.num_blocks
+    assert isinstance(core.target.fast_pass, StepGraphs)
+    assert core.target.fast_pass.inputs.scratch_block == pool.num_blocks
     num_slots = len(core.target.cache.keys[0])
     assert num_slots == (pool.num_blocks + 1) * 4
     # It counts: both caches hold 2 layers of 2 x 2 heads of 8 float32 numbers a token.
@@ -386,7 +384,7 @@ def test_the_scratch_block_is_no_sequences(models: Models, taped: None) -> None:
 
 def test_what_the_time_does_not_allow_runs_as_before(models: Models, taped: None) -> None:
     core = make_engine(models.target, None, cuda_graph_seconds=0)
-    assert core.target.graphs is None
+    assert core.target.fast_pass is None
     graph_gates.still_says_the_same(models.target, core)
 
 
@@ -398,8 +396,8 @@ def test_time_and_memory_end_the_capturing(models: Models, taped: None, monkeypa
     core = make_engine(models.target, models.close_draft)
     draft = core.draft
     for model in (draft, core.target):
-        assert isinstance(model.graphs, StepGraphs)
-        recorded.append(len(model.graphs.replays))
+        assert isinstance(model.fast_pass, StepGraphs)
+        recorded.append(len(model.fast_pass.replays))
     assert recorded == [4, 3]  # the first that is one too many ends it
     graph_gates.still_says_the_same(models.target, core)
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 
-from engine.sampling.draw import race
 from engine.sampling.explain import Explanation, explain_block, explain_equality, explain_rejection
+from engine.sampling.ops import gumbel_argmax
 from engine.sampling.random import Stream, exponential_noise, uniform
 from engine.sampling.verify import Verdict, accept_while_equal, verify_block, verify_greedy, verify_rejection
 from tests.engine.gates import leaves_its_inputs_alone
@@ -196,7 +196,7 @@ def test_coupled_draws_are_the_targets_whatever_was_drafted() -> None:
     noise = exponential_noise(torch.arange(num_seeds)[:, None], torch.arange(2), vocab_size)
     target_probs = probs.expand(num_seeds, 2, vocab_size)
     for drafted in (0, 3):
-        verdicts = [accept_while_equal(ids, [drafted]) for ids in race(target_probs, noise).tolist()]
+        verdicts = [accept_while_equal(ids, [drafted]) for ids in gumbel_argmax(target_probs, noise).tolist()]
         first = [drafted if num_accepted else next_token for num_accepted, next_token in verdicts]
         counts = np.bincount(first, minlength=vocab_size)
         want = probs.double() / probs.double().sum() * num_seeds

@@ -19,11 +19,11 @@ from engine.messages import SamplingParams
 from engine.models import in_place_attention, paged_kernels, step_buckets
 from engine.models.in_place_attention import InPlaceAttention, RowsKernel, find_kernel
 from engine.models.layer_parts import AttentionShape
-from engine.models.lean_decoder import LeanDecoder
+from engine.models.llama import Llama
 from engine.models.step_inputs import StepInputs
 from tests.engine import graph_gates
 from tests.engine.conftest import Models
-from tests.engine.test_lean_decoder import CONFIGS, save
+from tests.engine.test_llama import CONFIGS, save
 from tests.engine.triton_bugs import BUGS, planted
 from tests.engine.triton_gates import same_as_gathered
 from tests.models import make_engine, run_engine
@@ -184,8 +184,8 @@ def on_tape(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def reads_in_place(model: Any) -> bool:
-    assert isinstance(model.short_forward, LeanDecoder)
-    return model.short_forward.reads_in_place
+    assert isinstance(model.model, Llama)
+    return model.model.reads_in_place
 
 
 def eager_engines_gather(monkeypatch: Patch) -> Callable[..., Any]:
@@ -257,8 +257,8 @@ def test_a_kernel_that_is_given_wrong_rows_is_not_used(
     monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)
     attend = InPlaceAttention.attend
 
-    def shifted(self: InPlaceAttention, layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:
-        return attend(self, layer, query.roll(1, 0), *others)
+    def shifted(self: InPlaceAttention, call: Any, query: torch.Tensor, *others: Any) -> torch.Tensor:
+        return attend(self, call, query.roll(1, 0), *others)
 
     monkeypatch.setattr(InPlaceAttention, "attend", shifted)
     with caplog.at_level(logging.WARNING):
@@ -283,5 +283,5 @@ def test_frozen_tables_are_caught(models: Models, taped: None, monkeypatch: Patc
     monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
     with caplog.at_level(logging.WARNING):
         core = make_engine(models.target, None, native_kernels=False)
-    assert core.target.graphs is None
+    assert core.target.fast_pass is None
     assert "differ from the usual pass" in caplog.text

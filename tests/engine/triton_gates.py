@@ -9,7 +9,7 @@ import torch
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
-from engine.models.attention import AttentionContext, PagedAttention
+from engine.models.attention import AttentionCall, AttentionContext, PagedAttention
 from engine.models.in_place_attention import InPlaceAttention, RowsKernel
 
 # Of the largest number: rounded weights and results. A GPU's exponentials are good to 22 bits.
@@ -49,13 +49,13 @@ def same_as_gathered(
     layer = LayerShape((heads[1], size), (heads[1], size), torch.device(device))
 
     def attend(used: torch.dtype, make_context: object) -> torch.Tensor:
-        cache = KVCache([layer], num_blocks * block_size, used)
+        cache = KVCache([layer], num_blocks, block_size, used)
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, slots, old_key.to(used), old_value.to(used))
         context: AttentionContext = make_context(batch, cache)  # type: ignore[operator]
         new = query.to(used) if used != dtype else query, new_key.to(used), new_value.to(used)
-        return context.attend(0, *new, size**-0.5, window)
+        return context.attend(AttentionCall(0, size**-0.5, window), *new)
 
     if num_splits is not None:
         kernel = partial(kernel, num_splits=num_splits)

@@ -6,7 +6,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
+from engine.messages import (
+    FinishReason,
+    PredictionUse,
+    RoundOrigin,
+    RoundTrace,
+    TokenLogprob,
+    TokenOutput,
+)
 from server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice
 from server.text.detokenizer import Detokenizer
 from server.text.tokenizer import Tokenizer
@@ -167,6 +174,42 @@ def test_a_chunk_scores_the_tokens_whose_text_it_completes(
         if delta.finish_reason is None:
             # Every token here is a byte: those of the released text and no others.
             assert num_scored == len(released.encode())
+
+
+@given(
+    token_ids=st.one_of(tokens, texts),
+    sizes=step_sizes,
+    stops=stop_lists,
+    include=st.booleans(),
+    accepted=st.integers(0, 6),
+)
+def test_every_token_has_an_origin_and_their_texts_are_the_text(
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    sizes: list[int],
+    stops: list[str],
+    include: bool,
+    accepted: int,
+) -> None:
+    reader, choice = reader_of(tokenizer, stops, include_stop=include), FinishedChoice(0)
+    position, kinds = 0, []
+    while position < len(token_ids) and reader.finish_reason is None:
+        output = output_of(token_ids, position, position + sizes[position % len(sizes)])
+        length = len(output.token_ids)
+        kept = min(accepted, length - 1)
+        kinds += ["accepted"] * kept + ["plain"] + ["recovered"] * (length - kept - 1)
+        # A round of one draft and all it gave, one without a draft, and rounds whose draft was rejected.
+        rounds = [RoundOrigin("ngram", kept, kept, kept)] if kept else []
+        rounds += [RoundOrigin("none", 0, 0, 1)] + [RoundOrigin("ngram", 2, 0, 1)] * (length - kept - 1)
+        choice.add(reader.read([msgspec.structs.replace(output, origins=rounds)]))
+        assert (
+            "".join(token.text for token in choice.origins)
+            == choice.text[: sum(len(token.text) for token in choice.origins)]
+        )
+        position += length
+    assert "".join(token.text for token in choice.origins) == choice.text
+    assert [token.token_id for token in choice.origins] == choice.token_ids
+    assert [token.origin for token in choice.origins] == kinds[: len(choice.origins)]
 
 
 @given(token_ids=texts, sizes=step_sizes)

@@ -15,7 +15,7 @@ from engine.core.block_pool import BlockPool, BlockTable
 from engine.core.sequence import Sequence
 from engine.core.step import ScheduledSequence
 from engine.messages import Source
-from engine.models.decoder_only import DecoderModel
+from engine.models.model_runner import ModelRunner
 from engine.proposers.known import known_drafts
 from engine.proposers.translated.draft_text import DraftText
 from engine.proposers.translated.target_text import TargetText
@@ -73,7 +73,7 @@ class TranslatedDraftProposer:
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: ModelRunner,
         pool: BlockPool,
         target_tokenizer: TextTokenizer,
         draft_tokenizer: TextTokenizer,
@@ -90,7 +90,7 @@ class TranslatedDraftProposer:
         self.max_batched_tokens = max_batched_tokens
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
-        self._end_ids = frozenset(draft_tokenizer.special_tokens) | model.eos_token_ids
+        self._end_ids = frozenset(draft_tokenizer.special_tokens) | model.model.eos_token_ids
         known = set(draft_tokenizer.special_tokens.values())
         self._special_text = {
             token_id: content if content in known else ""
@@ -139,7 +139,7 @@ class TranslatedDraftProposer:
             state.stored += token_ids
             if num_steps:
                 rows.append(_Row(state, indices[id(part)], wanted, num_steps))
-        self._append_likeliest(rows, spans)
+        self._append_argmax(rows, spans)
         return rows
 
     def _draft(self, rows: list[_Row]) -> None:
@@ -150,13 +150,13 @@ class TranslatedDraftProposer:
                 newest = row.drafted[-1:]
                 spans.append(Span(row.state.table, newest, 1))
                 row.state.stored += newest
-            self._append_likeliest(active, spans)
+            self._append_argmax(active, spans)
 
-    def _append_likeliest(self, rows: list[_Row], spans: list[Span]) -> None:
+    def _append_argmax(self, rows: list[_Row], spans: list[Span]) -> None:
         """``rows`` are those whose spans ask for logits, in the spans' order."""
         if not spans:
             return
-        logits = self.model.forward(spans)[:, : self.draft_tokenizer.num_tokens]
+        logits = self.model.forward(spans).logits[:, : self.draft_tokenizer.num_tokens]
         for row, token_id in zip(rows, logits.argmax(-1).tolist(), strict=True):
             row.ended = token_id in self._end_ids
             if not row.ended:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from engine.core.planning import DraftChoice, Planner
 from engine.core.sequence import Sequence
 from engine.core.step import (
-    CONFIDENCE_BINS,
-    EarlyExit,
     PhaseSeconds,
     Round,
     RowNeeds,
@@ -153,8 +151,7 @@ class Step:
 @dataclass
 class Simulation:
     """``acceptance`` of a draft's tokens by seconds and row; ``num_rows`` by seconds. ``text`` is what a
-    sequence's target says after a prompt. ``spread``: the draft model's confidence tells tokens apart, whose
-    acceptance is up to so much above or below."""
+    sequence's target says after a prompt."""
 
     machine: Machine
     planner: Planner
@@ -162,7 +159,6 @@ class Simulation:
     num_rows: Callable[[float], int]
     seed: int = 1
     position_decay: float = 0.97
-    spread: float = 0.0
     num_tokens: int = 300
     num_prompt_tokens: int = 1
     sources: tuple[Source, ...] = ("draft_model",)
@@ -260,7 +256,7 @@ class Simulation:
                 rows.append(ScheduledSequence(sequence, num_tokens, True, prefill_draft=prefills))
                 continue
             part = ScheduledSequence(sequence, 1, True, choice.num_tokens, choice.source)
-            part.early_exit, part.draft_ids = choice.early_exit, choice.draft_ids
+            part.draft_ids = choice.draft_ids
             if choice.source == "draft_model" and choice.num_tokens:
                 part.num_catch_up_tokens = min(choice.num_missing, budget)
                 budget -= part.num_catch_up_tokens
@@ -287,13 +283,12 @@ class Simulation:
 
     def _round(self, plan: StepPlan, is_first: bool) -> tuple[Round, float, float]:
         machine = self.machine
-        one = Round([], [], [], PhaseSeconds(0.0, 0.0, 0.0), confidences=[])
-        assert isinstance(one.confidences, list)
+        one = Round([], [], [], PhaseSeconds(0.0, 0.0, 0.0))
         passes: list[int] = []
         expected, num_scored, num_caught_up = 0.0, 0, 0
         for place, part in enumerate(plan.rows):
             sequence = part.sequence
-            kept, num_passes, rates, confidences = self._draft(part, place)
+            kept, num_passes, rates = self._draft(part, place)
             passes.append(num_passes)
             is_model = part.source == "draft_model"
             if is_model and (part.num_catch_up_tokens or kept):
@@ -314,7 +309,6 @@ class Simulation:
             one.num_drafted.append(kept)
             one.num_accepted.append(accepted)
             one.emitted.append(emitted)
-            one.confidences.append(confidences)
             before = len(sequence)
             sequence.token_ids += emitted[: sequence.max_num_tokens - before]
             sequence.target_blocks.num_computed_tokens = len(sequence) - 1
@@ -335,24 +329,18 @@ class Simulation:
         one.seconds = PhaseSeconds(drafting * self._noise(), scoring * self._noise(), 0.0)
         return one, drafting + scoring, expected
 
-    def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float], list[float] | None]:
-        """Tokens kept, draft passes, acceptance rates of the kept ones, confidences."""
+    def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float]]:
+        """Tokens kept, draft passes, acceptance rates of the kept ones."""
         sequence = part.sequence
         length = min(part.num_draft_tokens, sequence.max_num_tokens - len(sequence) - 1)
         if part.draft_ids:
             text = self._upcoming(sequence)
             rates = [float(a == b) for a, b in zip(part.draft_ids[:length], text, strict=False)]
-            return length, 0, rates, None
+            return length, 0, rates
         alpha = self.acceptance(self.now, place)
         decay = 1.0 if alpha == 1.0 else self.position_decay
-        rates = [
-            min(1.0, max(0.0, alpha * decay**i + self.spread * self.rng.uniform(-1, 1)))
-            for i in range(length)
-        ]
-        if part.early_exit is None:
-            return length, length, rates, None
-        kept = keep(part.early_exit, rates)
-        return kept, min(kept + 1, length), rates[:kept], rates[: kept + 1]
+        rates = [alpha * decay**i for i in range(length)]
+        return length, length, rates
 
     def _upcoming(self, sequence: Sequence) -> list[int]:
         text = self.texts[sequence]
@@ -368,17 +356,6 @@ class Simulation:
         if not self.noise:
             return 1.0
         return math.exp(self.rng.gauss(0, self.noise)) * (10 if self.rng.random() < 0.01 else 1)
-
-
-def keep(early_exit: EarlyExit, confidences: list[float]) -> int:
-    """How many tokens a draft of such ``confidences`` keeps."""
-    product = 1.0
-    for count, confidence in enumerate(confidences):
-        bin_ = max(i for i, low in enumerate(CONFIDENCE_BINS) if confidence >= low)
-        product *= early_exit.rates[bin_]
-        if product < early_exit.threshold:
-            return count
-    return len(confidences)
 
 
 def auto(machine: Machine, seed: int = 1, error: float = 0.08, **arguments: object) -> SpeculationPlanner:

@@ -14,8 +14,7 @@ from engine.core.step import PhaseSeconds, Round, RowNeeds, ScheduledSequence, S
 from engine.proposers.ngram import NgramProposer
 from engine.speculation import lookups
 from engine.speculation.acceptance import Acceptance
-from engine.speculation.costs import EARLY_EXIT, MAX_LENGTH, Costs, PassCosts, Shape
-from engine.speculation.early_exit import ConfidenceTable
+from engine.speculation.costs import MAX_LENGTH, Costs, PassCosts, Shape
 from engine.speculation.planner import SpeculationPlanner
 from tests.engine.speculation.simulation import (
     MACHINES,
@@ -183,7 +182,6 @@ def test_ngrams_are_hardly_read_where_texts_do_not(monkeypatch: pytest.MonkeyPat
 def test_ngrams_still_draft_after_many_tokens() -> None:
     """The bound on what a step reads is of each step anew: it cannot be used up."""
     planner = with_ngrams(SMALL)
-    planner.policy.has_early_exit = False
     options = {"sources": ("ngram",), "text": repeating, "num_prompt_tokens": 8, "num_tokens": 1000}
     simulation = Simulation(SMALL, planner, always(0.0), lambda _: 4, **options)  # type: ignore[arg-type]
     while sum(step.tokens for step in simulation.steps) < 4 * lookups.MAX_READ:
@@ -266,16 +264,6 @@ def test_what_slows_every_option_is_the_level() -> None:
         costs.observe(drafting, 9.0, is_same=False)
     assert costs.model_seconds(drafting) == pytest.approx(9.0, rel=0.05)
     assert costs.model_seconds(plain) == pytest.approx(3.0, rel=0.05)
-
-
-def test_an_early_exit_refuses_nothing_that_is_hardly_known() -> None:
-    assert ConfidenceTable().rates() == (1.0,) * 8
-
-
-def test_early_exit_is_tried_and_costs_little() -> None:
-    simulation = Simulation(PACKED, auto(PACKED), always(0.7), lambda _: 4, spread=0.4).run(60.0)
-    assert simulation.planner.costs.is_measured(4, EARLY_EXIT)  # type: ignore[attr-defined]
-    assert simulation.rate(30.0) > 0.95 * max(fixed_rates(PACKED, always(0.7), 4, spread=0.4))
 
 
 def test_sources_without_a_model_of_theirs_cost_nothing() -> None:

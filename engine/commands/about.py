@@ -1,0 +1,22 @@
+"""What ``foretoken --version`` says of the engine: torch, the device of ``auto``, the kernels for a CPU."""
+
+import platform
+
+import torch
+
+from engine.native.library import kernels_in_words
+
+
+def about() -> str:
+    """One line each, name and value."""
+    if torch.cuda.is_available():
+        device = f"cuda, {torch.cuda.get_device_name()}"
+    else:
+        device = f"cpu, {platform.machine()}, {torch.get_num_threads()} threads"
+    lines = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": device,
+        "kernels": kernels_in_words(),
+    }
+    return "\n".join(f"{name:11}{value}" for name, value in lines.items())

@@ -1,0 +1,91 @@
+"""What a model is to the engine: facts, and passes over new tokens of some sequences."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from engine.batch import Span
+from engine.kv_cache import KVCache, LayerShape
+from engine.sampling.rules import NO_RULES, GenerationRules
+
+
+class ForwardOutput(NamedTuple):
+    """``logits`` [sum of num_logits, vocab], float32, of each span's last tokens, in span order. ``hidden``
+    [tokens, taps, hidden size]: states after the tapped layers, of all tokens; None without taps."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+class FastPass(Protocol):
+    """Passes over a few tokens of each sequence, for one cache."""
+
+    def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> torch.Tensor | None:
+        """Logits as in ``ForwardOutput``; None if there is no such pass for ``spans``."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checkpoint says, and how it was loaded."""
+
+    config: Any
+    generation_config: Any
+    num_parameters: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Model(ABC):
+    """Weights without a cache. ``start_ids`` and ``rules`` are an encoder-decoder model's."""
+
+    start_ids: Sequence[int] = ()
+    rules: GenerationRules = NO_RULES
+    is_native = False  # whether layers are kernels in C: they need no padding, few threads pay
+    has_taps = False
+
+    def __init__(self, facts: ModelFacts, layers: list[LayerShape], vocab_size: int | None = None) -> None:
+        self.config = facts.config
+        self.generation_config = facts.generation_config
+        self.num_parameters = facts.num_parameters
+        self.dtype = facts.dtype
+        self.device = facts.device
+        self.layers = layers
+        text_config = facts.config.get_text_config()
+        self.vocab_size = int(text_config.vocab_size) if vocab_size is None else vocab_size
+        self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
+        self.eos_token_ids = eos_token_ids(facts.generation_config, facts.config)
+
+    @property
+    def has_encoder(self) -> bool:
+        return bool(self.start_ids)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        return sum(layer.num_elements for layer in self.layers) * self.dtype.itemsize
+
+    @abstractmethod
+    def forward(
+        self,
+        spans: list[Span],
+        cache: KVCache,
+        ids_on_device: torch.Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> ForwardOutput:
+        """Stores the spans' tokens in ``cache``, where room is reserved. ``ids_on_device``, int64 [spans],
+        are the ids of spans of one token each, drawn on the device: the host does not read them."""
+
+    def fast_pass(self, cache: KVCache) -> FastPass | None:
+        return None
+
+
+def eos_token_ids(generation_config: Any, config: Any) -> frozenset[int]:
+    """The generation config's list if it has one, else the model config's."""
+    for source in (generation_config, config):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,348 @@
+"""Llama-shaped decoders: the same weights and arithmetic as transformers', a tenth of the framework.
+
+transformers spends about half a millisecond per layer and forward outside the products: module calls,
+decorators, six small operations for a norm, three products where one would do. For families whose layer is
+known exactly (``FAMILIES``) this module runs the layers itself: query, key and value as one linear layer,
+gate and up as another, residuals added inside them, and in between as few calls as possible
+(``layer_parts``; in C where a compiler is at hand, ``engine.native``).
+
+A checkpoint is read once, by the names of its tensors. While its layers pass by, transformers' own layers
+compute a short text with them, one after the other; the loaded model's logits must be theirs.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.batch import ForwardBatch, Span
+from engine.core.block_pool import BlockTable
+from engine.kv_cache import KVCache, LayerShape
+from engine.models.attention import AttentionContext, PagedAttention
+from engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
+from engine.models.in_place_attention import InPlaceAttention, find_kernel
+from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
+from engine.models.linear import Linear, make_linear
+from engine.models.model_runner import ModelRunner
+from engine.models.weights import Checkpoint
+from engine.native.decoder import NativeDecoder
+from engine.native.layer_parts import NativeKernels, serves
+from engine.native.library import load_library
+from engine.native.linear import NativeLinear
+
+# Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
+FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
+# More than the native kernels look at together.
+PROBE_TOKENS = 48
+# Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
+# 4e-2 of it; a wrong mask or position makes 0.3 and more.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
+# Rows of the output layer that are converted at a time.
+HEAD_ROWS = 1 << 13
+
+logger = logging.getLogger(__name__)
+
+Make = Callable[[Sequence[nn.Module]], Linear]
+
+
+def is_llama(module: Any) -> bool:
+    """Whether ``module``, with or without weights, is of a family that ``Llama`` computes."""
+    config = module.config
+    return (
+        config.model_type in FAMILIES
+        and type(module).__module__.startswith("transformers.models.")
+        and config.hidden_act == "silu"
+        and 2 * module.model.rotary_emb.inv_freq.numel() == module.model.layers[0].self_attn.head_dim
+    )
+
+
+class LlamaLayer:
+    def __init__(self, layer: Any, index: int, make: Make) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention = _attention_shape(attention, index)
+        self.input_norm = Norm.of(layer.input_layernorm)
+        self.qkv = make(_joined(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"))
+        self.output = make([attention.o_proj])
+        self.mlp_norm = Norm.of(layer.post_attention_layernorm)
+        self.gate_up = make(_joined(mlp, "gate_up_proj", "gate_proj", "up_proj"))
+        self.down = make([mlp.down_proj])
+
+    def __call__(self, hidden: torch.Tensor, parts: LayerParts) -> torch.Tensor:
+        """``hidden`` [tokens, hidden size]."""
+        qkv = self.qkv(parts.norm(self.input_norm, hidden))
+        hidden = self.output.add_to(hidden, parts.attend(self.attention, qkv))
+        gate_up = self.gate_up(parts.norm(self.mlp_norm, hidden))
+        return self.down.add_to(hidden, parts.gated_silu(gate_up))
+
+
+@dataclass(frozen=True)
+class LlamaWeights:
+    """``embeddings`` [vocab, hidden size], in the checkpoint's type where its 16 bits are kept."""
+
+    embeddings: torch.Tensor
+    layers: list[LlamaLayer]
+    norm: Norm
+    head: Linear
+    rotary: Rotary
+
+
+class Llama(Model):
+    """``kernels`` run in C what lies between the linear layers; without them torch does, with
+    ``attention``."""
+
+    has_taps = True
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        weights: LlamaWeights,
+        kernels: NativeKernels | None = None,
+        attention: Callable[[ForwardBatch, KVCache], AttentionContext] = PagedAttention,
+    ) -> None:
+        shapes = [layer.attention for layer in weights.layers]
+        heads = [(shape.num_kv_heads, shape.head_size) for shape in shapes]
+        super().__init__(facts, [LayerShape(each, each, facts.device) for each in heads])
+        self.weights = weights
+        self.rotary = weights.rotary
+        self.kernels = kernels
+        self.attention = attention
+        self.is_native = kernels is not None
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``."""
+        return self.attention is not PagedAttention
+
+    def forward(
+        self,
+        spans: list[Span],
+        cache: KVCache,
+        ids_on_device: torch.Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> ForwardOutput:
+        batch = ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device)
+        return self.compute(batch, cache, taps)
+
+    def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
+        """No Python decision here or below depends on the values of the batch's tensors."""
+        weights = self.weights
+        parts: LayerParts
+        if self.kernels is None:
+            parts = TorchParts(batch, cache, self.rotary, self.attention)
+        else:
+            parts = self.kernels(batch, cache, self.rotary)
+        hidden = F.embedding(batch.token_ids[0], weights.embeddings).to(self.dtype)
+        tapped = {}
+        for index, layer in enumerate(weights.layers):
+            hidden = layer(hidden, parts)
+            if index in taps:
+                tapped[index] = hidden
+        # All tokens' logits are in order, but for a captured batch, which has no spans.
+        if not batch.spans or len(batch.logits_index) != len(hidden):
+            hidden = hidden.index_select(0, batch.logits_index)
+        logits = weights.head(parts.norm(weights.norm, hidden)).float()
+        return ForwardOutput(logits, torch.stack([tapped[tap] for tap in taps], 1) if taps else None)
+
+    def fast_pass(self, cache: KVCache) -> FastPass | None:
+        """Passes over a few tokens as one call of C; None without the kernels, or angles in a table."""
+        weights = self.weights
+        linears = [weights.head]
+        for layer in weights.layers:
+            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+        if self.kernels is None or self.rotary.table is None:
+            return None
+        if not all(isinstance(linear, NativeLinear) for linear in linears):
+            return None
+        return NativeDecoder(self.kernels, weights, cache)
+
+
+def load_llama(
+    skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, native_kernels: bool, narrow: bool
+) -> Llama | None:
+    """``skeleton`` is transformers' module on the meta device. ``narrow``: keep 16 bits on a CPU where that
+    loses nothing. None if tensors are missing, or the logits are not those of transformers' layers."""
+    kernels = _kernels(skeleton, facts) if native_kernels else None
+    for library in (kernels, None) if kernels is not None else (None,):
+        reader = _Reader(skeleton, checkpoint, facts, partial(make_linear, library=library, narrow=narrow))
+        if not reader.is_complete:
+            return None
+        weights, expected = reader.read(keep_type=narrow and library is not None)
+        if not expected.isfinite().all():
+            return None  # transformers' own module fails with words for it
+        if (model := checked(facts, weights, library, expected)) is not None:
+            return model
+    return None
+
+
+def take_llama(module: Any, facts: ModelFacts, native_kernels: bool, expected: torch.Tensor) -> Llama | None:
+    """A loaded ``module``, whose linear layers know best how to use their weights: it stays as it is.
+    ``expected`` as in ``checked``."""
+    weights = read_module(module, facts)
+    kernels = _kernels(module, facts) if native_kernels else None
+    ways = (kernels, None) if kernels is not None else (None,)
+    models = (checked(facts, weights, library, expected) for library in ways)
+    return next((model for model in models if model is not None), None)
+
+
+def read_module(module: Any, facts: ModelFacts) -> LlamaWeights:
+    embeddings = module.model.embed_tokens.weight.detach()
+    return LlamaWeights(
+        embeddings,
+        [LlamaLayer(layer, index, make_linear) for index, layer in enumerate(module.model.layers)],
+        Norm.of(module.model.norm),
+        make_linear([module.lm_head]),
+        Rotary(module.model.rotary_emb, module.config, embeddings.to(facts.dtype)),
+    )
+
+
+@torch.inference_mode()
+def checked(
+    facts: ModelFacts, weights: LlamaWeights, library: ctypes.CDLL | None, expected: torch.Tensor
+) -> Llama | None:
+    """The fastest model whose logits of the probe text are the ``expected`` ones; None if none's are."""
+    ways: list[tuple[str, Llama]] = []
+    if library is not None:
+        ways = [("The native kernels", Llama(facts, weights, NativeKernels(library)))]
+    else:
+        kernel = find_kernel([layer.attention for layer in weights.layers], facts.dtype, facts.device)
+        if kernel is not None:
+            in_place = Llama(facts, weights, attention=partial(InPlaceAttention, kernel))
+            ways = [("The attention kernel", in_place)]
+        ways.append(("The short forward", Llama(facts, weights)))
+    for name, model in ways:
+        if same_logits(probe_logits(model), expected, facts.dtype):
+            return model
+        logger.warning("%s: the logits differ from those of transformers' layers; it is not used", name)
+    return None
+
+
+def probe_ids(config: Any) -> list[int]:
+    length = min(PROBE_TOKENS, config.max_position_embeddings or PROBE_TOKENS)
+    return [(7 * i * i + 3 * i + 1) % config.vocab_size for i in range(length)]
+
+
+def probe_logits(model: Model) -> torch.Tensor:
+    """Of a short text in a cache of its own, its blocks in no order: a prompt, two tokens of which only the
+    last one's are asked for, and three more."""
+    ids = probe_ids(model.config)
+    runner = ModelRunner.build(model, num_blocks=4, block_size=-(-len(ids) // 4))
+    table = BlockTable()
+    table.block_ids = [2, 0, 3, 1]
+    spans = (ids[:-5], len(ids) - 5), (ids[-5:-3], 1), (ids[-3:], 3)
+    return torch.cat([runner.forward([Span(table, *part)]).logits for part in spans])
+
+
+def same_logits(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Equal but for rounding, if both were computed in ``dtype``; the logits themselves are float32."""
+    scale = theirs.abs().max().clamp(min=1e-6)
+    return bool(((ours - theirs).abs().max() <= TOLERANCES[dtype] * scale).item())
+
+
+class _Reader:
+    """Reads a checkpoint layer by layer: transformers' layer computes with it, then ``make`` packs it, and
+    its tensors are gone before the next one's come."""
+
+    def __init__(self, skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, make: Make) -> None:
+        self.skeleton = skeleton
+        self.checkpoint = checkpoint
+        self.facts = facts
+        self.make = make
+        self.layers: list[LlamaLayer] = []
+
+    @property
+    def is_complete(self) -> bool:
+        tied = self.skeleton.config.tie_word_embeddings
+        names = [name for name, _ in self.skeleton.named_parameters()]
+        return all(name in self.checkpoint.files or (tied and name == "lm_head.weight") for name in names)
+
+    @torch.inference_mode()
+    def read(self, keep_type: bool) -> tuple[LlamaWeights, torch.Tensor]:
+        """The weights, and the probe text's logits as ``probe_logits`` asks for them."""
+        module, facts = self.skeleton, self.facts
+        embeddings = self._tensor("model.embed_tokens.weight", keep_type=keep_type)
+        like = torch.empty(0, dtype=facts.dtype, device=facts.device)
+        # On the meta device the skeleton's has no angles.
+        module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config).to(facts.device)
+        hooks = [self._follow(layer, index) for index, layer in enumerate(module.model.layers)]
+        self._fill(module.model.norm, "model.norm")
+        ids = torch.tensor([probe_ids(module.config)], device=facts.device)
+        embedded = F.embedding(ids, embeddings).to(facts.dtype)
+        hidden = module.model(inputs_embeds=embedded, use_cache=False).last_hidden_state[0]
+        for hook in (hook for pair in hooks for hook in pair):
+            hook.remove()
+        head = module.lm_head
+        if module.config.tie_word_embeddings:
+            head.weight = nn.Parameter(embeddings, requires_grad=False)
+        else:
+            self._fill(head, "lm_head", keep_type=keep_type)
+        kept = [row for row in range(len(hidden)) if row != len(hidden) - 5]
+        parts = torch.split(head.weight, HEAD_ROWS)
+        logits = torch.cat([F.linear(hidden[kept], part.to(facts.dtype)) for part in parts], dim=-1).float()
+        weights = LlamaWeights(
+            embeddings,
+            self.layers,
+            Norm.of(module.model.norm),
+            self.make([head]),
+            Rotary(module.model.rotary_emb, module.config, like),
+        )
+        return weights, logits
+
+    def _follow(self, layer: nn.Module, index: int) -> tuple[Any, Any]:
+        def before(*_: Any) -> None:
+            self._fill(layer, f"model.layers.{index}")
+
+        def after(*_: Any) -> None:
+            self.layers.append(LlamaLayer(layer, index, self.make))
+            layer.to("meta")
+
+        return layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
+
+    def _fill(self, module: nn.Module, prefix: str, keep_type: bool = False) -> None:
+        names = [name for name, _ in module.named_parameters()]
+        tensors = {name: self._tensor(f"{prefix}.{name}", keep_type) for name in names}
+        module.load_state_dict(tensors, strict=False, assign=True)
+
+    def _tensor(self, name: str, keep_type: bool = False) -> torch.Tensor:
+        """A copy, on the device; ``keep_type``: in the checkpoint's 16 bits, if it has no more."""
+        tensor = self.checkpoint.read([name])[name]
+        is_kept = keep_type and tensor.dtype.itemsize == 2
+        return tensor.to(self.facts.device, tensor.dtype if is_kept else self.facts.dtype, copy=True)
+
+
+def _kernels(module: Any, facts: ModelFacts) -> ctypes.CDLL | None:
+    """The native kernels, if they serve this model and can be had."""
+    if not serves(facts.dtype, facts.device, module.model.layers[0].self_attn.head_dim):
+        return None
+    return load_library()
+
+
+def _joined(module: Any, whole: str, *parts: str) -> list[nn.Module]:
+    """Phi-3 stores as one layer what others have apart."""
+    return [getattr(module, whole)] if hasattr(module, whole) else [getattr(module, part) for part in parts]
+
+
+def _attention_shape(attention: Any, index: int) -> AttentionShape:
+    size, config = attention.head_dim, attention.config
+    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    # Mistral and Phi-3 keep their window in the config, the others with the layer; None sees everything.
+    window_home = config if config.model_type in ("mistral", "phi3") else attention
+    norm = None
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm, attention.k_norm
+        weight = torch.cat([query.weight.expand(num_heads, -1), key.weight.expand(num_kv_heads, -1)])
+        norm = Norm(weight.detach(), query.variance_epsilon)
+    return AttentionShape(
+        layer=index,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=size,
+        scaling=attention.scaling,
+        sliding_window=getattr(window_home, "sliding_window", None),
+        norm=norm,
+    )

@@ -1,0 +1,49 @@
+"""A model, its cache, and at most one fast pass over it: spans of token ids in, logits out."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.batch import Span
+from engine.kv_cache import KVCache
+from engine.models.base import FastPass, ForwardOutput, Model
+from engine.models.errors import ModelLoadError
+
+
+class ModelRunner:
+    """Target and draft alike. ``taps``: layers whose states ``forward`` returns; then there is no fast
+    pass."""
+
+    def __init__(
+        self, model: Model, cache: KVCache, fast_pass: FastPass | None = None, taps: Sequence[int] = ()
+    ) -> None:
+        if taps and not model.has_taps:
+            raise ModelLoadError(f"hidden states of {model.config.model_type} models cannot be had")
+        self.model = model
+        self.cache = cache
+        self.fast_pass = None if taps else fast_pass
+        self.taps = taps
+        self.vocab_size = model.vocab_size
+        self.device = model.device
+
+    @classmethod
+    def build(cls, model: Model, num_blocks: int, block_size: int) -> "ModelRunner":
+        """Over a new cache, with the fast pass that the model has by itself."""
+        cache = KVCache(model.layers, num_blocks, block_size, model.dtype)
+        return cls(model, cache, model.fast_pass(cache))
+
+    def forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> ForwardOutput:
+        """The spans' tokens are stored in the cache and counted as computed; room must be reserved.
+        ``ids_on_device`` as in ``Model.forward``."""
+        if not torch.is_inference_mode_enabled():  # entering it again takes 10 microseconds
+            with torch.inference_mode():
+                return self.forward(spans, ids_on_device)
+        ends = [span.table.num_computed_tokens + len(span.token_ids) for span in spans]
+        logits = None if self.fast_pass is None else self.fast_pass(spans, ids_on_device)
+        if logits is None:
+            output = self.model.forward(spans, self.cache, ids_on_device, self.taps)
+        else:
+            output = ForwardOutput(logits)
+        for span, end in zip(spans, ends, strict=True):
+            span.table.num_computed_tokens = end
+        return output

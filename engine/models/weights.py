@@ -1,0 +1,74 @@
+"""A checkpoint's tensors by name, mapped into memory: safetensors or torch's files, whole or in shards."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers.utils import cached_file
+
+# Names of whole checkpoints and of the index of one in shards, as transformers prefers them.
+LAYOUTS = (
+    ("model.safetensors", "model.safetensors.index.json"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+
+
+class Checkpoint:
+    """``files``: where each tensor is."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.files = files
+
+    @classmethod
+    def find(cls, path: str) -> "Checkpoint | None":
+        """That of a folder or a hub id; None if it has other files, or not all of them."""
+        for whole, index in LAYOUTS:
+            if (file := _locate(path, whole)) is not None:
+                return cls(dict.fromkeys(_names(file), file))
+            if (file := _locate(path, index)) is not None:
+                shards: dict[str, str] = json.loads(Path(file).read_text())["weight_map"]
+                located = {shard: _locate(path, shard) for shard in set(shards.values())}
+                found = {name: place for name, shard in shards.items() if (place := located[shard])}
+                return cls(found) if len(found) == len(shards) else None
+        return None
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Views of the files, which are mapped for as long as one of the tensors is kept: no pages stay that
+        were read once."""
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[name], []).append(name)
+        tensors = {}
+        for file, members in by_file.items():
+            if file.endswith(".bin"):
+                stored = _unpickled(file)
+                tensors.update({name: stored[name] for name in members})
+            else:
+                with safe_open(file, "pt") as opened:
+                    tensors.update({name: opened.get_tensor(name) for name in members})
+        return tensors
+
+
+def _locate(path: str, name: str) -> str | None:
+    found: str | None = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return found
+
+
+def _names(file: str) -> list[str]:
+    if file.endswith(".bin"):
+        return list(_unpickled(file))
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
+
+
+def _unpickled(file: str) -> dict[str, torch.Tensor]:
+    stored: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    return stored

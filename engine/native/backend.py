@@ -1,0 +1,163 @@
+"""Distributions and draws in C (``sampling.c``): float32 logits on a CPU.
+
+torch computes noise, a logarithm and a quotient for every token and sorts for top-p, each an operation of its
+own; for small models that is a quarter of a round. At load both ways are compared (``native_backend``).
+"""
+
+import ctypes
+import logging
+from ctypes import byref
+
+import torch
+
+from engine.messages import SamplingParams
+from engine.native.library import Processors, load_library
+from engine.sampling.backend import TorchBackend
+from engine.sampling.processors import SamplingTensors
+from engine.sampling.random import Stream
+
+CPU = torch.device("cpu")
+# Of a probability; both ways round to 1e-7.
+TOLERANCE = 1e-5
+# Both ways are compared on a vocabulary that fills no vector; every processor alone and with others.
+PROBE_VOCAB = 1003
+PROBE_DRAWS = 16  # of each row
+PROBE_PARAMS = [
+    SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature, top_k, top_p, min_p in (
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 0.9, 0.0),
+        (1.5, 20, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.1),
+        (2.0, 50, 0.8, 0.05),
+    )
+]
+
+logger = logging.getLogger(__name__)
+
+
+def native_backend() -> "NativeBackend | None":
+    """None where the C functions cannot be had, or differ from torch's on a few rows."""
+    library = load_library()
+    if library is None:
+        return None
+    backend = NativeBackend(library)
+    if _agrees(backend):
+        return backend
+    logger.warning("The native draws differ from torch's and are not used")
+    return None
+
+
+class NativeBackend:
+    """Keeps nothing between calls: the same object serves every step."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def probs(self, logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+        logits = logits.float().contiguous()
+        sequences, positions, vocab_size = logits.shape
+        num_threads = torch.get_num_threads()
+        cuts = sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p
+        scratch = torch.empty(num_threads, vocab_size) if cuts else None
+        columns = sampling[:4]
+        processors = Processors(*(column.data_ptr() for column in columns))
+        probs = torch.empty_like(logits)
+        self.library.process(
+            probs.data_ptr(),
+            logits.data_ptr(),
+            byref(processors),
+            None if scratch is None else scratch.data_ptr(),
+            sequences,
+            positions,
+            vocab_size,
+            num_threads,
+        )
+        return probs
+
+    def gumbel_argmax(
+        self, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, offset: int
+    ) -> torch.Tensor:
+        # Kept as long as the pointers to them are used.
+        probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
+        ids = torch.empty(probs.shape[:2], dtype=torch.int64)
+        self.library.gumbel_argmax(
+            ids.data_ptr(),
+            probs.data_ptr(),
+            seeds.data_ptr(),
+            positions.data_ptr(),
+            offset,
+            *probs.shape,
+            torch.get_num_threads(),
+        )
+        return ids
+
+    def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
+        seeds, positions = seeds.expand_as(positions).contiguous(), positions.contiguous()
+        numbers = torch.empty(positions.shape, dtype=torch.float64)
+        self.library.uniform(
+            numbers.data_ptr(), seeds.data_ptr(), positions.data_ptr(), int(stream), numbers.numel()
+        )
+        return numbers
+
+    def inverse_cdf(self, probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        probs, uniforms = probs.contiguous(), uniforms.contiguous()
+        ids = torch.empty(uniforms.shape, dtype=torch.int64)
+        self.library.inverse_cdf(
+            ids.data_ptr(), probs.data_ptr(), uniforms.data_ptr(), *probs.shape, torch.get_num_threads()
+        )
+        return ids
+
+    def draw_next(
+        self,
+        target_probs: torch.Tensor,
+        draft_probs: torch.Tensor,
+        num_draft: torch.Tensor,
+        num_accepted: torch.Tensor,
+        weights: torch.Tensor,
+        recover_uniforms: torch.Tensor,
+    ) -> torch.Tensor:
+        args = [target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms]
+        args = [arg.contiguous() for arg in args]
+        ids = torch.empty_like(num_accepted)
+        self.library.draw_next(
+            ids.data_ptr(),
+            *(arg.data_ptr() for arg in args),
+            *draft_probs.shape,
+            torch.get_num_threads(),
+        )
+        return ids
+
+    def noise_uniforms(self, seed: int, position: int, vocab_size: int) -> torch.Tensor:
+        """Uniforms behind the noise of ``gumbel_argmax`` for tokens 0 to ``vocab_size``, float64."""
+        numbers = torch.empty(vocab_size, dtype=torch.float64)
+        self.library.noise_uniforms(numbers.data_ptr(), seed, position, vocab_size)
+        return numbers
+
+
+def _agrees(backend: NativeBackend) -> bool:
+    reference = TorchBackend()
+    shape = len(PROBE_PARAMS), 2, PROBE_VOCAB
+    logits = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    sampling = SamplingTensors.build(PROBE_PARAMS, CPU)
+    probs = reference.probs(logits, sampling)
+    if not torch.allclose(backend.probs(logits, sampling), probs, rtol=0, atol=TOLERANCE):
+        return False
+    probs = probs.repeat(PROBE_DRAWS, 1, 1)
+    seeds = torch.arange(len(probs)) * 12345
+    drawn = seeds, seeds % 100, 3
+    if not torch.equal(backend.gumbel_argmax(probs, *drawn), reference.gumbel_argmax(probs, *drawn)):
+        return False
+    numbers = seeds[:, None], seeds[:, None] + torch.arange(2), Stream.RECOVER
+    uniforms = reference.uniform(*numbers)
+    if not torch.equal(backend.uniform(*numbers), uniforms):
+        return False
+    first = probs[:, 0], uniforms[:, 0]
+    if not torch.equal(backend.inverse_cdf(*first), reference.inverse_cdf(*first)):
+        return False
+    # One token was drafted from a flatter distribution; every second row has accepted it.
+    draft = probs[:, :1].sqrt()
+    draft /= draft.sum(-1, keepdim=True)
+    weights = (1 + uniforms[:, 1]) / 2
+    follow = probs, draft, torch.ones_like(seeds), seeds % 2, weights, uniforms
+    return torch.equal(backend.draw_next(*follow), reference.draw_next(*follow))

@@ -1,0 +1,167 @@
+/* Linear layers of a few float32 rows on a CPU, with weights in float32 or float16.
+ *
+ * Weights are read once for as many rows as there are registers for their sums: few rows cost what it takes to
+ * read them. "linear.py" lays them out and calls this; all arrays are row-major.
+ */
+
+#include "kernels.h"
+#include "arena.h"
+#include "vectors.h"
+
+/* Columns and rows of a product that are summed up together: as many as there are registers for. */
+#define PANEL (2 * LANES)
+#if LANES == 16 || defined(__aarch64__)
+#define MAX_ROWS 12
+#else
+#define MAX_ROWS 6
+#endif
+#define VECTORS (PANEL / LANES)
+/* Weights are fetched this many bytes before they are used, but for a single row: the processor's own
+ * prefetching is as good there. */
+#define PREFETCH 8192
+
+/* With AVX-512 a multiplication reads its factor from memory and spreads it over all lanes itself. The
+ * compiler would spread it once for several, by an instruction that takes the place of a multiplication;
+ * unless it does not know that the factors are the same. Then it would rather read the weights from memory. */
+#if LANES == 16
+#define UNKNOWN(weight, factors) __asm__ volatile("" : "+v"(weight), "+r"(factors))
+#else
+#define UNKNOWN(weight, factors)
+#endif
+
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+#define QUAD(at) (*(quad *)(at))
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+
+/* A panel's columns of some rows from their sums. One function for any number of rows, so that rounding does
+ * not depend on it. */
+static __attribute__((noinline)) void finish(
+    const Linear *linear, float *out, const float *residual, const vec *sum, int64_t column, int64_t rows) {
+    const int64_t width = linear->out_features, end = width - column < PANEL ? width - column : PANEL;
+    const float *bias = linear->bias ? linear->bias + column : NULL;
+    for (int64_t row = 0; row < rows; row++, sum += VECTORS) {
+        float *to = out + row * width + column;
+        const float *add = residual ? residual + row * width + column : NULL;
+        if (end == PANEL) {
+            for (int i = 0; i < VECTORS; i++) {
+                vec value = sum[i] * linear->scale;
+                if (bias) value += *(const vec *)(bias + i * LANES);
+                if (add) value += *(const vec *)(add + i * LANES);
+                *(vec *)(to + i * LANES) = value;
+            }
+        } else {
+            for (int64_t i = 0; i < end; i++) {
+                float value = sum[i / LANES][i % LANES] * linear->scale;
+                if (bias) value += bias[i];
+                if (add) value += add[i];
+                to[i] = value; /* at the very last: it may be what is added */
+            }
+        }
+    }
+}
+
+/* A panel's columns for some rows, whose sums stay in registers; x [in_features, num_rows]. */
+static inline ALWAYS void multiply_rows(
+    const Linear *linear, float *out, const float *x, const float *residual, int64_t column,
+    const int is_half, const int num_rows) {
+    const int64_t in = linear->in_features;
+    const uint16_t *half = (const uint16_t *)linear->weights + column * in;
+    const float *whole = (const float *)linear->weights + column * in;
+    vec sum[MAX_ROWS][VECTORS], kept[MAX_ROWS][VECTORS];
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < VECTORS; i++) sum[row][i] = (vec){0};
+    for (int64_t k = 0; k < in; k++) {
+        vec weight[VECTORS];
+        const float *factors[VECTORS];
+        UNROLL
+        for (int i = 0; i < VECTORS; i++) {
+            const int64_t at = k * PANEL + i * LANES;
+            weight[i] = is_half ? widen(half + at) : *(const vec *)(whole + at);
+            factors[i] = x + k * num_rows;
+            UNKNOWN(weight[i], factors[i]);
+        }
+        if (num_rows > 1) {
+            const char *now = is_half ? (const char *)(half + k * PANEL) : (const char *)(whole + k * PANEL);
+            for (int i = 0; i < PANEL * (is_half ? 2 : 4); i += 64) __builtin_prefetch(now + PREFETCH + i);
+        }
+        UNROLL
+        for (int row = 0; row < num_rows; row++) {
+            UNROLL
+            for (int i = 0; i < VECTORS; i++) sum[row][i] += weight[i] * factors[i][row];
+        }
+    }
+    /* Sums whose address is known elsewhere would not be kept in registers. */
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < VECTORS; i++) kept[row][i] = sum[row][i];
+    finish(linear, out, residual, kept[0], column, num_rows);
+}
+
+/* Part ``part`` of num_parts of x [rows, size] as [size, rows of the part]. */
+static void interleave(float *to, const float *x, int64_t rows, int64_t size, int64_t part, int64_t num_parts) {
+    const int64_t first = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - first;
+    float *out = to + first * size;
+    const float *from = x + first * size;
+    const int64_t last = num_rows - 1, b = size, c = (last < 2 ? last : 2) * size, d = (last < 3 ? last : 3) * size;
+    int64_t k = 0;
+    /* Four by four. The last four rows may be in part those before them, once more. Of fewer than four the
+     * last is taken for the missing ones: what comes next overwrites it. */
+    for (; k + 4 < size; k += 4) {
+        for (int64_t done = 0; done < num_rows; done += 4) {
+            const int64_t row = done + 4 <= num_rows || last < 3 ? done : num_rows - 4;
+            const float *at = from + row * size + k;
+            const quad ab = ZIP_LOW(QUAD(at), QUAD(at + b)), cd = ZIP_LOW(QUAD(at + c), QUAD(at + d));
+            const quad ef = ZIP_HIGH(QUAD(at), QUAD(at + b)), gh = ZIP_HIGH(QUAD(at + c), QUAD(at + d));
+            float *column = out + k * num_rows + row;
+            QUAD(column) = __builtin_shufflevector(ab, cd, 0, 1, 4, 5);
+            QUAD(column + num_rows) = __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+            QUAD(column + 2 * num_rows) = __builtin_shufflevector(ef, gh, 0, 1, 4, 5);
+            QUAD(column + 3 * num_rows) = __builtin_shufflevector(ef, gh, 2, 3, 6, 7);
+        }
+    }
+    for (; k < size; k++)
+        for (int64_t row = 0; row < num_rows; row++) out[k * num_rows + row] = from[row * size + k];
+}
+
+/* A panel's columns for all rows, num_parts of them in turn; x: each part interleaved. */
+static void multiply_panel(const Linear *linear, float *out, const float *x, const float *residual,
+                           int64_t rows, int64_t num_parts, int64_t panel) {
+    const int64_t in = linear->in_features, width = linear->out_features, column = panel * PANEL;
+    for (int64_t part = 0; part < num_parts; part++) {
+        const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
+        float *to = out + row * width;
+        const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
+        switch (num_rows + (linear->is_half ? MAX_ROWS : 0)) {
+#define CASE(n) \
+            case n: multiply_rows(linear, to, from, add, column, 0, n); break; \
+            case MAX_ROWS + n: multiply_rows(linear, to, from, add, column, 1, n); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if MAX_ROWS == 12
+            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+        }
+    }
+}
+
+/* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
+ * which may be out itself. */
+void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
+    const int64_t in = linear->in_features, width = linear->out_features;
+    int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    /* What is needed together then lies together, and not all in the same few cache lines, as it would if rows
+     * were a power of two long. */
+    static _Thread_local Arena arena;
+    if (num_parts < rows && arena_reserve(&arena, rows * in * sizeof(float))) {
+        float *to = arena_alloc(&arena, rows * in, sizeof(float));
+        FOR_EACH(part, num_parts, rows * in * 4, interleave(to, x, rows, in, part, num_parts));
+        x = to;
+    } else {
+        num_parts = rows; /* single rows are in order as they are */
+    }
+    FOR_EACH(panel, (width + PANEL - 1) / PANEL, in * width * rows,
+             multiply_panel(linear, out, x, residual, rows, num_parts, panel));
+}
+
+/* Columns of a Linear's weights together, panel by panel: what the weights must be laid out as. */
+int64_t panel_size(void) { return PANEL; }

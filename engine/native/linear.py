@@ -1,0 +1,144 @@
+"""Linear layers in C (``linear.c``): weights in float32 or float16, float32 rows and sums.
+
+The libraries' calls take ten microseconds before they multiply anything, which is most of what a small
+layer takes for few rows; this one starts in three. Of large weights it keeps the memory busier than oneDNN
+does. Weights are laid out once, in panels of a few columns that are read from end to end.
+"""
+
+import ctypes
+import logging
+from collections.abc import Iterator, Sequence
+from ctypes import byref
+
+import torch
+import torch.nn.functional as F
+
+from engine.huge_pages import HugePages
+from engine.native.library import Linear, load_library
+
+# Weights this much smaller than the largest may lose bits: a float32 sum loses more.
+NEGLIGIBLE = 2.0**-30
+# Weights that are converted at a time, so that a large layer's copies are never whole.
+CHUNK_WEIGHTS = 1 << 22
+
+# The layer that shows at load whether C computes what torch does: it fills neither panels nor vectors.
+PROBE_SHAPE, PROBE_ROWS, TOLERANCE = (45, 37), (1, 5, 14), 1e-5
+
+logger = logging.getLogger(__name__)
+
+# All weights are in the same few: most of a small model's are smaller than a page.
+_pages = HugePages()
+
+
+def linear_library() -> ctypes.CDLL | None:
+    """The kernels, if they can be had and a small layer of theirs is torch's; else None, and a warning."""
+    library = load_library()
+    if library is None or _agrees(library):
+        return library
+    logger.warning("The native linear layers differ from torch's and are not used")
+    return None
+
+
+class NativeLinear:
+    """``weights`` [out features, in features] of any floating type are stacked, panel by panel. ``scale``:
+    float16 holds them all without loss times this power of two; None: keep float32."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        scale: float | None,
+    ) -> None:
+        self.out_features, in_features = sum(len(weight) for weight in weights), weights[0].shape[1]
+        self.multiply = library.multiply
+        panel = library.panel_size()
+        dtype = torch.float32 if scale is None else torch.float16
+        # Kept for as long as the structure points to them.
+        self.weights = _pages.zeros(-(-self.out_features // panel), in_features, panel, dtype=dtype)
+        column = 0
+        for weight in weights:
+            for part in torch.split(weight, max(panel, CHUNK_WEIGHTS // in_features // panel * panel)):
+                part = part.float()
+                self._store(column, part if scale is None else part * scale)
+                column += len(part)
+        self.bias = None if bias is None else bias.float().contiguous()
+        self.struct = Linear(
+            in_features=in_features,
+            out_features=self.out_features,
+            is_half=scale is not None,
+            weights=self.weights.data_ptr(),
+            scale=1 / (scale or 1.0),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+        )
+
+    def _store(self, column: int, weight: torch.Tensor) -> None:
+        """``weight`` [columns, in features] into the panels, from ``column`` on."""
+        panel = self.weights.shape[2]
+        while len(weight):
+            number, offset = divmod(column, panel)
+            whole = 0 if offset else len(weight) // panel
+            if whole:
+                taken = whole * panel
+                columns = weight[:taken].reshape(whole, panel, -1).transpose(1, 2)
+                self.weights[number : number + whole].copy_(columns)
+            else:
+                taken = min(len(weight), panel - offset)
+                self.weights[number, :, offset : offset + taken] = weight[:taken].T
+            column, weight = column + taken, weight[taken:]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], self.out_features)
+        self.multiply(byref(self.struct), out.data_ptr(), x.data_ptr(), None, x.shape[0])
+        return out
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x, residual = x.contiguous(), residual.contiguous()
+        out = torch.empty_like(residual)
+        self.multiply(
+            byref(self.struct), out.data_ptr(), x.data_ptr(), residual.data_ptr(), residual.shape[0]
+        )
+        return out
+
+
+def _agrees(library: ctypes.CDLL) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = (
+        torch.randn(*shape, generator=generator).half().float() for shape in (PROBE_SHAPE, PROBE_SHAPE[:1])
+    )
+    for scale in (None, 1.0):
+        linear = NativeLinear(library, [weight], bias, scale)
+        for rows in PROBE_ROWS:
+            x = torch.randn(rows, PROBE_SHAPE[1], generator=generator)
+            residual, expected = x[:, :1].expand(rows, len(weight)), F.linear(x, weight, bias)
+            both = (linear(x), expected), (linear.add_to(residual, x), residual + expected)
+            if not all(torch.allclose(*pair, rtol=TOLERANCE, atol=TOLERANCE) for pair in both):
+                return False
+    return True
+
+
+def half_scale(weights: Sequence[torch.Tensor]) -> float | None:
+    """The power of two times which float16 holds all of ``weights`` without loss; None if there is none."""
+    magnitudes = [part.abs().max() for part in _parts(weights)]
+    largest = torch.stack(magnitudes).max()  # NaN if there is one
+    if not largest.isfinite():
+        return None
+    if all(bool((part.half().float() == part).all()) for part in _parts(weights)):
+        return 1.0
+    _, exponent = torch.frexp(largest)
+    scale = 2.0 ** (15 - int(exponent))
+    return scale if all(_holds(part, scale, largest) for part in _parts(weights)) else None
+
+
+def _holds(weight: torch.Tensor, scale: float, largest: torch.Tensor) -> bool:
+    scaled = weight * scale
+    kept = scaled.half().float() == scaled
+    return bool(kept.all()) or bool((kept | (weight.abs() < largest * NEGLIGIBLE)).all())
+
+
+def _parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Some rows at a time, in float32."""
+    for weight in weights:
+        rows = max(1, CHUNK_WEIGHTS // weight.shape[1])
+        yield from (part.float() for part in torch.split(weight, rows))

@@ -1,0 +1,90 @@
+// Requests to this server. Paths are relative to the page, so that a proxy may serve it below a path.
+
+let apiKey = ""; // in memory only: a reload forgets it
+let askForKey = async () => false;
+let isDeclined = false; // the question was closed without a key: requests that run by themselves ask no more
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** A person wants something that may need a key. */
+export function allowAsking() {
+  isDeclined = false;
+}
+
+/** `ask(wasRefused)` resolves to a key, or to "" if none is given. */
+export function onKeyNeeded(ask) {
+  let asking = null; // one question for all requests that wait for the key
+  askForKey = (refused) => {
+    if (refused !== apiKey) return Promise.resolve(true); // another request has a new key already
+    if (isDeclined) return Promise.resolve(false);
+    asking ??= ask(refused !== "").then((key) => {
+      asking = null;
+      apiKey = key || apiKey;
+      isDeclined = !key;
+      return Boolean(key);
+    });
+    return asking;
+  };
+}
+
+async function send(path, options = {}) {
+  for (;;) {
+    const used = apiKey;
+    const headers = { ...options.headers, ...(used && { authorization: `Bearer ${used}` }) };
+    const response = await fetch(path, { ...options, headers, cache: "no-store" });
+    if (response.ok) return response;
+    if (response.status !== 401 || !(await askForKey(used))) throw await errorOf(response);
+  }
+}
+
+async function errorOf(response) {
+  const text = await response.text();
+  try {
+    return new ApiError(JSON.parse(text).error.message, response.status);
+  } catch {
+    return new ApiError(`HTTP ${response.status}`, response.status);
+  }
+}
+
+export async function getJson(path) {
+  return (await send(path)).json();
+}
+
+export async function getText(path) {
+  return (await send(path)).text();
+}
+
+function post(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  return send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
+/** The chunks of a stream, or the whole answer as the only one. */
+export async function* chunks(path, body, signal) {
+  const response = await post(path, body, signal);
+  if (!body.stream) {
+    yield await response.json();
+    return;
+  }
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new ApiError("The connection ended before the answer did.", 0);
+    const events = (buffer + value).split("\n\n");
+    buffer = events.pop();
+    for (const event of events) {
+      if (!event.startsWith("data: ")) continue; // a comment that keeps the connection awake
+      const data = event.slice(6);
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ApiError(chunk.error.message, 200);
+      yield chunk;
+    }
+  }
+}

@@ -1,0 +1,251 @@
+"""``foretoken top``: a live view of a running server in the terminal, by ``/metrics`` and ``/speculation``.
+
+Read once a second or so; rates are differences between two readings. Where there is no terminal, or with
+``--once``, one view is printed and that is all.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from engine.terminal import console, printable
+
+TIMEOUT_SECONDS = 5.0
+NUM_RATES = 60  # readings that the line of tokens per second shows
+NUM_POSITIONS = 10
+BAR_WIDTH = 30
+PANEL_WIDTH = 100
+LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+class UnreachableError(Exception):
+    """No answer, or none that this command understands."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """``samples``: sums by metric name without prefix, and values by (name, label value)."""
+
+    time: float
+    samples: dict[str, float]
+    by_label: dict[tuple[str, str], float]
+    speculation: dict[str, Any]
+    version: dict[str, Any]
+
+    def total(self, name: str) -> float:
+        return self.samples.get(name, 0.0)
+
+    def at(self, name: str, label: str) -> float:
+        return self.by_label.get((name, label), 0.0)
+
+
+@dataclass
+class History:
+    """The last two readings, and rates of those before."""
+
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RATES))
+    last: Reading | None = None
+    before: Reading | None = None
+
+    def add(self, reading: Reading) -> None:
+        self.before, self.last = self.last, reading
+        if self.before is not None:
+            self.rates.append(self.rate("generation_tokens_total"))
+
+    def rate(self, name: str) -> float:
+        """Growth per second; 0 before there are two readings, and after a restart."""
+        if self.last is None or self.before is None:
+            return 0.0
+        grown = self.last.total(name) - self.before.total(name)
+        return max(0.0, grown) / (self.last.time - self.before.time)
+
+    def mean(self, histogram: str) -> float | None:
+        """Of what it has observed since the reading before, or since the start if that is nothing."""
+        assert self.last is not None
+        for earlier in (self.before, None):
+            total, count = (
+                self.last.total(f"{histogram}_{part}")
+                - (earlier.total(f"{histogram}_{part}") if earlier else 0)
+                for part in ("sum", "count")
+            )
+            if count > 0:
+                return total / count
+        return None
+
+
+class Client:
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def read(self) -> Reading:
+        samples: dict[str, float] = {}
+        by_label: dict[tuple[str, str], float] = {}
+        for name, labels, value in _samples(self._get("/metrics").decode()):
+            samples[name] = samples.get(name, 0.0) + value
+            for label in labels:
+                by_label[name, label] = value
+        speculation, version = (json.loads(self._get(path)) for path in ("/speculation", "/version"))
+        return Reading(time.monotonic(), samples, by_label, speculation, version)
+
+    def _get(self, path: str) -> bytes:
+        url = f"{self._base_url}{path}"
+        try:
+            request = urllib.request.Request(url, headers=self._headers)
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:
+            hint = " (give a key with --api-key)" if error.code == 401 else ""
+            raise UnreachableError(f"{url} answers {error.code}{hint}") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise UnreachableError(f"No server answers at {self._base_url}: {reason}") from error
+
+
+def _samples(text: str) -> Iterator[tuple[str, list[str], float]]:
+    """Names without the prefix, which is what stands before ``build_info``."""
+    families = list(text_string_to_metric_families(text))
+    names = [family.name for family in families if family.name.endswith("build_info")]
+    prefix = names[0].removesuffix("build_info") if names else ""
+    for family in families:
+        for sample in family.samples:
+            if sample.name.startswith(prefix):
+                labels = [value for name, value in sample.labels.items() if name != "model_name"]
+                yield sample.name.removeprefix(prefix), labels, sample.value
+
+
+def view(history: History) -> RenderableType:
+    assert history.last is not None
+    now = history.last
+    return Group(
+        _title(now),
+        _panel("requests", _figures(history)),
+        _panel("acceptance by position", _positions(now)),
+        Text(printable(f"speculation {now.speculation['why']}"), "dim"),
+    )
+
+
+def _panel(title: str, content: RenderableType) -> Panel:
+    return Panel(content, title=title, title_align="left", border_style="dim", width=PANEL_WIDTH)
+
+
+def _title(now: Reading) -> Text:
+    version = now.version
+    models = f"{version['target']}, draft {version['draft']}" if version["draft"] else str(version["target"])
+    is_ready = now.total("ready") == 1
+    title = Text.assemble(("● ", "green" if is_ready else "yellow"), ("foretoken ", "bold"))
+    where = f"{version['device']}, {version['dtype']}" if version["device"] else "loading"
+    return title.append(printable(f"{version['version']}  {version['model']}: {models}; {where}"))
+
+
+def _figures(history: History) -> Table:
+    assert history.last is not None
+    now = history.last
+    speedup = now.speculation["speedup"]
+    figures = Table.grid(padding=(0, 3))
+    for _ in range(2):
+        figures.add_column(style="dim", no_wrap=True)
+        figures.add_column(no_wrap=True)
+
+    def pair(*texts: str | Text) -> None:
+        figures.add_row(*texts)
+
+    tokens = Text(f"{history.rate('generation_tokens_total'):8.1f}  ")
+    pair("tokens/s", tokens.append(sparkline(history.rates), "green"), "", "")
+    running, waiting = now.total("num_requests_running"), now.total("num_requests_waiting")
+    pair("running", f"{running:8.0f}", "waiting", f"{waiting:8.0f}")
+    first = _milliseconds(history.mean("time_to_first_token_seconds"))
+    each = _milliseconds(history.mean("inter_token_latency_seconds"))
+    pair("first token", first, "per token", each)
+    pair("speed-up, predicted", _times(speedup["predicted"]), "achieved", _times(speedup["achieved"]))
+    drafted = now.total("spec_decode_num_draft_tokens_total")
+    accepted = now.total("spec_decode_num_accepted_tokens_total")
+    rate = f"{accepted / drafted:8.0%}" if drafted else "       -"
+    pair("draft length", f"{now.total('num_speculative_tokens'):8.1f}", "drafts accepted", rate)
+    target, draft = (f"{now.at('kv_cache_usage_perc', model):8.0%}" for model in ("target", "draft"))
+    pair("cache, target", target, "cache, draft", draft)
+    errors, restarts = now.total("request_errors_total"), now.total("worker_restarts_total")
+    pair("errors", f"{errors:8.0f}", "worker restarts", f"{restarts:8.0f}")
+    return figures
+
+
+def _positions(now: Reading) -> RenderableType:
+    positions = now.speculation["acceptance_by_position"][:NUM_POSITIONS]
+    if not positions:
+        return Text("nothing has been drafted yet", "dim")
+    bars = Table.grid(padding=(0, 2))
+    for one in positions:
+        filled = round(one["rate"] * BAR_WIDTH)
+        bar = Text("█" * filled, "green").append("░" * (BAR_WIDTH - filled), "dim")
+        bars.add_row(
+            f"{one['position']:>2}", bar, f"{one['rate']:4.0%}", Text(f"of {one['drafted']:,}", "dim")
+        )
+    return bars
+
+
+def sparkline(values: Sequence[float] | deque[float]) -> str:
+    """A character for each value, as high as its share of the largest."""
+    most = max(values, default=0.0) or 1.0
+    return "".join(LEVELS[math.ceil(value / most * (len(LEVELS) - 1))] for value in values)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "       -" if seconds is None else f"{1000 * seconds:8.1f} ms"
+
+
+def _times(ratio: float | None) -> str:
+    return "       -" if ratio is None else f"{ratio:8.2f} times"
+
+
+def _watch(client: Client, interval: float) -> None:
+    """Until interrupted. A server that does not answer is waited for."""
+    history = History()
+    with Live(console=console(), screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                history.add(client.read())
+                live.update(view(history), refresh=True)
+            except UnreachableError as error:
+                live.update(Text(printable(f"{error}; trying again"), "yellow"), refresh=True)
+            time.sleep(interval)
+
+
+def main(flags: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser("foretoken top", description="Watch a running server.")
+    add = parser.add_argument
+    add("--base-url", default="http://127.0.0.1:8000", help="of the server (default %(default)s)")
+    add("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY's value")
+    add("--interval", type=float, default=1.0, help="seconds between readings (default %(default)s)")
+    add("--once", action="store_true", help="print one view and end; so it is where there is no terminal")
+    options = parser.parse_args(flags)
+    client = Client(options.base_url, options.api_key)
+    try:
+        if not options.once and sys.stdout.isatty():
+            _watch(client, max(0.1, options.interval))
+        history = History()
+        history.add(client.read())
+        time.sleep(max(0.0, options.interval))
+        history.add(client.read())
+        console().print(view(history))
+    except UnreachableError as error:
+        print(f"foretoken top: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0

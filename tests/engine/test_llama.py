@@ -1,0 +1,197 @@
+"""The short forward, linear layers: the same logits as transformers, and a way back if they differ."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.pytorch_utils import Conv1D
+
+from engine.batch import Span
+from engine.core.block_pool import BlockTable
+from engine.models import layer_parts, linear
+from engine.models.base import Model
+from engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, make_linear, replace_linears
+from engine.models.llama import Llama
+from engine.models.model_runner import ModelRunner
+from engine.native.library import load_library
+from engine.native.linear import half_scale
+from tests.models import make_engine
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+ROPE = {"rope_theta": 10000.0}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama with biases and tied embeddings": LlamaConfig(
+        **SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "llama, rotary of llama 3": LlamaConfig(
+        **SHAPE,
+        rope_parameters=ROPE
+        | {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "llama, rotary that follows the length": LlamaConfig(
+        **SHAPE, rope_parameters=ROPE | {"rope_type": "dynamic", "factor": 2.0}
+    ),
+    "mistral with a window": MistralConfig(**SHAPE, sliding_window=6, head_dim=32),
+    "qwen2 with windows above": Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+}
+PARTS = (19, 1, 5, 1, 3)
+
+
+def save(config: PreTrainedConfig, folder: Path) -> str:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # ones and zeros would hide a mistake
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def logits_in_parts(model: Model, ids: list[int], blocks: list[int]) -> torch.Tensor:
+    """All of a text's logits through the cache, a few tokens at a time."""
+    runner = ModelRunner.build(model, num_blocks=16, block_size=4)
+    table = BlockTable()
+    table.block_ids = blocks
+    parts, start = [], 0
+    for size in PARTS:
+        parts.append(runner.forward([Span(table, ids[start : start + size], size)]).logits)
+        start += size
+    return torch.cat(parts)
+
+
+@pytest.fixture(params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return save(CONFIGS[request.param], tmp_path)
+
+
+@pytest.mark.parametrize("blocks", [list(range(2, 10)), [9, 3, 4, 1, 12, 7, 0, 5]], ids=["run", "scattered"])
+@pytest.mark.parametrize("native", [True, False], ids=["C", "torch"])
+def test_same_logits_as_transformers(folder: str, blocks: list[int], native: bool) -> None:
+    ids = torch.randint(0, 96, (sum(PARTS),), generator=torch.Generator().manual_seed(1)).tolist()
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        expected = module(input_ids=torch.tensor([ids])).logits[0]
+    model = make_engine(folder, None, native_kernels=native).target.model
+    assert isinstance(model, Llama)
+    torch.testing.assert_close(logits_in_parts(model, ids, blocks), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_wrong_forward_is_noticed_and_not_used(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(CONFIGS["qwen3"], tmp_path)
+    ids = list(range(sum(PARTS)))
+    model = make_engine(path, None, dtype=dtype).target.model
+    assert isinstance(model, Llama)
+    right = logits_in_parts(model, ids, list(range(8)))
+    monkeypatch.setattr(layer_parts, "_rotate", lambda x, cos, sin: x * cos)
+    model = make_engine(path, None, dtype=dtype, native_kernels=False).target.model
+    assert not isinstance(model, Llama)
+    if dtype == "float32":
+        torch.testing.assert_close(logits_in_parts(model, ids, list(range(8))), right, rtol=1e-3, atol=1e-3)
+
+
+def layer_of(dtype: torch.dtype, rows: int, columns: int, bias: bool) -> nn.Linear:
+    """Weights that ``dtype`` holds, in float32."""
+    torch.manual_seed(5)
+    made = nn.Linear(columns, rows, bias=bias)
+    made.weight.data = (torch.randn(rows, columns) * 0.02).to(dtype).float()
+    return made.requires_grad_(False)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 9, 40])
+def test_packed_layers_are_float32_layers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "MIN_PADDED_WEIGHTS", 0)
+    layer = layer_of(torch.float32, 200, 300, bias=True)
+    packed = make_linear([layer])
+    assert type(packed) is OneDnnLinear
+    x, residual = torch.randn(rows, 300), torch.randn(rows, 200)
+    exact = x.double() @ layer.weight.T.double() + layer.bias.double()
+    kept = residual.clone()
+    torch.testing.assert_close(packed(x).double(), exact, rtol=0, atol=3e-6)
+    torch.testing.assert_close(packed.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-6)
+    assert torch.equal(residual, kept)
+
+
+class Doubled(nn.Linear):
+    """As a quantiser's: a linear layer by name only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C", "torch"])
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled])
+def test_joined_layers_lie_one_after_the_other(kind: type[nn.Linear], native: bool) -> None:
+    layers = [kind(256, rows, bias=True).requires_grad_(False) for rows in (100, 160)]
+    x, residual = torch.randn(3, 256), torch.randn(3, 260)
+    separate = torch.cat([layer(x) for layer in layers], dim=-1)
+    joined = make_linear(layers, load_library() if native else None)
+    assert isinstance(joined, ModuleLinear) == (kind is Doubled)
+    torch.testing.assert_close(joined(x), separate, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joined.add_to(residual, x), residual + separate, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["C", "torch"])
+def test_layers_of_any_module_are_replaced(native: bool) -> None:
+    """But for those that are more than a linear layer."""
+    projection = Conv1D(300, 200)
+    module = nn.Sequential(nn.Linear(100, 200), nn.Sequential(projection, nn.Tanh()), Doubled(300, 400))
+    module.requires_grad_(False)
+    x = torch.randn(2, 3, 100)
+    expected = module(x)
+    replace_linears(module, load_library() if native else None, narrow=True)
+    assert isinstance(module[0], LinearModule) == native or load_library() is None  # small for oneDNN
+    assert isinstance(module[1][0], LinearModule)
+    assert type(module[2]) is Doubled
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_half_holds_bfloat16_and_half_but_not_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.native.linear.CHUNK_WEIGHTS", 1000)
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.02
+    assert half_scale([weight]) is None
+    assert half_scale([weight.half().float()]) == half_scale([weight.half()]) == 1
+    scale = half_scale([weight.bfloat16().float()])
+    assert scale is not None
+    assert scale > 1
+    assert half_scale([weight.bfloat16(), weight.bfloat16() / 1024]) == scale
+    assert half_scale([torch.full((2, 2), torch.inf)]) is None
+    assert half_scale([weight.half(), torch.full((2, 64), torch.nan)]) is None
+
+
+def test_one_weight_that_half_cannot_hold_is_enough_to_keep_them_all() -> None:
+    weight = (torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.02).bfloat16().float()
+    weight[3, 5] = 0.0123456789
+    assert half_scale([weight]) is None

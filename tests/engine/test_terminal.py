@@ -1,0 +1,68 @@
+"""What commands print: a model's text cannot steer a terminal, and a pipe gets it as it is."""
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from engine.commands.generate import Printer
+from engine.messages import RoundOrigin, TokenOutput
+from engine.terminal import console, printable, stages
+from tests.server.tiny_tokenizer import write_tokenizer
+
+HOSTILE = "<script>\x1b]0;title\x07\x1b[2J\x9b31m\r\x08\x7f\u202eevil [bold]\n\tend 😀"
+SHOWN = r"<script>\x1b]0;title\x07\x1b[2J\x9b31m\r\x08\x7f\u202eevil [bold]" + "\n\tend 😀"
+
+
+def test_printable() -> None:
+    assert printable(HOSTILE) == SHOWN
+    assert printable("👩‍🚀 né\u200c x") == "👩‍🚀 né\u200c x"
+
+
+def printer(folder: Path, out: Console) -> Printer:
+    """Of a tokenizer whose ids are bytes."""
+    backend = Tokenizer.from_file(str(write_tokenizer(folder / "model") / "tokenizer.json"))
+    return Printer(SimpleNamespace(backend_tokenizer=backend), out)
+
+
+def output(text: str, num_accepted: int = 0) -> TokenOutput:
+    token_ids = list(text.encode())
+    origins = [RoundOrigin("ngram", num_accepted, num_accepted, len(token_ids))]
+    return TokenOutput("r", 0, token_ids, None, num_accepted, num_accepted, origins=origins)
+
+
+def test_a_terminal_gets_signs_and_colours_of_ours_only(tmp_path: Path) -> None:
+    out = io.StringIO()
+    terminal = Console(file=out, force_terminal=True, color_system="standard", markup=False, soft_wrap=True)
+    printer(tmp_path, terminal).write(output(HOSTILE, num_accepted=3))
+    plain = out.getvalue().replace("\x1b[36m", "").replace("\x1b[0m", "")
+    assert out.getvalue().count("\x1b[36m") == 3  # the accepted ones
+    assert "\x1b" not in plain
+    assert plain == SHOWN.replace("\t", "        ") or plain == SHOWN
+
+
+def test_a_pipe_gets_the_text(tmp_path: Path) -> None:
+    out = io.StringIO()
+    printer(tmp_path, Console(file=out)).write(output(HOSTILE, num_accepted=3))
+    assert out.getvalue() == HOSTILE
+
+
+def test_no_color(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = io.StringIO()
+    printer(tmp_path, Console(file=out, force_terminal=True)).write(output("abc", num_accepted=3))
+    assert out.getvalue() == "abc"
+
+
+def test_no_bar_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with stages(2) as progress:
+        progress.begin("one")
+        progress.begin("two")
+    console().print(json.dumps({"a": "[b]"}))
+    captured = capsys.readouterr()
+    assert captured.err.strip() == ""
+    assert captured.out == '{"a": "[b]"}\n'

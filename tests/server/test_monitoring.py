@@ -1,0 +1,133 @@
+"""The dashboard's queries find something in a real Prometheus, and the alerts fire when they should."""
+
+import subprocess
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+
+from tests.server.conftest import StartServer
+from tests.server.prometheus import MONITORING, dashboard_queries, executable, run_prometheus
+from tests.server.running import wait_for
+
+SERVER = 'instance="server:8000", model_name="m"'
+
+# Alert -> a series that provokes it, sampled every minute for half an hour, and one that does not.
+PROVOKING: dict[str, tuple[str, str, str]] = {
+    "ForetokenDown": ('up{job="foretoken", instance="server:8000"}', "0x30", "1x30"),
+    "ForetokenNotReady": (f"foretoken_ready{{{SERVER}}}", "0x30", "1 1 0 0 1x26"),
+    "ForetokenWorkerRestarted": (f"foretoken_worker_restarts_total{{{SERVER}}}", "0x24 1x5", "3x30"),
+    "ForetokenServerErrors": (
+        f'foretoken_http_requests_total{{{SERVER}, route="/v1/completions", status="500"}}',
+        "0+1x30",
+        "5x30",
+    ),
+    "ForetokenStreamErrors": (
+        f'foretoken_request_errors_total{{{SERVER}, code="worker_lost"}}',
+        "0+1x30",
+        "5x30",
+    ),
+    "ForetokenQueueFull": (
+        f'foretoken_request_errors_total{{{SERVER}, code="queue_full"}}',
+        "0+9x30",
+        "9x30",
+    ),
+    "ForetokenSlowFirstToken": (
+        f'foretoken_time_to_first_token_seconds_bucket{{{SERVER}, le="5"}}',
+        "0x30",
+        "0+9x30",
+    ),
+    "ForetokenCacheFull": (
+        f'foretoken_kv_cache_usage_perc{{{SERVER}, model="target"}}',
+        "0.99x30",
+        "0.9x30",
+    ),
+    "ForetokenPreemptions": (f"foretoken_num_preemptions_total{{{SERVER}}}", "0+60x30", "0+1x30"),
+    "ForetokenLowAcceptance": (
+        f'foretoken_spec_decode_num_accepted_tokens_total{{{SERVER}, method="draft_model"}}',
+        "0+60x60",
+        "0+600x60",
+    ),
+}
+# What else an alert looks at.
+BESIDE = {
+    "ForetokenSlowFirstToken": [
+        {
+            "series": f'foretoken_time_to_first_token_seconds_bucket{{{SERVER}, le="{le}"}}',
+            "values": values,
+        }
+        for le, values in (("10", "0+9x30"), ("+Inf", "0+9x30"))
+    ],
+    "ForetokenLowAcceptance": [
+        {
+            "series": f'foretoken_spec_decode_num_draft_tokens_total{{{SERVER}, method="draft_model"}}',
+            "values": "0+1000x60",
+        }
+    ],
+}
+
+
+def alert_names() -> list[str]:
+    groups = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]
+    return [rule["alert"] for group in groups for rule in group["rules"]]
+
+
+def test_every_alert_fires_when_provoked_and_not_otherwise(tmp_path: Path) -> None:
+    promtool = executable("promtool")
+    assert sorted(PROVOKING) == sorted(alert_names())
+    tests = []
+    for alert, (series, provoking, harmless) in PROVOKING.items():
+        for values, fires in ((provoking, True), (harmless, False)):
+            query = f'count(ALERTS{{alertname="{alert}", alertstate="firing"}})'
+            tests.append(
+                {
+                    "name": f"{alert} {'fires' if fires else 'is silent'}",
+                    "interval": "1m",
+                    "input_series": [{"series": series, "values": values}, *BESIDE.get(alert, [])],
+                    "promql_expr_test": [
+                        {
+                            "expr": query,
+                            "eval_time": "45m" if alert == "ForetokenLowAcceptance" else "28m",
+                            "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
+                        }
+                    ],
+                }
+            )
+    rules = {"rule_files": [str(MONITORING / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(rules))
+    result = subprocess.run(
+        [promtool, "test", "rules", str(tmp_path / "tests.yml")], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_prometheus_accepts_the_configuration() -> None:
+    command = [executable("promtool"), "check", "config", str(MONITORING / "prometheus.yml")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_query_of_the_dashboard_finds_something(start_server: StartServer, tmp_path: Path) -> None:
+    """A server is scraped while requests come, one of them wrong and one given up; then its worker dies."""
+    with start_server() as server, run_prometheus(tmp_path, urlsplit(server.url).netloc) as prometheus:
+
+        def work() -> None:
+            server.post("/v1/completions", {"prompt": "x" * 40, "max_tokens": 40})
+            server.post("/v1/completions", {"prompt": "x", "max_tokens": -1})
+
+        def empty() -> list[str]:
+            work()
+            queries = dashboard_queries("4s").items()
+            return [name for name, expression in queries if not prometheus.query(expression)]
+
+        server.worker.at_most(0)
+        with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 8}):
+            server.wait_for_requests(1)
+        server.worker.go_on()
+        wait_for(lambda: not empty(), "queries that find something")
+        assert prometheus.firing() == set()
+        server.worker.die()
+        wait_for(lambda: server.metric("foretoken_worker_restarts_total") > 0, "the worker's end")
+        server.worker.go_on()
+        server.wait_until_ready()
+        wait_for(lambda: "ForetokenWorkerRestarted" in prometheus.firing(), "the alert")

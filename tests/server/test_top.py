@@ -1,0 +1,73 @@
+"""``foretoken top`` against the real application: the figures of ``/metrics`` and ``/speculation``."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from server.cli import main
+from server.top import Client, History, sparkline, view
+from tests.server.conftest import StartServer
+from tests.server.running import RunningServer
+
+
+def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["top", "--interval", "0", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_one_view_where_there_is_no_terminal(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.post("/v1/completions", {"prompt": "x", "max_tokens": 8})
+    out = printed(capsys, "--base-url", f"{server.url}/v1")
+    assert "\x1b" not in out
+    assert "tiny-model: tiny-model" in out
+    errors = server.metric("foretoken_request_errors_total")
+    assert re.search(rf"errors +{errors:.0f} ", out)
+    for state in server.get("/speculation").json()["acceptance_by_position"]:
+        assert re.search(rf" {state['position']} .* of {state['drafted']:,} ", out)
+
+
+def test_rates_are_those_between_two_readings(server: RunningServer) -> None:
+    client, history = Client(server.url, ""), History()
+    history.add(client.read())
+    assert history.rate("generation_tokens_total") == 0
+    server.post("/v1/completions", {"prompt": "x", "max_tokens": 40})
+    history.add(client.read())
+    assert history.last is not None
+    assert history.before is not None
+    seconds = history.last.time - history.before.time
+    assert history.rate("generation_tokens_total") == pytest.approx(40 / seconds)
+    assert list(history.rates) == [history.rate("generation_tokens_total")]
+
+
+def test_another_prefix_and_a_key(start_server: StartServer, capsys: pytest.CaptureFixture[str]) -> None:
+    with start_server(api_keys=["one"], metrics_prefix="vllm:") as server:
+        body = {"prompt": "x", "max_tokens": 8}
+        server.post("/v1/completions", body, headers={"authorization": "Bearer one"})
+        assert "●" in printed(capsys, "--base-url", server.url, "--api-key", "one")
+        assert main(["top", "--base-url", server.url, "--api-key", ""]) == 1
+        assert "--api-key" in capsys.readouterr().err
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--base-url", "http://127.0.0.1:9"]) == 1
+    assert "No server answers at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_names_cannot_steer_the_terminal(start_server: StartServer) -> None:
+    with start_server(served_model_name="a\x1b[2Jb\u202e") as server:
+        history = History()
+        history.add(Client(server.url, "").read())
+        out = io.StringIO()
+        Console(file=out, force_terminal=True, width=200).print(view(history))
+        assert "\x1b[2J" not in out.getvalue()
+        assert r"a\x1b[2Jb\u202e" in out.getvalue()
+
+
+def test_sparkline() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0, 0]) == "  "
+    assert sparkline([0, 1, 4, 8]) == " ▁▄█"

@@ -1,0 +1,106 @@
+"""deploy/, the image and the compose file agree with the server; schemas are checked by make check-deploy."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from server.config import load_settings
+from server.settings import ENV_PREFIX, Settings
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+
+
+def needs(tool: str) -> None:
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+
+
+@pytest.mark.parametrize(
+    "path", ["Dockerfile", "docker-compose.yml", "docs/deployment.md", "docs/security.md"]
+)
+def test_variables_are_settings(path: str) -> None:
+    variables = re.findall(rf"\b{ENV_PREFIX}(\w+)", (ROOT / path).read_text(encoding="utf-8"))
+    assert {name.lower() for name in variables} <= set(Settings.model_fields)
+
+
+def test_kubernetes_settings_load() -> None:
+    settings = load_settings(["--config", str(DEPLOY / "kubernetes" / "config.yaml")])
+    assert settings.host == "0.0.0.0"
+
+
+def test_nothing_is_killed_before_it_has_drained() -> None:
+    drain = Settings.model_fields["drain_timeout"].default
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    grace = compose["services"]["cpu"]["stop_grace_period"]
+    unit = (DEPLOY / "systemd" / "foretoken.service").read_text()
+    pod = yaml.safe_load((DEPLOY / "kubernetes" / "deployment.yaml").read_text())["spec"]["template"]["spec"]
+    pre_stop = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert int(grace.removesuffix("s")) > drain
+    assert int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]) > drain
+    assert pod["terminationGracePeriodSeconds"] > drain + pre_stop
+    assert "KillMode=mixed" in unit
+
+
+def test_the_image_gets_every_package() -> None:
+    packages = re.findall(r"^packages = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    kept = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name.strip().strip(chr(34))}" for name in packages.split(",")} <= set(kept)
+
+
+def test_the_unit_is_valid(tmp_path: Path) -> None:
+    needs("systemd-analyze")
+    text = (DEPLOY / "systemd" / "foretoken.service").read_text()
+    unit = tmp_path / "foretoken.service"
+    unit.write_text(text.replace("/opt/foretoken/bin/foretoken", "/bin/true"))
+    result = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_nginx_site_is_valid(tmp_path: Path) -> None:
+    needs("nginx")
+    site = DEPLOY / "nginx" / "foretoken.conf"
+    (tmp_path / "nginx.conf").write_text(
+        f"pid {tmp_path}/pid;\nerror_log stderr;\nevents {{}}\nhttp {{ access_log off; include {site}; }}\n"
+    )
+    result = subprocess.run(
+        ["nginx", "-t", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_kustomization_renders_with_every_component(tmp_path: Path) -> None:
+    needs("kubectl")
+    shutil.copytree(DEPLOY / "kubernetes", tmp_path / "kubernetes")
+    components = [f"kubernetes/components/{name}" for name in ("autoscaling", "monitoring", "nvidia")]
+    overlay = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    overlay |= {"resources": ["kubernetes"], "components": components}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    rendered = subprocess.run(
+        ["kubectl", "kustomize", str(tmp_path)], check=True, capture_output=True, timeout=60
+    )
+    objects = {item["kind"]: item for item in yaml.safe_load_all(rendered.stdout)}
+    assert set(objects) == {
+        "ConfigMap",
+        "Deployment",
+        "HorizontalPodAutoscaler",
+        "PodDisruptionBudget",
+        "Service",
+        "ServiceMonitor",
+    }
+    deployment = objects["Deployment"]["spec"]
+    assert "replicas" not in deployment
+    labels = deployment["template"]["metadata"]["labels"].items()
+    assert deployment["selector"]["matchLabels"].items() <= labels
+    assert objects["Service"]["spec"]["selector"].items() <= labels
+    assert objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"].items() <= labels
+    assert objects["ServiceMonitor"]["spec"]["selector"]["matchLabels"].items() <= labels

@@ -1,0 +1,44 @@
+"""``from foretoken import ...``: what the README and docs/python-api.md promise, with the bundled pair."""
+
+from importlib.metadata import version
+
+import pytest
+
+import foretoken
+from foretoken import LLM, RequestError, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(num_speculative_tokens=3, cache_memory="64MiB", num_threads=1)
+
+
+def test_version() -> None:
+    assert foretoken.__version__ == version("foretoken")
+
+
+def test_drafts_change_no_token(llm: LLM) -> None:
+    speculative, plain = (
+        llm.generate("Once upon a time", SamplingParams(max_tokens=24, seed=1, num_speculative_tokens=length))
+        for length in (3, 0)
+    )
+    assert speculative[0].token_ids == plain[0].token_ids
+    assert speculative[0].num_rounds < plain[0].num_rounds == 24
+
+
+def test_one_completion_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (3, 5)]
+    completions = llm.generate(["The old tortoise", llm.tokenizer.encode("A fox")], params)
+    assert [len(completion.token_ids) for completion in completions] == [3, 5]
+
+
+def test_chat_is_the_template_and_generate(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    text = "<|im_start|>user\nTell me a story.<|im_end|>\n<|im_start|>assistant\n"
+    answer = llm.chat([{"role": "user", "content": "Tell me a story."}], params)
+    assert answer.token_ids == llm.generate(text, params)[0].token_ids
+
+
+def test_a_prompt_that_does_not_fit_is_an_error(llm: LLM) -> None:
+    with pytest.raises(RequestError):
+        llm.generate([[1] * 2000], SamplingParams(max_tokens=1))

@@ -1,0 +1,96 @@
+"""How many replicas a load needs, and how long its requests take, from a server's measured throughput.
+
+python -m tools.capacity --throughput 1:1500 4:2000 16:2100 --tokens 128 --rate 40 --latency 0.5
+
+A server is a queue that all of its requests share: with n of them running it finishes X(n) / tokens requests
+a second, X being the measured tokens per second of n streams. Arrivals are Poisson. See docs/scaling.md.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+
+MAX_RUNNING = 10_000
+
+
+@dataclass(frozen=True)
+class Server:
+    """Measured output tokens per second by streams; interpolated in between, flat beyond."""
+
+    throughput: dict[int, float]
+    prompt_seconds: float = 0.0  # of one request, in which nothing else is computed
+
+    def tokens_per_second(self, streams: int) -> float:
+        known = sorted(self.throughput)
+        if streams <= known[0]:
+            return self.throughput[known[0]]
+        if streams >= known[-1]:
+            return self.throughput[known[-1]]
+        above = next(n for n in known if n >= streams)
+        below = known[known.index(above) - 1]
+        share = (streams - below) / (above - below)
+        return self.throughput[below] * (1 - share) + self.throughput[above] * share
+
+    def requests_per_second(self, streams: int, tokens: float) -> float:
+        return 1 / (tokens / self.tokens_per_second(streams) + self.prompt_seconds)
+
+
+@dataclass(frozen=True)
+class Load:
+    utilisation: float  # of the throughput with as many streams as were measured
+    running: float  # requests at a time, on average
+    latency: float  # seconds of a whole request, on average; infinite where the load is too much
+
+
+def predict(server: Server, tokens: float, rate: float) -> Load:
+    """One server under ``rate`` requests per second of ``tokens`` output tokens each."""
+    most = server.requests_per_second(max(server.throughput), tokens)
+    if rate >= most:
+        return Load(rate / most, math.inf, math.inf)
+    # The chance of n running requests is proportional to the product of rate over departures, 1 to n.
+    weight, total, running = 1.0, 1.0, 0.0
+    for n in range(1, MAX_RUNNING):
+        weight *= rate / server.requests_per_second(n, tokens)
+        total += weight
+        running += n * weight
+        if n > max(server.throughput) and weight < 1e-9 * total:
+            break
+    running /= total
+    return Load(rate / most, running, running / rate)
+
+
+def replicas(server: Server, tokens: float, rate: float, latency: float, utilisation: float) -> int:
+    """The fewest servers, each with an equal share, that stay below both limits."""
+    fewest = max(
+        1, math.ceil(rate / (utilisation * server.requests_per_second(max(server.throughput), tokens)))
+    )
+    if predict(server, tokens, rate=1e-9).latency > latency:
+        raise SystemExit("A request that is alone takes longer than that: replicas do not help.")
+    while predict(server, tokens, rate / fewest).latency > latency:
+        fewest += max(1, fewest // 100)
+    return fewest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--throughput", nargs="+", required=True, metavar="STREAMS:TOKENS_PER_SECOND")
+    parser.add_argument("--tokens", type=float, required=True, help="output tokens of a request, on average")
+    parser.add_argument("--rate", type=float, required=True, help="requests per second, of all clients")
+    parser.add_argument(
+        "--prompt-seconds", type=float, default=0.0, help="computing a prompt takes this long"
+    )
+    parser.add_argument("--latency", type=float, default=math.inf, help="mean seconds of a request, at most")
+    parser.add_argument("--utilisation", type=float, default=0.7, help="of each server, at most")
+    options = parser.parse_args()
+    points = (point.split(":") for point in options.throughput)
+    server = Server({int(n): float(x) for n, x in points}, options.prompt_seconds)
+    needed = replicas(server, options.tokens, options.rate, options.latency, options.utilisation)
+    load = predict(server, options.tokens, options.rate / needed)
+    print(f"replicas     {needed}")
+    print(f"utilisation  {load.utilisation:.2f} of each")
+    print(f"running      {load.running:.1f} requests at a time on each")
+    print(f"latency      {load.latency:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
