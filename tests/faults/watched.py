@@ -77,6 +77,18 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in children]
 
 
+# The command as installed, but for shorter pauses between restarts of the worker.
+IMPATIENT = """
+import sys
+from functools import partial
+import server.cli
+import server.launch
+from server.client.worker_client import WorkerClient
+server.launch.WorkerClient = partial(WorkerClient, first_backoff_seconds=0.05)
+sys.exit(server.cli.main(sys.argv[1:]))
+"""
+
+
 @dataclass
 class Watched:
     server: Server
@@ -131,7 +143,7 @@ def descriptors(pid: int) -> int:
 
 @contextmanager
 def watched(folder: Path, *settings: str) -> Iterator[Watched]:
-    with serving(folder, *settings) as server:
+    with serving(folder, *settings, program=("-c", IMPATIENT)) as server:
         watch = Watched(server)
         watch.references = [watch.ask(case) for case in CASES]
         time.sleep(0.2)

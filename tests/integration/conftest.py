@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,14 +49,14 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Server]:
+def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "server")) -> Iterator[Server]:
     """A server process started as a user would start it; its log goes to ``folder``."""
     log_path = folder / "log"
     # From another directory: the bundled pair must be found wherever the command is run.
     with (
         log_path.open("w") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", "--port", "0", *arguments],
+            [sys.executable, *program, "serve", "--port", "0", *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             stdout=log,
