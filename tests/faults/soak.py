@@ -167,6 +167,14 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
     figure.savefig(path)
 
 
+def save(result: Soak, path: Path) -> None:
+    """Everything as JSON, and the plot beside it."""
+    details = {"wrong_cases": result.wrong, "lost_cases": result.lost}
+    samples = [asdict(sample) for sample in result.samples]
+    path.write_text(json.dumps(result.summary() | details | {"samples": samples}, indent=1))
+    plot(result.samples, path.with_suffix(".png"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600)
@@ -179,11 +187,8 @@ def main() -> int:
         watched(Path(folder), "--max-worker-restarts", "1000") as server,
     ):
         result = soak(server, options.seconds, options.kill_every, options.clients)
-    summary = result.summary() | {"seconds": options.seconds, "clients": options.clients}
-    print(json.dumps(summary, indent=2))
-    document = summary | asdict(result)
-    options.save.write_text(json.dumps(document, indent=1))
-    plot(result.samples, options.save.with_suffix(".png"))
+    print(json.dumps(result.summary(), indent=2))
+    save(result, options.save)
     return int(result.failed)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.faults.soak import MAX_GROWTH, memory_growth, soak
+from tests.faults.soak import MAX_GROWTH, memory_growth, save, soak
 from tests.faults.watched import watched
 
 
@@ -10,6 +10,8 @@ def test_a_short_soak(tmp_path: Path) -> None:
     with watched(tmp_path) as server:
         result = soak(server, seconds=6, kill_every=2.5, num_clients=6)
     assert not result.failed, result
+    save(result, tmp_path / "soak.json")
+    assert (tmp_path / "soak.png").stat().st_size > 1000
     assert result.kills > 0
     assert result.outcomes["answered"] > len(server.references)
     assert result.outcomes["left"] > 0
