@@ -5,9 +5,11 @@ The one place where engine client, app and uvicorn meet. Called by ``server.cli`
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -233,4 +235,9 @@ def _what_limits(longest: int, worker: Ready) -> str:
 
 
 def _say(lines: Iterable[str]) -> None:
-    print("\n".join(lines), flush=True)
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError:
+        # A full disk or a reader that has gone is no reason not to serve. What is left in the buffer would
+        # make the exit code 120.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -148,6 +148,7 @@ class Metrics:
 
     def worker_lost(self) -> None:
         self.worker.restarts.inc()
+        self.worker.cache_usage.clear()  # the cache went with the worker
 
     def speculation(self, state: Mapping[str, Any]) -> None:
         self.worker.estimated_speedup.set(state.get("predicted_speedup", math.nan))
