@@ -160,7 +160,7 @@ def warn_if_busy() -> bool:
 
 
 def warn_of_others(watch: CpuWatch) -> float | None:
-    """The share of the cores that others used while the measurements ran; said aloud if it matters."""
+    """The share of the cores that others used while the measurements ran; printed if it matters."""
     share = watch.others_share()
     if share is not None and share > BUSY_SHARE:
         note(f"WARNING: other processes used {share:.0%} of the processors during the measurement")

@@ -84,7 +84,12 @@ def parse_arguments() -> argparse.Namespace:
         help="at most, of a block during which other processes were busy (default %(default)s); '!' is shown "
         "where they were each time",
     )
-    add("--before", type=Path, metavar="CHECKOUT", help="another checkout, measured by turns with this one")
+    add(
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="another checkout, measured in alternation with this one",
+    )
     add("--apart", action="store_true", help="'default' and 'none' on servers of their own too")
     add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture beside it")
     return parser.parse_args()

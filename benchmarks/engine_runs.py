@@ -79,7 +79,7 @@ def run_engine(
 
 class EndlessRun:
     """``concurrency`` sequences at a time for as long as one likes, a piece at a time: for variants that take
-    turns so often that a mood of the machine meets all of them alike. Each engine runs at most one.
+    turns so often that machine noise meets all of them alike. Each engine runs at most one.
 
     The first sequences end one after the other, so that those after them are out of step, as in a server.
     Runs that were asked for equally many tokens are at the same place of the same texts, but for a step:
@@ -98,7 +98,7 @@ class EndlessRun:
             self._start(max(1, params.max_tokens * number // concurrency))
 
     def advance(self, num_tokens: int) -> Run:
-        """So many tokens of all sequences together, or a step more, of which the next time is made so much
+        """``num_tokens`` of all sequences together, or a step more, of which the next time is made so much
         less. Prompts of new sequences included."""
         run = Run(0, 0.0)
         self._num_due += num_tokens
@@ -129,7 +129,7 @@ class EndlessRun:
 
 
 class _StepClock:
-    """Sums over one run. A step is full if every row is there and decodes: no prompt, nobody finished."""
+    """Sums over one run. A step is full if every row is there and decodes: no prompt, none finished."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rounds = self.num_draft_tokens = self.num_accepted_tokens = 0

@@ -8,7 +8,7 @@ Starts the real server with a worker that answers at once (``benchmarks.instant_
   worst case: a round of speculation gives several tokens to one chunk.
 
 CPU time is the front-end process's own, user and system; neither the worker's nor the load generator's, which
-are processes of their own. ``--baseline`` is another checkout, measured by turns with this one.
+are processes of their own. ``--baseline`` is another checkout, measured in alternation with this one.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
         "--step-seconds", type=float, default=0.05, help="pace of the worker while it streams"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--baseline", type=Path, help="another checkout, run by turns with this one")
+    parser.add_argument("--baseline", type=Path, help="another checkout, run in alternation with this one")
     parser.add_argument("--json", type=Path, help="also write everything here")
     return parser.parse_args()
 
@@ -142,7 +142,7 @@ def measure(server: FrontEnd, arguments: argparse.Namespace) -> dict[str, Cost]:
 
 
 def run(checkouts: dict[str, Path], arguments: argparse.Namespace) -> dict[str, list[dict[str, Cost]]]:
-    """Both servers stay up; a warm-up, then measurements by turns."""
+    """Both servers stay up; a warm-up, then measurements in alternation."""
     runs: dict[str, list[dict[str, Cost]]] = {name: [] for name in checkouts}
     options = [
         *("--step-seconds", str(arguments.step_seconds)),

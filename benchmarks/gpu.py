@@ -90,7 +90,7 @@ class Table:
         self.document["left_out"].append(what)
 
     def write(self) -> None:
-        """What there is so far, so that a run that is cut off has told what it knew."""
+        """What there is so far, so that a run that is cut off has written what it knew."""
         if self.arguments.save is not None:
             self.arguments.save.write_text(json.dumps(self.document, indent=2) + "\n")
 
@@ -100,7 +100,7 @@ def device_name(device: str) -> str:
 
 
 def run_tests(table: Table) -> None:
-    """The engine's tests on CUDA; elsewhere they are skipped, which is said."""
+    """The engine's tests on CUDA; elsewhere they are skipped with a message."""
     command = [
         sys.executable,
         "-m",

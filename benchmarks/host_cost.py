@@ -1,6 +1,6 @@
 """What a round costs besides its models: python -m benchmarks.host_cost
 
-Milliseconds of a step by phase, with the models' forward passes told apart from what is around them: ``draft
+Milliseconds of a step by phase, with the models' forward passes apart from what is around them: ``draft
 pass`` and ``score pass`` are the passes alone, ``draft`` is drawing and bookkeeping between them, ``verify``
 is verification, ``host`` everything else (scheduling, the spans to score, commit, learning from the verdict).
 ``host share`` is all that is not a pass, ``draft step`` a drafted token's time to that of its pass. Only full

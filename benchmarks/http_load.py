@@ -20,7 +20,7 @@ class Load(NamedTuple):
 
 
 class LoadError(Exception):
-    """The server did not answer as it should; the message has the beginning of what it said."""
+    """The server did not answer as it should; the message has the beginning of its answer."""
 
 
 def post(path: str, body: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
 """Whether variants say the same, and how sure the target was where they part.
 
 Greedy text of one target must be the same from everybody. Other kernels sum in another order, so where the
-two best tokens are nearly tied either may win; a difference with a clear margin is somebody's bug.
+two best tokens are nearly tied either may win; a difference with a clear margin is a bug.
 """
 
 from collections.abc import Mapping, Sequence

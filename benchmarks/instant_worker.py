@@ -71,7 +71,7 @@ class InstantWorker:
                     time.sleep(self.options.step_seconds)
 
     def take_messages(self, *, wait: bool) -> bool:
-        """Handle everything in the inbox; False when told to leave."""
+        """Handle everything in the inbox; False when it has to leave."""
         while wait or self.socket.poll(0):
             wait = False
             match decode_to_worker(self.socket.recv()):

@@ -2,7 +2,7 @@
 
 ``foretoken bench`` with two additions for measuring Foretoken itself: ``--serve`` starts the server (in its
 own process) and stops it afterwards, and ``--offline`` runs the same prompts through the engine without a
-server, by turns with the load, to show what HTTP, text and the second process cost.
+server, in alternation with the load, to show what HTTP, text and the second process cost.
 """
 
 import argparse

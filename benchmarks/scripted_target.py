@@ -1,8 +1,8 @@
-"""A target that says what it is told to, at the cost of a real one: for measuring drafts from known text.
+"""A target that emits a given script, at the cost of a real one: for measuring drafts from known text.
 
 No downloaded model is good at editing code, and the bundled one tells stories. So a random model of any shape
 computes everything a target computes (``benchmarks.synthetic_pair``), and then its logits are replaced: at
-every position of the output the script's next token has a high one and all others 0, whatever was said
+every position of the output the script's next token has a high one and all others 0, whatever was emitted
 before. It never hesitates and never rephrases, so acceptance is what a model that makes exactly these edits
 would give; the time of a round is the real one of its shape.
 """

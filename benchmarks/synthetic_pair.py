@@ -6,7 +6,7 @@ Residual branches are scaled to almost nothing, so the last hidden state is the 
 the head maps each embedding to one fixed successor. The draft has another successor for a share of the
 tokens: greedily it is right about ``acceptance`` of them, wherever it stands. Every product of the real
 shape is still computed. ``save_pair`` writes two checkpoint folders that any engine loads and serves;
-``build`` makes one model in memory, on any device, for shapes that nobody wants on a disk.
+``build`` makes one model in memory, on any device, for shapes too large for a disk.
 """
 
 import argparse

@@ -37,7 +37,7 @@ from engine.speculation.planner import SpeculationPlanner
 
 # The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
 # the first one wait for it. The native kernels wake others only where it pays, but a few do, and such models
-# emit so many tokens that the front end needs a core of its own.
+# emit tokens at a rate for which the front end needs a core of its own.
 MIN_PARAMETERS_FOR_THREADS = 50_000_000
 MAX_THREADS_FOR_FEW_PARAMETERS = 4
 
@@ -179,7 +179,7 @@ def _sampling_backend(config: EngineConfig, device: torch.device) -> Callable[[]
 
 
 def _num_threads(target: Model) -> int:
-    """Threads for the CPU's share of the work, if nobody said."""
+    """Threads for the CPU's share of the work by default."""
     num_threads = torch.get_num_threads()
     if target.num_parameters >= MIN_PARAMETERS_FOR_THREADS:
         return num_threads

@@ -9,7 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 
-# Of free memory, unless told. A GPU is ours; on a CPU the rest of the machine needs its memory too.
+# Share of free memory by default. A GPU is ours; on a CPU the rest of the machine needs its memory too.
 GPU_SHARE, CPU_SHARE = 0.9, 0.25
 MEMORY_FILE = Path("/proc/meminfo")
 # A container's limit and use, by version of control groups.

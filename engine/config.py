@@ -1,4 +1,4 @@
-"""What the engine can be told: models, device, speculation, cache, scheduling.
+"""The settings of the engine: models, device, speculation, cache, scheduling.
 
 Imported by both processes, so it knows nothing of torch. ``server.settings.Settings`` inherits these fields
 and adds HTTP's own. Each class is a group of settings: its docstring's first line is the group's title, and

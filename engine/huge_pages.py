@@ -43,7 +43,7 @@ class HugePages:
         return flat.view(shape)
 
     def _make_room(self, size: int) -> bool:
-        """Whether the chunk, or a new one, has so many bytes left."""
+        """Whether the chunk, or a new one, has this many bytes left."""
         if self._start + size <= self._end:
             return True
         if not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -26,7 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look at the
     prompt and the output so far. ``seed`` None: the engine draws one. ``logprobs`` n: the chosen token's
     and the n likeliest ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
-    drafts; ``auto``: in each round whoever is expected to give most), ``num_speculative_tokens`` and
+    drafts; ``auto``: in each round the source that is expected to give most), ``num_speculative_tokens`` and
     ``verification`` None: the engine's own setting. ``origins``: outputs say what each round gave.
     """
 

@@ -41,7 +41,7 @@ class Outbox:
         return held
 
     def forget(self, request_id: str, index: int | None) -> None:
-        """Nobody wants this sequence's tokens any more, or with index None those of the whole request."""
+        """Drop this sequence's tokens, or with index None those of the whole request: its client has left."""
         self._held = [
             output
             for output in self._held

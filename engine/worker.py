@@ -3,8 +3,8 @@
     python -m engine.worker --socket ipc:///path --config '{"target": ...}'
 
 Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when its
-parent is gone. A model that cannot be loaded is said to the front end, and on stderr in one line; the exit
-code is then 2.
+parent is gone. A model that cannot be loaded is reported to the front end, and on stderr in one line; the
+exit code is then 2.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from engine.models.generation_defaults import default_sampling
 from engine.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
-# How often the state of speculation is told while there is work.
+# Seconds between reports of the state of speculation while there is work.
 STATE_SECONDS = 0.5
 # How long a last message may take to leave when the process ends.
 LINGER_MILLISECONDS = 1000

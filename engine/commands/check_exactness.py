@@ -88,9 +88,9 @@ def check_greedy(
     result = GreedyResult(0, 0, [])
     for length in lengths:
         speculative = run(core, prompts, msgspec.structs.replace(params, num_speculative_tokens=length))
-        for number, (expected, said) in enumerate(zip(plain, speculative, strict=True)):
+        for number, (expected, got) in enumerate(zip(plain, speculative, strict=True)):
             result = replace(result, num_tokens=result.num_tokens + len(expected.token_ids))
-            place = _first_difference(expected.token_ids, said.token_ids)
+            place = _first_difference(expected.token_ids, got.token_ids)
             if place is None:
                 continue
             if _margin(expected, place) <= resolution:
@@ -102,11 +102,11 @@ def check_greedy(
     return result
 
 
-def _first_difference(expected: list[int], said: list[int]) -> int | None:
-    for place, (ours, theirs) in enumerate(zip(expected, said, strict=False)):
+def _first_difference(expected: list[int], got: list[int]) -> int | None:
+    for place, (ours, theirs) in enumerate(zip(expected, got, strict=False)):
         if ours != theirs:
             return place
-    return None if len(expected) == len(said) else min(len(expected), len(said))
+    return None if len(expected) == len(got) else min(len(expected), len(got))
 
 
 def _margin(completion: Completion, place: int) -> float:

@@ -125,7 +125,7 @@ def _until_stop(token_ids: list[int], stop_token_ids: frozenset[int]) -> list[in
 
 def _compare_output(answer: list[int], start: int, emitted: list[int]) -> list[Finding]:
     """The answer may end earlier than the trace, at a stop string."""
-    said = answer[start : start + len(emitted)]
-    if said == emitted[: len(said)]:
+    got = answer[start : start + len(emitted)]
+    if got == emitted[: len(got)]:
         return []
-    return [Finding(Outcome.WRONG, f"it emitted {emitted}, the answer has {said}")]
+    return [Finding(Outcome.WRONG, f"it emitted {emitted}, the answer has {got}")]

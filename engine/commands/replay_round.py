@@ -145,14 +145,14 @@ class RoundCheck:
 
     def _check_equality(self, number: int, accepted: bool) -> Iterator[Finding]:
         scores = self._scores(self.target_logits[number], self.target_probs[number], number)
-        said = int(scores.argmax())
-        equal = said == self.ids[number]
+        got = int(scores.argmax())
+        equal = got == self.ids[number]
         if equal == accepted:
             return
         is_tie = self._is_tie(scores) if equal else _gap(scores, self.ids[number]) <= self.tolerance
         yield Finding(
             Outcome.NEAR_TIE if is_tie else Outcome.WRONG,
-            f"drafted token {number + 1} was {_verdict(accepted)}, but the target says {said}",
+            f"drafted token {number + 1} was {_verdict(accepted)}, but the target says {got}",
         )
 
     def _check_next(self) -> Iterator[Finding]:

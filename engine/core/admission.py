@@ -15,7 +15,7 @@ from engine.messages import Generate, Method, SamplingParams, Source, Verificati
 from engine.proposers.prediction import Prediction, PredictionCursor
 from engine.sampling.splitmix import sequence_seed
 
-# Who may draft with method auto; whoever is not there is left out.
+# Sources that method auto drafts from; those that are not configured are left out.
 AUTO_SOURCES: tuple[Source, ...] = ("prediction", "ngram", "draft_model")
 
 
@@ -158,7 +158,7 @@ class Admission:
         return params.verification or self.verification or by_seed
 
     def _speculation(self, request: Generate) -> tuple[tuple[Source, ...], int, bool]:
-        """Who may draft; how many tokens; whether exactly so many or at most."""
+        """The sources that may draft; how many tokens; whether exactly that many or at most."""
         asked = request.params.num_speculative_tokens
         length = self.num_speculative_tokens if asked is None else asked
         sources = () if length == 0 else self._sources(request)
@@ -169,8 +169,8 @@ class Admission:
         return sources, length, True
 
     def _sources(self, request: Generate) -> tuple[Source, ...]:
-        """A client that sends a prediction wants it used, whoever else the server lets draft; a method that
-        it names itself comes first."""
+        """A client that sends a prediction wants it used, whichever other sources the server uses; a
+        method that it names itself comes first."""
         method = request.params.method
         if method == "none":
             return ()

@@ -3,7 +3,7 @@
 A pool hands out blocks of ``block_size`` tokens; a ``BlockTable`` is one sequence's share of one model's
 pool. Full blocks of committed tokens are *published* under a hash that covers everything before them, so
 that a later sequence with the same beginning takes them over instead of computing them. Published blocks
-that nobody uses stay until their place is needed, the least recently used first. ``truncate`` is the only
+that no table uses stay until their place is needed, the least recently used first. ``truncate`` is the only
 way back. The scheduler calls all of it.
 """
 
@@ -14,8 +14,8 @@ from itertools import islice
 
 BlockHash = bytes
 
-# Rows that decode together would take blocks by turns. A pass reads each row's keys from end to end, which
-# goes faster if they lie in one piece: tables begin so many blocks apart, as long as there is room.
+# Rows that decode together would take blocks in alternation. A pass reads each row's keys from end to end,
+# which goes faster if they lie in one piece: tables begin this many blocks apart, as long as there is room.
 RUN = 32
 MAX_RUNS = 256
 
@@ -73,7 +73,7 @@ class BlockPool:
 
     def _best_after(self, block_ids: list[int]) -> int:
         """The free block that a table goes on with: the one behind its last one, so that its text lies in one
-        piece, or the beginning of a run that nobody is in, or the first one."""
+        piece, or the beginning of a run without a table, or the first one."""
         behind = block_ids[-1] + 1 if block_ids else -1
         if self._is_unused(behind):
             return behind

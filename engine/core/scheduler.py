@@ -224,7 +224,7 @@ class Scheduler:
         return True
 
     def _reserve_ahead(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Make room for so many tokens more, as far as the sequence may grow, if no other has to give way."""
+        """Make room for ``num_tokens`` more, as far as the sequence may grow, if no other has to give way."""
         num_tokens = sequence.length_after(num_tokens)
         shares = self._shares(sequence)
         if not all(pool.can_reserve(table, num_tokens) for pool, table in shares):

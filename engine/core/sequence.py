@@ -41,9 +41,9 @@ class Sequence:
     params: SamplingParams
     seed: int
     verification: Verification
-    sources: tuple[Source, ...]  # who may draft, in each round one of them; empty if nobody
-    num_speculative_tokens: int  # 0 if nobody drafts
-    fixed_draft_length: bool  # always so many; else so many at most, as the policy says
+    sources: tuple[Source, ...]  # that may draft, in each round one of them
+    num_speculative_tokens: int  # 0 without a source
+    fixed_draft_length: bool  # always that many; else at most, as the policy decides
     stop_token_ids: frozenset[int]
     token_ids: list[int]
     num_prompt_tokens: int
@@ -62,7 +62,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prediction: PredictionCursor | None = None  # if it is a source
-    combines: bool = False  # who drafts is decided in each round; else whoever may does
+    combines: bool = False  # the planner compares sources in each round; else the first that offers drafts
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
     greedy: bool = field(init=False)
     uses_draft_model: bool = field(init=False)  # whether it has a part in the draft model's cache
@@ -91,7 +91,7 @@ class Sequence:
         return len(self.token_ids)
 
     def length_after(self, num_tokens: int) -> int:
-        """With so many tokens more, as far as it may grow."""
+        """With ``num_tokens`` more, as far as it may grow."""
         return min(len(self.token_ids) + num_tokens, self.max_num_tokens)
 
     @property

@@ -19,7 +19,7 @@ from engine.models.errors import ModelLoadError
 ATTENTION_NAME = "foretoken"
 
 # What models hand to their attention function beside our own arguments, and what changes nothing here:
-# masks and packing are in our context, dropout is for training, and nobody asks for the weights.
+# masks and packing are in our context, dropout is for training, and the weights are not asked for.
 WITHOUT_EFFECT = frozenset(
     {
         "cu_seq_lens_k",

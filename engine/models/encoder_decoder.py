@@ -61,7 +61,7 @@ class EncoderDecoderModel(Model):
 
     @cached_property
     def rules(self) -> GenerationRules:  # type: ignore[override]
-        """Those of a target; nobody asks for a draft's. ``ModelLoadError`` if they are not served."""
+        """Those of a target; a draft's are not used. ``ModelLoadError`` if they are not served."""
         return generation_rules(self.module)
 
     def forward(
@@ -134,7 +134,7 @@ class EncoderDecoderModel(Model):
 
 
 class PackedPositions(torch.nn.Module):
-    """A decoder's embedding of positions, told where the packed tokens stand."""
+    """A decoder's embedding of positions, given where the packed tokens stand."""
 
     def __init__(self, embedding: torch.nn.Module | None) -> None:
         super().__init__()

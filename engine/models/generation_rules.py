@@ -23,7 +23,7 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
 
 
 def decoder_start_ids(model: Any) -> list[int]:
-    """What the decoder has been told before its first own token: the start token, and a forced first one."""
+    """What the decoder starts with before its first own token: the start token, and a forced first one."""
     start = _first(model, "decoder_start_token_id", "bos_token_id")
     if start is None:
         raise ModelLoadError(

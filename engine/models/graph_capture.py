@@ -30,7 +30,7 @@ class Capture(Protocol):
         ...
 
     def free_memory(self) -> int:
-        """Bytes of the device's memory that nobody holds."""
+        """Bytes of the device's memory that are free."""
         ...
 
 
@@ -91,7 +91,7 @@ class CudaCapture:
     def free_memory(self) -> int:
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what the allocator keeps for later is nobody's
+            torch.cuda.empty_cache()  # what the allocator keeps for later counts as free
             free, _ = torch.cuda.mem_get_info()
         return free
 

@@ -42,14 +42,14 @@ class LayerProbe:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
     def check_pattern(self, pattern: int, sliding_window: int | None) -> None:
-        """Compare the mask that a layer got with the window that it told its attention function."""
+        """Compare the mask that a layer got with the window that its attention function got."""
         if pattern == NOT_CAUSAL:
             raise ModelLoadError("its attention looks at later tokens too")
         if pattern == NOT_A_WINDOW:
             raise ModelLoadError("its attention is neither causal nor a sliding window (chunks, perhaps)")
         if pattern != min(sliding_window or self.context, self.context):
             raise ModelLoadError(
-                f"its mask shows {pattern} tokens, but its attention is told of "
+                f"its mask shows {pattern} tokens, but its attention gets "
                 f"{'no window' if sliding_window is None else f'a window of {sliding_window}'}"
             )
 

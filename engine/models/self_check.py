@@ -2,9 +2,9 @@
 
 Two short texts go through the cache in two chunks, packed side by side, as in serving; transformers' own
 eager attention computes each of them at once. Whatever an architecture does behind our back then shows:
-positions counted from somewhere else, biases we are not told of, states and convolutions that reach from one
-token to the next. Windows and caps need longer texts to show; ``layer_probe`` and ``attention`` look for
-those by name.
+positions counted from somewhere else, biases that are not announced, states and convolutions that reach
+from one token to the next. Windows and caps need longer texts to show; ``layer_probe`` and ``attention``
+look for those by name.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ class StepInputs:
     copy, or the others alone where the ids are on the device already.
 
     ``scratch_block`` belongs to no sequence: padding is stored there, and rows of padding read it. Attention
-    that ``gathers`` keys is told their slots, other attention the block tables.
+    that ``gathers`` keys gets their slots, other attention the block tables.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, in
         if (!of->draft_ids) continue;
         scratch->num_drafted[row] = scratch->limit[row];
         int64_t *drafts = scratch->draft_ids + row * rounds->max_drafts;
-        memcpy(drafts, of->draft_ids, scratch->limit[row] * sizeof(int64_t));
+        copy_ids(drafts, of->draft_ids, scratch->limit[row]);
     }
     if (!model) return 1;
     const int is_done = draft_by_model(model, rounds, scratch);

@@ -62,7 +62,7 @@ class DraftModelProposer:
 
     def _catch_up(self, part: ScheduledSequence) -> Span | None:
         """What the draft is to store in its first pass: of a prompt all that the target will have stored
-        after this step, of a decoding sequence what it missed while others drafted or nobody did."""
+        after this step, of a decoding sequence what it missed while other sources drafted or none did."""
         sequence = part.sequence
         start = sequence.draft_blocks.num_computed_tokens
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 # How far a run is compared, and how many places of one are looked at: the next ones and the last ones.
 MAX_RUN, PLACES_AFTER, PLACES_BEFORE = 32, 8, 4
-# A search indexes no more than so many tokens first, about two milliseconds: others wait for the step.
+# The most tokens that a search indexes at a time, about two milliseconds: other rows wait for the step.
 INDEXED_PER_SEARCH = 4096
 # A single token is looked for this far behind the place that was left.
 WINDOW = 16
-# The client says that the output starts like the prediction: worth as much as a run of so many tokens. A
+# The client says that the output starts like the prediction: worth as much as a run of this many tokens. A
 # place after a shorter run may be a coincidence; it is not where the next search starts from.
 TRUSTED_RUN = 4
 

@@ -24,7 +24,7 @@ MIN_SIZES, MAX_REPEATS = 2, 5
 NUM_STORED = 1024
 # A row that is scored brings its pending token and some drafts; up to nine tokens are one row.
 SCORE_TOKENS_PER_ROW, ONE_ROW = 5, 9
-# A pass is repeated for so many seconds, at most so often: the first runs find cold caches.
+# Seconds for which a pass is repeated, and the most repetitions: the first runs find cold caches.
 WARM_SECONDS, RUNS = 0.006, 12
 # Tokens of a scratch row's prompt, where an encoder reads prompts.
 ENCODER_TOKENS = 16

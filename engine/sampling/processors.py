@@ -16,7 +16,7 @@ from engine.messages import SamplingParams
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
 TOP_P_CANDIDATES = 1024
-# Vocabularies up to this size are sorted whole by numpy on a CPU: torch's topk of so many takes longer.
+# Vocabularies up to this size are sorted whole by numpy on a CPU: torch's topk takes longer.
 MAX_SORTED = 8192
 SMALLEST = torch.finfo(torch.float32).tiny
 

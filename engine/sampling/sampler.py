@@ -175,7 +175,7 @@ class Sampler:
         offset = drafted.shape[1]
         if self._adjusted:
             logits = self._adjust(logits[:, None], drafted, offset)[:, 0]
-        # A draft model that has lost its mind may still be asked: any guess is a guess.
+        # A draft model whose logits are broken still drafts: any guess is verified.
         if not self.all_greedy:
             logits, _ = replace_broken(logits)
         if len(self.groups) == 1:

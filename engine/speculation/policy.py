@@ -19,8 +19,8 @@ from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 
 # Seconds between replans; at first, and after a large change, they come after 4, 8, 16, ... rounds.
 REPLAN_SECONDS, FIRST_ROUNDS = 0.2, 4
-# Drafting must promise so many times the rate of none: prompts beside it, and a busy front end, cost it more
-# than rounds show. Another length must promise so many times the rate of the active one.
+# Factors that drafting must gain over the rate of none, since prompts beside it and a busy front end cost it
+# more than rounds show, and another length over that of the active one.
 DRAFT_GAIN, CHANGE_GAIN = 1.02, 1.01
 # Timed steps after a change of length that correct the new one's costs; later ones tell the machine's speed.
 NEW_STEPS = 4
