@@ -7,6 +7,8 @@ one over the allowed tokens of each position, given the text before it.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from threading import Lock, Thread
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -72,14 +74,25 @@ class Grammars:
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         self._load = load
+        self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        return self._tokenizer
+        """``GrammarError`` if there is none."""
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load()
+            return self._tokenizer
+
+    def preload(self) -> None:
+        """In a thread of its own, so that the first request does not wait for it, nor others for that."""
+        Thread(target=self._preload, name="grammars", daemon=True).start()
+
+    def _preload(self) -> None:
+        with suppress(GrammarError):
+            _ = self.tokenizer
 
     def matcher(self, grammar: str) -> Matcher:
         """At the start of ``grammar``; ``GrammarError`` if it has none."""

@@ -8,16 +8,20 @@ import torch
 from llguidance import LLMatcher
 from msgspec import structs
 
+from engine.commands.replay import Replayer
+from engine.commands.replay_round import Outcome
+from engine.commands.trace_file import TracedChoice, TracedRound
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.messages import Failed, Generate, SamplingParams
+from engine.models.fresh import FreshModel
 from engine.proposers import known
 from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
 from engine.sampling.sampler import Drafts
 from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
 from tests.engine.planners import use_planner
-from tests.models import make_engine, outputs_by_choice, run_engine
+from tests.models import make_engine, outputs_by_choice, run_engine, stepped
 
 Patch = pytest.MonkeyPatch
 
@@ -231,3 +235,32 @@ def test_compiled_grammars_are_kept() -> None:
 def test_a_tokenizer_needs_an_end() -> None:
     with pytest.raises(ValueError, match="end-of-sequence"):
         load_tokenizer("nowhere", 6, [])
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled", "exact_match"])
+def test_traces_verify(constrained: Constrained, verification: str) -> None:
+    """Every decision under masks is confirmed; without them the same trace is refuted."""
+    how: dict[str, object] = {"verification": verification}
+    if verification == "exact_match":
+        how = {"temperature": 0.0}
+    core = constrained_engine(constrained.target)
+    use_planner(core, grammars.grammar_planner())
+    params = structs.replace(constrained.params, trace=True, seed=3, **how)
+    core.add(Generate("traced", PROMPT, params, n=1 if verification == "exact_match" else 8))
+    rounds: dict[int, list[TracedRound]] = {}
+    seeds: dict[int, int] = {}
+    while core.has_work:
+        for output in stepped(core):
+            assert output.trace is not None
+            rounds.setdefault(output.index, []).append(TracedRound.of(output.trace))
+            seeds[output.index] = output.seed
+    assert {round_.source for own in rounds.values() for round_ in own} >= {"grammar"}
+    target = FreshModel(constrained.target, torch.float32, torch.device("cpu"))
+
+    def outcomes(params: SamplingParams) -> set[Outcome]:
+        replayer = Replayer(target, None, params, 1e-4, Grammars(grammars.make_tokenizer))
+        choices = [TracedChoice(PROMPT, seeds[index], own) for index, own in rounds.items()]
+        return {report.outcome for choice in choices for report in replayer.replay(choice)}
+
+    assert Outcome.WRONG not in outcomes(params)
+    assert Outcome.WRONG in outcomes(structs.replace(params, grammar=None))
