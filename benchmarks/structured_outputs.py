@@ -33,7 +33,13 @@ SCHEMA = {
     "required": ["name", "age", "colours", "address"],
     "additionalProperties": False,
 }
-GRAMMAR = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), defaults={"whitespace_flexible": False})
+
+
+def grammar(schema: dict[str, object]) -> str:
+    """As the server makes it."""
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
+
+
 PROMPT = "Once upon a time"
 NUM_REQUESTS, NUM_STREAMS, REPETITIONS = 40, 16, 7
 
@@ -56,7 +62,10 @@ def free_streams(llm: LLM, num_constrained: int) -> float:
     num_free = NUM_STREAMS - 1
     for number in range(num_free):
         core.add(Generate(f"free-{number}", prompt, free))
-    others = structs.replace(free, grammar=GRAMMAR, ignore_eos=False) if num_constrained else free
+    others = free
+    if num_constrained:
+        many = grammar({"type": "array", "items": SCHEMA, "minItems": 9})
+        others = structs.replace(free, grammar=many, ignore_eos=False)
     num_others = num_tokens = 0
     started = time.perf_counter()
     left = num_free
@@ -81,7 +90,7 @@ def _add_other(core: EngineCore, prompt: list[int], params: SamplingParams, numb
 
 def main() -> None:
     llm = LLM()
-    constrained = SamplingParams(max_tokens=200, grammar=GRAMMAR)
+    constrained = SamplingParams(max_tokens=200, grammar=grammar(SCHEMA))
     ways = {
         "constrained, default": constrained,
         "constrained, no drafts": structs.replace(constrained, method="none"),

@@ -153,7 +153,10 @@ class RequestSettings(BaseModel):
         "each, plus one. A request for more gets 400. Of a stream only the prompts' count.",
     )
     max_grammar_size: int = Field(
-        65536, ge=1, description="Characters of the schema or grammar of a structured output; more get 400."
+        65536,
+        ge=1,
+        le=1 << 18,
+        description="Characters of the schema or grammar of a structured output; more get 400.",
     )
     grammar_timeout: float = Field(
         5, gt=0, description="Seconds that reading it may take; a slower one gets 400."

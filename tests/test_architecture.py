@@ -23,7 +23,14 @@ COMMANDS = (
 
 # What both processes share: messages, settings, how the worker's life is tied to the front end's, and how
 # commands print.
-BORDER = ("engine.messages", "engine.config", "engine.heartbeat", "engine.lifeline", "engine.terminal")
+BORDER = (
+    "engine.messages",
+    "engine.config",
+    "engine.deep_stack",
+    "engine.heartbeat",
+    "engine.lifeline",
+    "engine.terminal",
+)
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
 TORCH_FREE = (
@@ -45,7 +52,7 @@ DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory"}
 MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},
-    "sampling": BASE | DEVICE | {"sampling"},
+    "sampling": BASE | DEVICE | {"sampling", "deep_stack"},
     "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool"},
     "native": BASE | DEVICE | {"native", "core", "sampling", "models", "runtime.base"},
     "proposers": BASE | DEVICE | {"core", "proposers", "sampling", "models"},

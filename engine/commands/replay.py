@@ -36,8 +36,8 @@ class RoundReport:
 
 
 class Replayer:
-    """``draft`` is needed for rounds whose source is a draft model, ``grammars`` if the output is constrained;
-    ``tolerance`` is for probabilities."""
+    """``draft`` is needed for rounds whose source is a draft model, ``grammars`` if the output is
+    constrained; ``tolerance`` is for probabilities."""
 
     def __init__(
         self,
@@ -68,9 +68,8 @@ class Replayer:
                 return
             if matcher is not None:
                 if matcher.allowed(round_.draft_ids) != round_.draft_ids:
-                    yield RoundReport(
-                        number, round_, [Finding(Outcome.WRONG, "it drafted what is not allowed")]
-                    )
+                    finding = Finding(Outcome.WRONG, "the grammar does not allow what it drafted")
+                    yield RoundReport(number, round_, [finding])
                     return
                 history = replace(history, mask=matcher.masks(round_.draft_ids))
             findings = self._decisions(round_, history, choice.seed)

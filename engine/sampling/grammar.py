@@ -15,6 +15,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import AutoTokenizer
 
+from engine.deep_stack import on_deep_stack
+
 # Compiled grammars that are kept, the least recently used leave first.
 MAX_KEPT = 64
 # The parser gives up beyond them: they bound the time of compiling and of a mask, and the memory of both.
@@ -104,7 +106,8 @@ class Grammars:
         return Matcher(parser.deep_copy(), tokenizer.vocab_size, frozenset(tokenizer.eos_tokens))
 
     def _compile(self, grammar: str) -> LLMatcher:
-        parser = LLMatcher(self.tokenizer, grammar, log_level=0, limits=LIMITS)
+        tokenizer = self.tokenizer
+        parser = on_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS))
         if not parser.is_error():
             parser.compute_bitmask()  # finds out whether anything is allowed
             if "NoExtension" in parser.get_error():
@@ -115,7 +118,8 @@ class Grammars:
 
 
 def _error_of(parser: LLMatcher) -> str:
-    return parser.get_error().removesuffix("<non-verbose/>").strip()
+    """Without what is for the parser's own developers."""
+    return parser.get_error().partition("<backtrace>")[0].removesuffix("<non-verbose/>").strip()
 
 
 def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:

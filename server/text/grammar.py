@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits
 
+from engine.deep_stack import on_deep_stack
 from server.errors import InvalidRequestError, UnsupportedParameterError
 from server.schemas.common import GenerationRequest, SamplingRequest
 from server.schemas.responses import ResponsesRequest
@@ -55,7 +56,7 @@ async def structured_grammar(request: SamplingRequest, settings: RequestSettings
     _check_others(request)
     try:
         return await asyncio.wait_for(
-            asyncio.to_thread(_checked_grammar, wanted[0], settings.max_grammar_size),
+            asyncio.to_thread(on_deep_stack, lambda: _checked_grammar(wanted[0], settings.max_grammar_size)),
             settings.grammar_timeout,
         )
     except TimeoutError:

@@ -232,6 +232,13 @@ def test_compiled_grammars_are_kept() -> None:
     assert len(compiled._compiled) == 64
 
 
+def test_deep_grammars_are_compiled() -> None:
+    rules = "".join(f'r{i}: "a" r{i + 1}\n' for i in range(5000))
+    matcher = Grammars(grammars.make_tokenizer).matcher(f'start: r0\n{rules}r5000: "a"')
+    assert matcher.forced(32) == [0] * 32
+    assert matcher.masks([0] * 32).tolist() == [[1]] * 33
+
+
 def test_a_tokenizer_needs_an_end() -> None:
     with pytest.raises(ValueError, match="end-of-sequence"):
         load_tokenizer("nowhere", 6, [])

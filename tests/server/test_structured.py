@@ -150,3 +150,29 @@ def test_limits(start_server: StartServer) -> None:
         assert "max_grammar_size" in error["message"]
         fields = {"structured_outputs": {"choice": ["x" * 3]}}
         assert server.post(CHAT, PROMPTS[CHAT] | fields).status_code == 200
+
+
+PRODUCT = [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in "ab"]} for i in range(99)]
+
+
+def many_rules(count: int) -> str:
+    return "".join(f"r{i}:r{i + 1}\n" for i in range(count))
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        ({"grammar": f'start: r0\n{many_rules(5000)}r5000: "a"'}, 200),
+        ({"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, 400),
+        ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, 400),
+        ({"json": "[" * 60_000}, 400),
+        ({"json": {"$ref": "#"}}, 200),  # that nothing matches it is for the worker to say
+        ({"json": {"allOf": PRODUCT}}, 400),
+    ],
+    ids=["chain of rules", "parentheses", "groups", "brackets", "itself", "product"],
+)
+def test_hostile_grammars(server: RunningServer, asked: dict[str, Any], status: int) -> None:
+    """They are read or refused; in either case the server goes on."""
+    response = server.post(COMPLETIONS, PROMPTS[COMPLETIONS] | {"structured_outputs": asked})
+    assert response.status_code == status, response.text
+    assert server.post(COMPLETIONS, PROMPTS[COMPLETIONS]).status_code == 200
