@@ -6,10 +6,11 @@ VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
 SHIP_VENV ?= .venv-ship
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-clients fuzz check lint types format clean
+.PHONY: help install install-dev serve test test-clients fuzz soak check lint types format clean
 .PHONY: docs check-deploy check-docker check-wheel
 
 help: ## Show the targets
@@ -27,6 +28,9 @@ test-clients: $(CLIENTS_VENV)/.installed ## Install foreign clients into an envi
 
 fuzz: $(CLIENTS_VENV)/.installed ## The same environment: thousands of requests generated from the API's own description
 	@exec $(CLIENTS_VENV)/bin/python -m pytest tests/clients/test_fuzz.py $(PYTEST_ARGS)
+
+soak: install-dev ## Ten minutes of mixed load with dying workers (SOAK_ARGS="--seconds 60"); writes soak.json and soak.png
+	@exec $(VENV)/bin/python -m tests.faults.soak $(SOAK_ARGS)
 
 check: lint types ## Install if needed, then lint, check the formatting and the types
 

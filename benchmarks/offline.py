@@ -143,7 +143,7 @@ def measure_pair(arguments: argparse.Namespace, pair: Pair) -> list[dict[str, An
             pair.draft,
             arguments.num_speculative_tokens,
             str(core.target.device),
-            core.target.dtype,
+            core.target.model.dtype,
         )
     results = []
     for temperature in arguments.temperature:
@@ -164,7 +164,7 @@ def measure_pair(arguments: argparse.Namespace, pair: Pair) -> list[dict[str, An
             {
                 "pair": pair.name,
                 "temperature": temperature,
-                "dtype": str(core.target.dtype),
+                "dtype": str(core.target.model.dtype),
                 "device": str(core.target.device),
                 "threads": torch.get_num_threads(),
                 "others": others,

@@ -32,11 +32,11 @@ def engine_on_device(
 ) -> EngineCore:
     """The engine on a synthetic pair that is drawn on the device: its folders have no weights."""
 
-    def draw(path: str, dtype: torch.dtype, device: torch.device, **_: Any) -> Model:
+    def draw(path: str, dtype: torch.dtype, device: torch.device, native_kernels: bool, **_: Any) -> Model:
         module = drawn(pair, acceptance, Path(path).name, str(device), dtype, ATTENTION_NAME)
         facts = ModelFacts(module.config, module.generation_config, count(module), dtype, device)
         model = DecoderModel(module, facts)
-        return take_llama(module, facts, True, probe_logits(model)) or model
+        return take_llama(module, facts, native_kernels, probe_logits(model)) or model
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("target", "draft"):

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
 from benchmarks.common import Run
@@ -23,6 +22,7 @@ from engine.build import build_engine
 from engine.config import BUNDLED_PAIR, EngineConfig
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
+from engine.models.base import ForwardOutput
 
 CONTEXT = 8192
 # At temperature 1 the script's token then has a probability of about 0.99 in a vocabulary of 4096.
@@ -82,9 +82,9 @@ class ScriptedEngine:
         seconds = time.perf_counter() - started
         return Run(len(token_ids) - 1, seconds, rounds, drafted, accepted, [token_ids])
 
-    def _forward(self, spans: list[Span]) -> torch.Tensor:
+    def _forward(self, spans: list[Span]) -> ForwardOutput:
         ends = [span.table.num_computed_tokens + len(span.token_ids) for span in spans]
-        logits = self._compute(spans).clone()
+        logits = self._compute(spans).logits.clone()
         row = 0
         for span, end in zip(spans, ends, strict=True):
             for position in range(end - span.num_logits, end):
@@ -92,7 +92,7 @@ class ScriptedEngine:
                 logits[row].zero_()
                 logits[row, following] = CERTAINTY
                 row += 1
-        return logits
+        return ForwardOutput(logits)
 
 
 def total(runs: Sequence[Run]) -> Run:

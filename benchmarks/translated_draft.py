@@ -93,11 +93,11 @@ class Engine:
             return
         forward = proposer.model.forward
 
-        def timed_forward(spans: list[Span]) -> torch.Tensor:
+        def timed_forward(spans: list[Span]) -> Any:
             started = time.perf_counter()
-            logits: torch.Tensor = forward(spans)
+            output = forward(spans)
             self.forward_seconds += time.perf_counter() - started
-            return logits
+            return output
 
         proposer.model.forward = timed_forward
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 
@@ -22,6 +22,7 @@ from loadtest.client import BenchmarkError, Endpoint
 from loadtest.counters import DraftCounters, read_counters
 from loadtest.generator import LoadResult, Prompts, closed_loop, new_client, open_loop
 from loadtest.machine import is_busy, machine
+from loadtest.options import OneLineParser
 from loadtest.prompts import read_prompts
 from loadtest.report import note, print_facts, print_table, save, with_progress
 from loadtest.rows import MAX_LAG_SECONDS, lag, load_row
@@ -241,13 +242,6 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     right.legend()
     for axes in (left, right):
         axes.tick_params("x", rotation=30)
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A mistake is one line, without the page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}. See '{self.prog} --help'.\n")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,9 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from server import tracing
 from server.client.worker_client import WorkerClient
+from server.http.access_log import AccessLogMiddleware
 from server.http.auth import BearerAuthMiddleware
 from server.http.body_limit import BodyLimitMiddleware
 from server.http.error_handlers import install_error_handlers
@@ -22,6 +24,7 @@ from server.routes import chat, completions, models, ops, page, responses, token
 from server.services import Services, TokenizerLoader
 from server.settings import Settings
 from server.text.tokenizer import load_tokenizer
+from server.tracing import TracingMiddleware
 from server.version import package_version
 
 
@@ -84,3 +87,6 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
         count_error=metrics.count_error,
         count_answer=metrics.count_answer,
     )
+    app.add_middleware(AccessLogMiddleware)
+    if settings.otel:
+        app.add_middleware(TracingMiddleware, provider=tracing.make_provider(), model=settings.model_name)

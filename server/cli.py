@@ -18,6 +18,7 @@ from server.help import command_help, serve_help
 from server.launch import StartError, launch
 from server.logs import configure_logging
 from server.services import TokenizerFailedError
+from server.tracing import TracingUnavailableError
 from server.version import package_version
 
 HELP = """\
@@ -96,12 +97,12 @@ def serve(flags: Sequence[str]) -> int:
     except ConfigError as error:
         _complain("foretoken serve", str(error))
         return WRONG_USAGE
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     # The *_created series would double the size of /metrics for nothing.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         return launch(settings)
-    except (StartError, WorkerFailedError, TokenizerFailedError) as error:
+    except (StartError, WorkerFailedError, TokenizerFailedError, TracingUnavailableError) as error:
         _complain("foretoken serve", str(error))
         return FAILED
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -44,7 +45,7 @@ class Job:
     include_stop_string: bool
     skip_special_tokens: bool
     echo: bool
-    report_trace: bool
+    report_trace: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -95,6 +96,36 @@ class Job:
             )
             for number, prompt in enumerate(self.prompts)
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What became of a request, for its line in the log and for its trace. Times are since its arrival."""
+
+    id: str
+    usage: Usage
+    speculation: SpeculationCounts
+    num_rounds: int
+    seconds: float
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    finish_reasons: list[str]
+
+    def log_fields(self) -> dict[str, Any]:
+        """As the log names them."""
+        fields: dict[str, Any] = {
+            "id": self.id,
+            "prompt_tokens": self.usage.prompt_tokens,
+            "cached_tokens": self.usage.prompt_tokens_details.cached_tokens,
+            "completion_tokens": self.usage.completion_tokens,
+            "drafted": self.speculation.drafted,
+            "accepted": self.speculation.accepted,
+            "finish": ",".join(sorted(set(self.finish_reasons))),
+        }
+        for name in ("queue_seconds", "first_token_seconds"):
+            if (seconds := getattr(self, name)) is not None:
+                fields[name] = round(seconds, 6)
+        return fields
 
 
 class Generation:
@@ -180,6 +211,18 @@ class Generation:
                 accepted_prediction_tokens=sum(choice.predicted.num_accepted for choice in self.choices),
                 rejected_prediction_tokens=sum(choice.predicted.num_rejected for choice in self.choices),
             ),
+        )
+
+    def summary(self) -> "Summary":
+        return Summary(
+            id=self.job.id,
+            usage=self.usage(),
+            speculation=self.speculation,
+            num_rounds=sum(choice.num_rounds for choice in self.choices),
+            seconds=self._timer.seconds,
+            queue_seconds=self._timer.queue_seconds,
+            first_token_seconds=self._timer.first_token_seconds,
+            finish_reasons=[choice.finish_reason or "aborted" for choice in self.choices],
         )
 
     def _num_prompt_tokens(self) -> int:

@@ -5,9 +5,11 @@ The one place where engine client, app and uvicorn meet. Called by ``server.cli`
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -59,6 +61,7 @@ def launch(settings: Settings) -> int:
         config = uvicorn.Config(
             app,
             log_config=None,
+            access_log=False,  # ours has more in it
             lifespan="on",
             server_header=False,
             ssl_certfile=settings.ssl_certfile,
@@ -189,6 +192,7 @@ def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
         f"  target    {settings.target}",
         f"  draft     {settings.draft or 'none'}",
         f"  url       {where}{settings.root_path}/v1   (model name: {', '.join(settings.served_names)})",
+        f"  page      {where}{settings.root_path}/",
     ]
 
 
@@ -231,4 +235,9 @@ def _what_limits(longest: int, worker: Ready) -> str:
 
 
 def _say(lines: Iterable[str]) -> None:
-    print("\n".join(lines), flush=True)
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError:
+        # A full disk or a reader that has gone is no reason not to serve. What is left in the buffer would
+        # make the exit code 120.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

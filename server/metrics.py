@@ -148,6 +148,7 @@ class Metrics:
 
     def worker_lost(self) -> None:
         self.worker.restarts.inc()
+        self.worker.cache_usage.clear()  # the cache went with the worker
 
     def speculation(self, state: Mapping[str, Any]) -> None:
         self.worker.estimated_speedup.set(state.get("predicted_speedup", math.nan))
@@ -192,10 +193,11 @@ class RequestTimer:
     def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self._started = time.perf_counter()
-        self._first_output = self._started
         self._last_output: dict[int, float] = {}  # choice -> time of its last round
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
+        self.first_token_seconds: float | None = None
+        self.queue_seconds: float | None = None  # of the first choice that had a token
 
     def submitted(self) -> None:
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
@@ -211,9 +213,10 @@ class RequestTimer:
         if queue_seconds is not None:
             self._metrics.queue_time.observe(queue_seconds)
         if not self._last_output:
-            self._first_output = now
-            self._metrics.first_token.observe(now - self._started)
-            self._metrics.prefill_time.observe(max(0.0, now - self._started - (queue_seconds or 0.0)))
+            self.first_token_seconds = now - self._started
+            self.queue_seconds = queue_seconds
+            self._metrics.first_token.observe(self.first_token_seconds)
+            self._metrics.prefill_time.observe(max(0.0, self.first_token_seconds - (queue_seconds or 0.0)))
         if (previous := self._last_output.get(delta.index)) is not None:
             for _ in range(delta.num_rounds):
                 self._metrics.round_interval.observe((now - previous) / delta.num_rounds)
@@ -225,12 +228,17 @@ class RequestTimer:
 
     def finished(self, finish_reason: FinishReason, num_drafted: int, num_accepted: int) -> None:
         self._metrics.requests.labels(finish_reason).inc()
-        now = time.perf_counter()
-        self._metrics.duration.observe(now - self._started)
-        self._metrics.decode_time.observe(now - self._first_output)
+        seconds = self.seconds
+        self._metrics.duration.observe(seconds)
+        self._metrics.decode_time.observe(seconds - (self.first_token_seconds or 0.0))
         self._metrics.completion_size.observe(self._num_tokens)
         if num_drafted:
             self._metrics.acceptance_rate.observe(num_accepted / num_drafted)
+
+    @property
+    def seconds(self) -> float:
+        """Since the arrival."""
+        return time.perf_counter() - self._started
 
     def aborted(self, reason: str) -> None:
         self._metrics.aborted.labels(reason).inc()

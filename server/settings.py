@@ -99,6 +99,14 @@ class ServerSettings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message that is logged; info includes one line per request."
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="json: every line of the log is an object, with a request's figures as numbers."
+    )
+    otel: bool = Field(
+        False,
+        description="Export traces of requests by OpenTelemetry, to where OTEL_EXPORTER_OTLP_ENDPOINT says. "
+        "Needs the extra 'otel'.",
+    )
 
 
 class AccessSettings(BaseModel):

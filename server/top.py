@@ -4,7 +4,6 @@ Read once a second or so; rates are differences between two readings. Where ther
 ``--once``, one view is printed and that is all.
 """
 
-import argparse
 import json
 import math
 import os
@@ -25,12 +24,14 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.terminal import console, printable
+from loadtest.options import OneLineParser
 
 TIMEOUT_SECONDS = 5.0
 NUM_RATES = 60  # readings that the line of tokens per second shows
 NUM_POSITIONS = 10
 BAR_WIDTH = 30
 PANEL_WIDTH = 100
+SPEED_COLUMN = 22  # where the first column of figures starts
 LEVELS = " ▁▂▃▄▅▆▇█"
 
 
@@ -154,7 +155,7 @@ def _title(now: Reading) -> Text:
     return title.append(printable(f"{version['version']}  {version['model']}: {models}; {where}"))
 
 
-def _figures(history: History) -> Table:
+def _figures(history: History) -> RenderableType:
     assert history.last is not None
     now = history.last
     speedup = now.speculation["speedup"]
@@ -166,8 +167,6 @@ def _figures(history: History) -> Table:
     def pair(*texts: str | Text) -> None:
         figures.add_row(*texts)
 
-    tokens = Text(f"{history.rate('generation_tokens_total'):8.1f}  ")
-    pair("tokens/s", tokens.append(sparkline(history.rates), "green"), "", "")
     running, waiting = now.total("num_requests_running"), now.total("num_requests_waiting")
     pair("running", f"{running:8.0f}", "waiting", f"{waiting:8.0f}")
     first = _milliseconds(history.mean("time_to_first_token_seconds"))
@@ -182,7 +181,11 @@ def _figures(history: History) -> Table:
     pair("cache, target", target, "cache, draft", draft)
     errors, restarts = now.total("request_errors_total"), now.total("worker_restarts_total")
     pair("errors", f"{errors:8.0f}", "worker restarts", f"{restarts:8.0f}")
-    return figures
+    tokens = Text.assemble(("tokens/s".ljust(SPEED_COLUMN), "dim"))
+    tokens.append(f"{history.rate('generation_tokens_total'):8.1f}   ").append(
+        sparkline(history.rates), "green"
+    )
+    return Group(tokens, figures)
 
 
 def _positions(now: Reading) -> RenderableType:
@@ -227,7 +230,7 @@ def _watch(client: Client, interval: float) -> None:
 
 
 def main(flags: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser("foretoken top", description="Watch a running server.")
+    parser = OneLineParser("foretoken top", description="Watch a running server.")
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="of the server (default %(default)s)")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY's value")

@@ -8,6 +8,7 @@ The picture is the command's real output, colours included. Numbers in it are th
 import argparse
 import os
 import pty
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 WIDTH = 100
+# A progress bar hides the cursor while it moves, and is erased at its end.
+PROGRESS = re.compile(r"\x1b\[\?25l.*?\x1b\[\?25h(\r?\x1b\[1A\x1b\[2K)?", re.DOTALL)
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "generate-compare.svg"
 
 
@@ -31,7 +34,7 @@ def run_in_terminal(command: list[str]) -> str:
     status = pty.spawn(command, read)
     if status:
         raise SystemExit(f"{shlex.join(command)} failed with status {os.waitstatus_to_exitcode(status)}")
-    return written.decode().replace("\r\n", "\n")
+    return PROGRESS.sub("", written.decode().replace("\r\n", "\n"))
 
 
 def picture(command_line: str, output: str) -> str:

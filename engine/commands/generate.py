@@ -16,7 +16,6 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg
 from rich.console import Console
 from rich.text import Text
-from tokenizers.decoders import DecodeStream
 from transformers.utils import logging as transformers_logging
 
 from engine.commands.options import command_options
@@ -55,17 +54,26 @@ class Run:
         return len(self.completion.token_ids) / self.seconds
 
 
+# What an incomplete character is decoded to.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
 class Printer:
     """Writes tokens as text as soon as they form whole characters; raw where there is no terminal."""
 
     def __init__(self, tokenizer: Any, out: Console) -> None:
         self.tokenizer = tokenizer.backend_tokenizer
-        self.stream = DecodeStream(skip_special_tokens=True)
+        self.token_ids: list[int] = []
+        self.num_printed = 0  # characters
         self.out = out
 
     def write(self, output: TokenOutput) -> None:
         for token_id, colour in zip(output.token_ids, _colours(output), strict=True):
-            self.print(self.stream.step(self.tokenizer, token_id) or "", colour)
+            self.token_ids.append(token_id)
+            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+            if not text.endswith(REPLACEMENT):  # else the rest of a character is still to come
+                self.print(text[self.num_printed :], colour)
+                self.num_printed = len(text)
 
     def print(self, text: str, style: str = "") -> None:
         if self.out.is_terminal:

@@ -23,6 +23,7 @@ from torch import nn
 
 from engine.batch import ForwardBatch, Span
 from engine.core.block_pool import BlockTable
+from engine.huge_pages import trim_heap
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
@@ -169,10 +170,11 @@ def load_llama(
     loses nothing. None if tensors are missing, or the logits are not those of transformers' layers."""
     kernels = _kernels(skeleton, facts) if native_kernels else None
     for library in (kernels, None) if kernels is not None else (None,):
-        reader = _Reader(skeleton, checkpoint, facts, partial(make_linear, library=library, narrow=narrow))
+        make = partial(make_linear, library=library, narrow=narrow)
+        reader = _Reader(skeleton, checkpoint, facts, make, keep_type=narrow and library is not None)
         if not reader.is_complete:
             return None
-        weights, expected = reader.read(keep_type=narrow and library is not None)
+        weights, expected = reader.read()
         if not expected.isfinite().all():
             return None  # transformers' own module fails with words for it
         if (model := checked(facts, weights, library, expected)) is not None:
@@ -246,13 +248,16 @@ def same_logits(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) ->
 
 class _Reader:
     """Reads a checkpoint layer by layer: transformers' layer computes with it, then ``make`` packs it, and
-    its tensors are gone before the next one's come."""
+    its tensors are gone before the next one's come. ``keep_type``: ``make`` takes 16 bits as they are."""
 
-    def __init__(self, skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, make: Make) -> None:
+    def __init__(
+        self, skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, make: Make, keep_type: bool
+    ) -> None:
         self.skeleton = skeleton
         self.checkpoint = checkpoint
         self.facts = facts
         self.make = make
+        self.keep_type = keep_type
         self.layers: list[LlamaLayer] = []
 
     @property
@@ -262,10 +267,10 @@ class _Reader:
         return all(name in self.checkpoint.files or (tied and name == "lm_head.weight") for name in names)
 
     @torch.inference_mode()
-    def read(self, keep_type: bool) -> tuple[LlamaWeights, torch.Tensor]:
+    def read(self) -> tuple[LlamaWeights, torch.Tensor]:
         """The weights, and the probe text's logits as ``probe_logits`` asks for them."""
         module, facts = self.skeleton, self.facts
-        embeddings = self._tensor("model.embed_tokens.weight", keep_type=keep_type)
+        embeddings = self._tensor("model.embed_tokens.weight", self.keep_type)
         like = torch.empty(0, dtype=facts.dtype, device=facts.device)
         # On the meta device the skeleton's has no angles.
         module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config).to(facts.device)
@@ -278,9 +283,9 @@ class _Reader:
             hook.remove()
         head = module.lm_head
         if module.config.tie_word_embeddings:
-            head.weight = nn.Parameter(embeddings, requires_grad=False)
+            head.weight = _frozen(embeddings)
         else:
-            self._fill(head, "lm_head", keep_type=keep_type)
+            head.weight = _frozen(self._tensor("lm_head.weight", self.keep_type))
         kept = [row for row in range(len(hidden)) if row != len(hidden) - 5]
         parts = torch.split(head.weight, HEAD_ROWS)
         logits = torch.cat([F.linear(hidden[kept], part.to(facts.dtype)) for part in parts], dim=-1).float()
@@ -291,6 +296,7 @@ class _Reader:
             self.make([head]),
             Rotary(module.model.rotary_emb, module.config, like),
         )
+        trim_heap()
         return weights, logits
 
     def _follow(self, layer: nn.Module, index: int) -> tuple[Any, Any]:
@@ -298,20 +304,29 @@ class _Reader:
             self._fill(layer, f"model.layers.{index}")
 
         def after(*_: Any) -> None:
+            if self.keep_type:
+                self._restore(layer, f"model.layers.{index}")
             self.layers.append(LlamaLayer(layer, index, self.make))
             layer.to("meta")
+            trim_heap()
 
         return layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
 
-    def _fill(self, module: nn.Module, prefix: str, keep_type: bool = False) -> None:
+    def _fill(self, module: nn.Module, prefix: str) -> None:
         names = [name for name, _ in module.named_parameters()]
-        tensors = {name: self._tensor(f"{prefix}.{name}", keep_type) for name in names}
+        tensors = {name: self._tensor(f"{prefix}.{name}") for name in names}
         module.load_state_dict(tensors, strict=False, assign=True)
+
+    def _restore(self, module: nn.Module, prefix: str) -> None:
+        """Linear layers are packed straight from the checkpoint's 16 bits."""
+        for name, child in module.named_modules():
+            if isinstance(child, nn.Linear):
+                child.weight = _frozen(self._tensor(f"{prefix}.{name}.weight", keep_type=True))
 
     def _tensor(self, name: str, keep_type: bool = False) -> torch.Tensor:
         """A copy, on the device; ``keep_type``: in the checkpoint's 16 bits, if it has no more."""
         tensor = self.checkpoint.read([name])[name]
-        is_kept = keep_type and tensor.dtype.itemsize == 2
+        is_kept = keep_type and tensor.dtype in (torch.float16, torch.bfloat16)
         return tensor.to(self.facts.device, tensor.dtype if is_kept else self.facts.dtype, copy=True)
 
 
@@ -320,6 +335,10 @@ def _kernels(module: Any, facts: ModelFacts) -> ctypes.CDLL | None:
     if not serves(facts.dtype, facts.device, module.model.layers[0].self_attn.head_dim):
         return None
     return load_library()
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 def _joined(module: Any, whole: str, *parts: str) -> list[nn.Module]:

@@ -65,8 +65,10 @@ def load_model(
     """
     check_folder(path, allow_pickle=allow_pickle)
     path = _expanded(path)
-    if device_map is None and (llama := _by_name(path, dtype, device, native_kernels, narrow)) is not None:
-        return llama
+    if device_map is None and not trust_remote_code:
+        llama = _by_name(path, dtype, device, allow_pickle, native_kernels, narrow)
+        if llama is not None:
+            return llama
     model = load_decoder(
         path,
         dtype,
@@ -88,7 +90,12 @@ def load_model(
 
 
 def _by_name(
-    path: str, dtype: torch.dtype, device: torch.device, native_kernels: bool, narrow: bool
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    allow_pickle: bool,
+    native_kernels: bool,
+    narrow: bool,
 ) -> Llama | None:
     """A Llama-shaped model straight from its files; None for any other, and for what has to be explained."""
     try:
@@ -97,7 +104,7 @@ def _by_name(
             return None
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-        checkpoint = Checkpoint.find(path)
+        checkpoint = Checkpoint.find(path, allow_pickle)
         if checkpoint is None or not is_llama(skeleton):
             return None
         skeleton.eval().requires_grad_(False)

@@ -181,7 +181,7 @@ def kernels_in_words() -> str:
     if library is None:
         return "none: install a C compiler for passes in C, which are several times faster"
     if library._name == str(BASELINE_LIBRARY):
-        return f"C for {BASELINE}, made when this was packaged; with a C compiler for this processor"
+        return f"C, prebuilt for {BASELINE}: faster if a C compiler can write to the cache folder"
     return "C, compiled for this processor"
 
 

@@ -59,8 +59,8 @@ class NativeLinear:
         column = 0
         for weight in weights:
             for part in torch.split(weight, max(panel, CHUNK_WEIGHTS // in_features // panel * panel)):
-                part = part.float()
-                self._store(column, part if scale is None else part * scale)
+                # In its last type first: torch transposes fast where it need not convert.
+                self._store(column, part.float() if scale is None else (part.float() * scale).half())
                 column += len(part)
         self.bias = None if bias is None else bias.float().contiguous()
         self.struct = Linear(
@@ -120,21 +120,27 @@ def _agrees(library: ctypes.CDLL) -> bool:
 
 def half_scale(weights: Sequence[torch.Tensor]) -> float | None:
     """The power of two times which float16 holds all of ``weights`` without loss; None if there is none."""
-    magnitudes = [part.abs().max() for part in _parts(weights)]
-    largest = torch.stack(magnitudes).max()  # NaN if there is one
+    largest = torch.stack([weight.abs().max().float() for weight in weights]).max()  # NaN if there is one
     if not largest.isfinite():
         return None
-    if all(bool((part.half().float() == part).all()) for part in _parts(weights)):
+    dtypes = {weight.dtype for weight in weights}
+    if dtypes == {torch.float16}:
+        return 1.0
+    if dtypes == {torch.float32} and all(_holds(part, 1.0, None) for part in _parts(weights)):
         return 1.0
     _, exponent = torch.frexp(largest)
     scale = 2.0 ** (15 - int(exponent))
+    if dtypes == {torch.bfloat16}:
+        return scale  # eight bits of precision: whatever is not negligible keeps them, if subnormal
     return scale if all(_holds(part, scale, largest) for part in _parts(weights)) else None
 
 
-def _holds(weight: torch.Tensor, scale: float, largest: torch.Tensor) -> bool:
+def _holds(weight: torch.Tensor, scale: float, largest: torch.Tensor | None) -> bool:
     scaled = weight * scale
     kept = scaled.half().float() == scaled
-    return bool(kept.all()) or bool((kept | (weight.abs() < largest * NEGLIGIBLE)).all())
+    if largest is not None and not kept.all():
+        kept |= weight.abs() < largest * NEGLIGIBLE
+    return bool(kept.all())
 
 
 def _parts(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ MAX_ROUNDS = 16
 # least by which a correction does; both start with larger ones.
 LEVEL_RATE, CORRECTION_RATE = 0.2, 0.1
 # Surprises are clipped, first ones later: a process that was descheduled says nothing about its model.
-MAX_SURPRISE, MAX_FIRST_SURPRISE = 0.2, 1.0
+MAX_SURPRISE, MAX_FIRST_SURPRISE = 0.2, 0.5
 # Overhead of a step until it is measured: for each row, and for three more.
 HOST_SECONDS_PER_ROW = 3e-5
 
@@ -184,6 +184,9 @@ class Costs:
 
 
 def _step(surprise: float, count: int, rate: float) -> float:
-    """By how much an estimate moves that was measured ``count`` times before."""
+    """By how much an estimate moves that was measured ``count`` times before. Rounds take longer for many
+    reasons, but much less than expected for one only: the estimate was too high."""
+    if surprise < -MAX_SURPRISE:
+        return surprise / 2
     most = MAX_SURPRISE if count else MAX_FIRST_SURPRISE
-    return max(rate, 1 / (count + 1.5)) * max(-most, min(surprise, most))
+    return max(rate, 1 / (count + 1.5)) * min(surprise, most)

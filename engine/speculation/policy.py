@@ -76,10 +76,10 @@ class Exploration:
     name: tuple[int, int]  # bucket of rows, option
     plan: Plan
     rounds_left: int
-    lost: float = 0.0  # seconds of catching up
     num_rounds: int = 0
     num_tokens: int = 0
-    seconds: list[float] = field(default_factory=list)  # of rounds that were timed
+    seconds: float = 0.0
+    round_seconds: list[float] = field(default_factory=list)  # of rounds that were timed
 
 
 class Policy:
@@ -193,12 +193,11 @@ class Policy:
             return Exploration(
                 key, names[place], self.fixed(key[0], best.groups, options[place]), EXPLORED_ROUNDS
             )
-        plan, lost = self._scouts(best, missing())
-        return Exploration(key, names[place], plan, EXPLORED_ROUNDS, lost)
+        return Exploration(key, names[place], self._scouts(best, missing()), EXPLORED_ROUNDS)
 
-    def _scouts(self, best: Best, missing: list[int]) -> tuple[Plan, float]:
+    def _scouts(self, best: Best, missing: list[int]) -> Plan:
         """The best drafting length while drafting is off, for the rows whose caches are up to date within
-        about a round, or the nearest one; and the seconds of catching up."""
+        about a round, or the nearest one."""
         num_rows, length = best.plain.shape.num_rows, best.drafting.length
         for group in best.groups:
             group.acceptance.forget()
@@ -210,8 +209,7 @@ class Policy:
                 break
             num_scouts, num_missing = num_scouts + 1, longer
         scouts = None if num_scouts == len(places) else frozenset(places[:num_scouts])
-        plan = self.fixed(num_rows, best.groups, length, num_scouts)._replace(scouts=scouts)
-        return plan, self.costs.catch_up_seconds(num_missing)
+        return self.fixed(num_rows, best.groups, length, num_scouts)._replace(scouts=scouts)
 
     def observe(
         self,
@@ -243,13 +241,14 @@ class Policy:
             return
         exploration.num_rounds += num_rounds
         exploration.num_tokens += num_tokens
+        exploration.seconds += seconds
         exploration.rounds_left -= num_rounds
         if exploration.rounds_left <= 0:
             self._settle(exploration)
 
     def _observe_seconds(self, best: Best, usual: float, shape: Shape) -> None:
         if self.exploration is not None:
-            self.exploration.seconds.append(usual)
+            self.exploration.round_seconds.append(usual)
         elif shape.option != best.active.shape.option:
             self.costs.observe(shape, usual, is_same=False)
         else:
@@ -280,10 +279,12 @@ class Policy:
         self.exploration, self._is_due, self._repeats = None, True, False
         if best is None or num_rounds == 0:
             return
-        if exploration.seconds and plan.scouts is None:
-            self.costs.observe(plan.shape, min(exploration.seconds), is_same=False)
+        if exploration.round_seconds and plan.scouts is None:
+            self.costs.observe(plan.shape, min(exploration.round_seconds), is_same=False)
         rate = best.active.tokens / self.costs.seconds(best.active.shape)
-        lost = num_rounds * self.costs.seconds(plan.shape) + exploration.lost - exploration.num_tokens / rate
+        lost = exploration.seconds - exploration.num_tokens / rate
+        # At most what the rounds would have taken otherwise: what a busy moment spoils is soon tried again.
+        lost = min(lost, num_rounds * best.active.seconds)
         if best.active.length:
             self.explorer.charge(exploration.name, lost, OPTION_SHARE, self._now)
             return

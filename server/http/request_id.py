@@ -14,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import internal_error
+from server.logs import current_request_id
 
 logger = logging.getLogger("foretoken.request")
 
@@ -51,6 +52,7 @@ class RequestIdMiddleware:
             scope["method"] = "GET"  # uvicorn, which has its own copy, leaves the body out
         request_id = _accept_or_make(Headers(scope=scope).get(HEADER, ""))
         scope.setdefault("state", {})["request_id"] = request_id
+        current_request_id.set(request_id)
         has_started = False
 
         async def send_with_id(message: Message) -> None:
@@ -64,7 +66,7 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            logger.exception("Request %s failed", request_id)
+            logger.exception("The request failed")
             if has_started:
                 raise  # the status is out; only closing the connection can tell the client
             error = internal_error(request_id)

@@ -119,7 +119,7 @@ async def _until_done(
         count_error(error.code or error.type)
         yield writer.failure(error)
     except Exception:
-        logger.exception("Request %s failed while it was streamed", request_id)
+        logger.exception("The request failed while it was streamed")
         count_error("internal_error")
         yield writer.failure(internal_error(request_id))
     yield writer.end

@@ -7,6 +7,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from server.errors import ApiError
+from server.http.access_log import SUMMARY
 from server.http.sse import DONE, chunk_event, error_event
 from server.routes.context import GenerationContext
 from server.routes.responding import AnswerWriter, respond_stream, respond_whole
@@ -40,5 +41,6 @@ class ChunkWriter(ABC):
 async def respond(
     request: Request, context: GenerationContext, writer: AnswerWriter, headers: dict[str, str]
 ) -> Response:
+    request.scope["state"][SUMMARY] = context.generation.summary
     send = respond_stream if context.body.stream else respond_whole
     return await send(request, context.generation, writer, headers)

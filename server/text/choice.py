@@ -126,6 +126,7 @@ class ChoiceReader:
         self._detokenizer = detokenizer
         self._include_stop_string = include_stop_string
         self._text_start = text_start
+        self.num_rounds = 0
         self._unshown: list[ScoredToken] = []
         self._origins = OriginReader()
 
@@ -183,6 +184,7 @@ class ChoiceReader:
 
     def _remember(self, output: TokenOutput, num_tokens: int) -> None:
         self.seed = output.seed
+        self.num_rounds += output.num_rounds
         if output.prediction is not None:
             self.predicted.add(output.prediction, num_tokens)
         if output.trace is not None:

@@ -6,6 +6,7 @@ import torch
 from engine.batch import Span
 from engine.core.engine import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
+from engine.models.base import ForwardOutput
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 
@@ -17,13 +18,13 @@ def break_logits(core: EngineCore, value: float, at_call: int, row: int) -> None
     """The target's forward number ``at_call`` returns ``value`` in one row of logits."""
     honest, calls = core.target.forward, 0
 
-    def forward(spans: list[Span]) -> torch.Tensor:
+    def forward(spans: list[Span]) -> ForwardOutput:
         nonlocal calls
         calls += 1
-        logits = honest(spans).clone()
+        logits = honest(spans).logits.clone()
         if calls == at_call:
             logits[row, 3] = value
-        return logits
+        return ForwardOutput(logits)
 
     core.target.forward = forward  # type: ignore[method-assign]
 
@@ -69,7 +70,7 @@ def test_a_broken_draft_changes_nothing(models: Models) -> None:
     core = make_engine(models.target, models.close_draft)
     draft = core.draft
     honest = draft.forward
-    draft.forward = lambda *arguments: honest(*arguments) * torch.nan
+    draft.forward = lambda *given: ForwardOutput(honest(*given).logits * torch.nan)
     assert run_engine(core, PROMPTS, params) == expected
 
 

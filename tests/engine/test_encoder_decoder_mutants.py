@@ -9,6 +9,7 @@ import torch
 
 from engine import batch, build
 from engine.batch import Span
+from engine.kv_cache import KVCache
 from engine.models import cross_attention
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.sampling import adjust
@@ -81,13 +82,13 @@ def prompt_not_read_again(patch: Patch) -> None:
     honest = EncoderDecoderModel._encoded
     seen: dict[int, Any] = {}
 
-    def encoded(self: EncoderDecoderModel, span: Span) -> Span:
+    def encoded(self: EncoderDecoderModel, span: Span, cache: KVCache) -> Span:
         table = span.table
         if table.num_computed_tokens == 0 and id(table) in seen:
             table.num_computed_tokens = table.num_encoder_tokens
             return Span(table, span.token_ids[table.num_encoder_tokens :], span.num_logits)
         seen[id(table)] = table
-        return honest(self, span)
+        return honest(self, span, cache)
 
     patch.setattr(EncoderDecoderModel, "_encoded", encoded)
 

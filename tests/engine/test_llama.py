@@ -5,19 +5,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
+from transformers.utils.quantization_config import BitNetQuantConfig
 
 from engine.batch import Span
 from engine.core.block_pool import BlockTable
+from engine.kv_cache import KVCache
 from engine.models import layer_parts, linear
 from engine.models.base import Model
 from engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, make_linear, replace_linears
@@ -62,6 +67,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+    "phi3 with a window": Phi3Config(
+        **SHAPE, sliding_window=6, original_max_position_embeddings=128, pad_token_id=0
+    ),
 }
 PARTS = (19, 1, 5, 1, 3)
 
@@ -106,6 +114,23 @@ def test_same_logits_as_transformers(folder: str, blocks: list[int], native: boo
     torch.testing.assert_close(logits_in_parts(model, ids, blocks), expected, rtol=1e-3, atol=1e-3)
 
 
+def test_hidden_states_are_transformers(folder: str) -> None:
+    """After the tapped layers, of all tokens; the last layer's come before the last norm in both."""
+    ids = list(range(20))
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.inference_mode():
+        states = module(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
+    model = make_engine(folder, None).target.model
+    cache = KVCache(model.layers, 8, 4, model.dtype)
+    table = BlockTable()
+    table.block_ids = list(range(8))
+    output = ModelRunner(model, cache, model.fast_pass(cache), taps=(1, 0)).forward([Span(table, ids, 1)])
+    assert output.logits.shape == (1, 96)
+    assert output.hidden is not None
+    for number, expected in enumerate((states[2], states[1])):
+        torch.testing.assert_close(output.hidden[:, number], expected[0], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_wrong_forward_is_noticed_and_not_used(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +167,37 @@ def test_packed_layers_are_float32_layers(rows: int, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(packed(x).double(), exact, rtol=0, atol=3e-6)
     torch.testing.assert_close(packed.add_to(residual, x).double(), exact + residual, rtol=0, atol=5e-6)
     assert torch.equal(residual, kept)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_quantised_layers_stay_in_the_fast_forward(tmp_path: Path) -> None:
+    """Those of BitNet, which transformers computes anywhere: weights of -1, 0 and 1, packed."""
+    config = LlamaConfig(**{**SHAPE, "intermediate_size": 128})
+    config.quantization_config = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    BitNetHfQuantizer(BitNetQuantConfig(modules_to_not_convert=["lm_head"])).preprocess_model(skeleton)
+    torch.manual_seed(3)
+    tensors = {name: random_like(name, tensor) for name, tensor in skeleton.state_dict().items()}
+    config.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    ids = [(5 * i * i + i) % 96 for i in range(sum(PARTS))]
+    with torch.compiler.set_stance("force_eager"), torch.inference_mode():  # to compile takes a minute
+        runner = make_engine(str(tmp_path), None).target
+        assert isinstance(runner.model, Llama)
+        assert all(isinstance(layer.qkv, ModuleLinear) for layer in runner.model.weights.layers)
+        module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        expected = module(input_ids=torch.tensor([ids])).logits[0]
+        ours = logits_in_parts(runner.model, ids, list(range(8)))
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+
+
+def random_like(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.uint8:  # four weights of 0, 1 or 2 (minus one) each
+        digits = torch.randint(0, 3, (4, *tensor.shape), dtype=torch.uint8)
+        return digits[0] | digits[1] << 2 | digits[2] << 4 | digits[3] << 6
+    values = torch.randn(tensor.shape) * 0.2
+    return values.abs() + 0.5 if "norm" in name or "scale" in name else values
 
 
 class Doubled(nn.Linear):

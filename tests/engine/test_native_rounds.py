@@ -370,7 +370,7 @@ def test_few_blocks_are_no_reason_to_preempt_more(num_blocks: int, tmp_path: Pat
     target, draft = save_pair(tmp_path)
     core = make_engine(target, draft)
     assert core.draft is not None
-    bytes_per_block = 4 * sum(model.cache_bytes_per_token for model in (core.target, core.draft))
+    bytes_per_block = 4 * sum(runner.model.cache_bytes_per_token for runner in (core.target, core.draft))
     twins = make_twins(target, draft, cache_memory=num_blocks * bytes_per_block, prefix_caching=False)
     assert twins[0].scheduler.target_pool.num_blocks == num_blocks
     (ours, our_steps), (theirs, their_steps) = (run(core, shortened([GREEDY, COUPLED])) for core in twins)
@@ -388,7 +388,8 @@ def test_logits_that_are_no_distribution_end_them(params: SamplingParams, last: 
     for core in twins:
         embeddings = core.target.model.weights.embeddings
         assert isinstance(embeddings, torch.Tensor)
-        embeddings[last] = torch.nan  # what follows this token is nothing
+        with torch.inference_mode():
+            embeddings[last] = torch.nan  # what follows this token is nothing
     (ours, our_steps), (theirs, their_steps) = (run(core, shortened([params]), PROMPTS[:2]) for core in twins)
     assert ours == theirs
     # After some rounds that were verified.

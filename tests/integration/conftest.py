@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ DRAFTED = {"method": "draft_model", "num_speculative_tokens": 4}
 @dataclass(frozen=True)
 class Server:
     url: str
+    pid: int
 
     @property
     def openai(self) -> OpenAI:
@@ -48,14 +49,14 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Server]:
+def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "server")) -> Iterator[Server]:
     """A server process started as a user would start it; its log goes to ``folder``."""
     log_path = folder / "log"
     # From another directory: the bundled pair must be found wherever the command is run.
     with (
         log_path.open("w") as log,
         subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", "--port", "0", *arguments],
+            [sys.executable, *program, "serve", "--port", "0", *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             stdout=log,
@@ -70,7 +71,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[Server]:
                 time.sleep(0.1)
             url = re.search(r"url +(http://\S+)/v1", log_path.read_text())
             assert url is not None
-            yield Server(url[1])
+            yield Server(url[1], process.pid)
         finally:
             process.terminate()
             process.wait(PATIENCE_SECONDS)

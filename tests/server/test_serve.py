@@ -19,7 +19,7 @@ import server.cli
 import server.launch
 from server.client.worker_client import WorkerClient
 from tests.server.running import PATIENCE_SECONDS, wait_for
-from tests.server.serve_process import body, serve_process
+from tests.server.serve_process import ROOT, SERVE, body, serve_process
 
 FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
 
@@ -132,3 +132,25 @@ def test_tls_files_that_do_not_work(
     assert server.cli.main(["serve", "--target", str(model_folder), "--port", "0", *files]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "ssl_certfile" in line
+
+
+def test_a_full_disk_for_its_output(model_folder: Path) -> None:
+    """What it prints and logs is lost, and nothing else."""
+    with tempfile.TemporaryDirectory() as folder, open("/dev/full", "w") as full:
+        path = Path(folder) / "s"
+        arguments = ["[]", "--target", str(model_folder), "--uds", str(path)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, *arguments], cwd=ROOT, stdout=full, stderr=full
+        )
+        transport = httpx.HTTPTransport(uds=str(path))
+        try:
+            wait_for(lambda: path.is_socket() or process.poll() is not None, "its socket")
+            assert process.poll() is None
+            with httpx.Client(transport=transport, base_url="http://server", timeout=None) as client:
+                wait_for(lambda: client.get("/ready").status_code == 200, "the worker")
+                assert client.post("/v1/completions", json=body(max_tokens=3)).status_code == 200
+            process.terminate()
+            assert process.wait(PATIENCE_SECONDS) == 0
+        finally:
+            process.kill()
+            process.wait()

@@ -108,3 +108,11 @@ def test_gauge_follows_the_policy() -> None:
     assert value() == 1.4
     metrics.speculation({"policy": "fixed"})
     assert math.isnan(value())
+
+
+def test_a_dead_workers_cache_is_not_in_use() -> None:
+    metrics = Metrics()
+    metrics.stats(msgspec.structs.replace(STATS, cache_usage={"target": 0.5}))
+    assert metrics.registry.get_sample_value("foretoken_kv_cache_usage_perc", {"model": "target"}) == 0.5
+    metrics.worker_lost()
+    assert not metrics.registry.get_sample_value("foretoken_kv_cache_usage_perc", {"model": "target"})

@@ -203,6 +203,18 @@ def test_a_bound_on_reading_that_is_used_up_is_caught(monkeypatch: pytest.Monkey
         test_ngrams_still_draft_after_many_tokens()
 
 
+@pytest.mark.parametrize("machine", [PACKED, SMALL], ids=lambda machine: machine.name)
+def test_costs_measured_at_a_busy_moment_are_tried_again(machine: Machine) -> None:
+    """Plain rounds seem five times as slow as they are, so a useless draft seems to pay."""
+    planner = auto(machine)
+    simulation = Simulation(machine, planner, always(0.05), lambda _: 4).run(5.0)
+    shape = Shape(4, 0)
+    while planner.costs.model_seconds(shape) < 5 * machine.score_seconds(4):
+        planner.costs.observe(shape, 100.0, is_same=False)
+    simulation.run(40.0)
+    assert simulation.rate(30.0) > 0.95 * fixed_rates(machine, always(0.05), 4)[0]
+
+
 def test_a_row_that_only_catches_up_teaches_nothing() -> None:
     """Its plan asked for no draft; none was rejected."""
     planner = auto(PACKED)

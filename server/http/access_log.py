@@ -1,0 +1,69 @@
+"""One line per HTTP request, when its answer is complete: status and time, and what was generated.
+
+What operators' machines ask every few seconds, and the page's files, are logged at the level "debug" only.
+"""
+
+import logging
+import time
+from typing import Any
+from urllib.parse import quote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger("foretoken.access")
+
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/speculation"})
+QUIET_FOLDER = "/page/"
+
+# Where a route leaves a function in the request's state that sums up its generation.
+SUMMARY = "summary"
+
+
+class AccessLogMiddleware:
+    """The outermost one: it sees every answer, those of the other middleware too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        state: dict[str, Any] = scope.setdefault("state", {})
+        status = 0  # the client left before there was one
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            is_quiet = status in (200, 304, 503) and _is_quiet(scope["path"])
+            level = logging.DEBUG if is_quiet else logging.INFO
+            if logger.isEnabledFor(level):
+                generated = state[SUMMARY]().log_fields() if SUMMARY in state else {}
+                _log(level, scope, status, time.perf_counter() - started, generated)
+
+
+def _is_quiet(path: str) -> bool:
+    return path in QUIET_PATHS or path.startswith(QUIET_FOLDER)
+
+
+def _log(level: int, scope: Scope, status: int, seconds: float, generated: dict[str, Any]) -> None:
+    client = scope.get("client")
+    # Quoted: a path may hold line ends and other characters that would look like log lines of ours.
+    request = {
+        "client": client[0] if client else "-",
+        "method": scope["method"],
+        "path": quote(scope["path"]),
+    }
+    fields = {**request, "status": status, "seconds": round(seconds, 6), **generated}
+    line = " ".join(map(str, (*request.values(), status)))
+    rest = " ".join(
+        f"{name}={value}" for name, value in fields.items() if name not in request | {"status": 0}
+    )
+    logger.log(level, "%s %s", line, rest, extra={"fields": fields})

@@ -1,0 +1,196 @@
+"""Mixed load for a long time, with clients that leave and workers that die; every answer is compared.
+
+    python -m tests.faults.soak [--seconds 600] [--kill-every 60] [--clients 8] [--save soak.json]
+
+Starts the real server with the bundled pair. Each client sends one known request after the other, whole or
+as a stream, and leaves a part of the streams. An answer is wrong if it differs from the reference, and lost
+if it ends without a result and without the error that a worker's death allows. Prints a summary, writes it
+and a plot of the memory, and exits with 1 if anything was wrong, lost or leaked.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.faults.watched import CASES, COMPLETIONS, MODEL, ServerError, Watched, descriptors, watched
+
+# What a request may be told while a worker dies and the next one loads.
+ALLOWED_ERRORS = {"worker_lost", "not_ready", "queue_full"}
+LEAVING_SHARE = 0.15
+SAMPLE_SECONDS = 1.0
+# Of the server's memory, between the second and the last third of the time.
+MAX_GROWTH = 0.05
+
+
+@dataclass
+class Sample:
+    second: float
+    server_mb: float
+    worker_mb: float
+    descriptors: int
+
+
+@dataclass
+class Soak:
+    """What was counted; ``wrong``, ``lost`` and ``leaks`` have to stay empty."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    kills: int = 0
+    samples: list[Sample] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        sizes = [sample.server_mb for sample in self.samples]
+        return {
+            "requests": dict(self.outcomes),
+            "wrong": len(self.wrong),
+            "lost": len(self.lost),
+            "leaks": self.leaks,
+            "kills": self.kills,
+            "server_mb": [round(min(sizes)), round(max(sizes))] if sizes else [],
+        }
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.wrong or self.lost or self.leaks)
+
+
+def soak(server: Watched, seconds: float, kill_every: float, num_clients: int) -> Soak:
+    """Load ``server`` and sample its memory; afterwards everything that was taken has to be given back."""
+    result, stop = Soak(), threading.Event()
+    clients = [
+        threading.Thread(target=_client, args=(server, random.Random(number), result, stop))
+        for number in range(num_clients)
+    ]
+    started = time.monotonic()
+    next_kill = kill_every
+    for client in clients:
+        client.start()
+    try:
+        while (passed := time.monotonic() - started) < seconds:
+            time.sleep(SAMPLE_SECONDS)
+            with suppress(OSError, ValueError):  # between two workers there is none
+                worker = server.worker
+                result.samples.append(_sample(server.server.pid, worker, passed))
+                if passed > next_kill:
+                    os.kill(worker, signal.SIGKILL)
+                    result.kills += 1
+                    next_kill += kill_every
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+    try:
+        server.assert_intact()
+    except (AssertionError, ServerError) as error:
+        result.leaks.append(str(error) or "not intact")
+    growth = memory_growth([sample.server_mb for sample in result.samples])
+    if growth > MAX_GROWTH:
+        result.leaks.append(f"the server's memory grew by {growth:.1%}")
+    return result
+
+
+def memory_growth(sizes: Sequence[float]) -> float:
+    """Of the median, from the second third to the last one; the first is warm-up."""
+    third = len(sizes) // 3
+    if third < 10:
+        return 0.0
+    return statistics.median(sizes[2 * third :]) / statistics.median(sizes[third : 2 * third]) - 1
+
+
+def _client(server: Watched, drawn: random.Random, result: Soak, stop: threading.Event) -> None:
+    while not stop.is_set():
+        number = drawn.randrange(len(CASES))
+        name = f"case {number}"
+        try:
+            if drawn.random() < LEAVING_SHARE:
+                _leave(server, CASES[number], drawn)
+                result.outcomes["left"] += 1
+                continue
+            texts = server.ask(CASES[number], stream=drawn.random() < 0.5)
+        except ServerError as error:
+            result.outcomes[str(error)] += 1
+            if str(error) not in ALLOWED_ERRORS:
+                result.lost.append(f"{name}: {error}")
+            time.sleep(0.1)
+        except httpx.HTTPError as error:
+            result.lost.append(f"{name}: {error!r}")
+        else:
+            result.outcomes["answered"] += 1
+            if texts != server.references[number]:
+                result.wrong.append(name)
+
+
+def _leave(server: Watched, case: dict[str, Any], drawn: random.Random) -> None:
+    """Close the connection after some lines of the stream, or before the first one."""
+    with server.server.stream(COMPLETIONS, case | {"model": MODEL}) as response:
+        for _ in zip(range(drawn.randrange(6)), response.iter_lines(), strict=False):
+            pass
+
+
+def _sample(server: int, worker: int, second: float) -> Sample:
+    return Sample(second, _resident_mb(server), _resident_mb(worker), descriptors(server))
+
+
+def _resident_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 1e6
+
+
+def plot(samples: Sequence[Sample], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4))
+    axes = figure.subplots()
+    seconds = [sample.second for sample in samples]
+    axes.plot(seconds, [sample.server_mb for sample in samples], label="server")
+    axes.plot(seconds, [sample.worker_mb for sample in samples], label="worker (killed now and then)")
+    axes.set(xlabel="seconds", ylabel="resident memory, MB", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path)
+
+
+def save(result: Soak, path: Path) -> None:
+    """Everything as JSON, and the plot beside it."""
+    details = {"wrong_cases": result.wrong, "lost_cases": result.lost}
+    samples = [asdict(sample) for sample in result.samples]
+    path.write_text(json.dumps(result.summary() | details | {"samples": samples}, indent=1))
+    plot(result.samples, path.with_suffix(".png"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--kill-every", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--save", type=Path, default=Path("soak.json"))
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        watched(Path(folder), "--max-worker-restarts", "1000") as server,
+    ):
+        result = soak(server, options.seconds, options.kill_every, options.clients)
+    print(json.dumps(result.summary(), indent=2))
+    save(result, options.save)
+    return int(result.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

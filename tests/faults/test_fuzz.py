@@ -1,0 +1,102 @@
+"""Random bodies and border messages: refused with a reason or understood, and never more than that.
+
+``FUZZ_INPUTS=100000`` is the long form; the suite has a short one.
+"""
+
+import json
+import os
+import random
+from typing import Any
+
+import msgspec
+
+from engine import messages
+from tests.server.conftest import StartServer
+from tests.server.running import MODEL
+from tests.server.test_speculation_state import STATS
+
+NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", "1500"))
+
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": MODEL, "prompt": "abc", "max_tokens": 3, "temperature": 0.5, "stop": ["x"]},
+    "/v1/chat/completions": {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "max_tokens": 3,
+        "speculation": {"method": "auto", "num_speculative_tokens": 2},
+    },
+    "/v1/responses": {"model": MODEL, "input": "abc", "max_output_tokens": 16},
+    "/tokenize": {"model": MODEL, "prompt": "abc"},
+    "/detokenize": {"model": MODEL, "tokens": [1, 2, 3]},
+}
+FIELDS = (
+    *("n", "logprobs", "echo", "seed", "top_p", "top_k", "min_p", "logit_bias", "suffix", "stream", "user"),
+    *("stream_options", "prediction", "tools", "response_format", "priority", "stop_token_ids", "min_tokens"),
+    *("presence_penalty", "truncate_prompt_tokens", "prompt_logprobs", "cache_salt", "verification"),
+)
+ODD: tuple[Any, ...] = (
+    *(None, True, 0, 1, -1, 2**31, 2**63, 2**64, 1e308, -0.0, "", "x", "\0", "\ud800", "😀", "9" * 50),
+    *([], [[]], [None], [1, "a"], {}, {"": {}}, {"type": "json_object"}, {"5": 100}, {"include_usage": 1}),
+)
+STATUSES = {200, 400, 404, 413, 422, 429}
+
+
+def test_bodies(start_server: StartServer) -> None:
+    drawn = random.Random(0)
+    with start_server("--once") as server:
+        for number in range(NUM_INPUTS):
+            path = drawn.choice(list(PATHS))
+            content = odd_body(drawn, PATHS[path])
+            answer = server.client.post(path, content=content, headers={"content-type": "application/json"})
+            assert answer.status_code in STATUSES, (number, path, content)
+            if answer.status_code != 200:
+                error = answer.json()["error"]
+                assert (error["type"], bool(error["message"])) != ("server_error", False), (number, content)
+        assert server.get("/ready").status_code == 200
+        assert server.metric("foretoken_worker_restarts_total") == 0
+
+
+def odd_body(drawn: random.Random, body: dict[str, Any]) -> bytes:
+    """Fields replaced, added and removed; in a third of the cases bytes, too."""
+    body = dict(body)
+    for _ in range(drawn.randrange(3)):
+        body[drawn.choice((*FIELDS, *body))] = drawn.choice(ODD)
+    if drawn.random() < 0.1:
+        body.pop(drawn.choice(list(body)))
+    content = json.dumps(body).encode()
+    return mutated(drawn, content) if drawn.random() < 0.33 else content
+
+
+def mutated(drawn: random.Random, content: bytes) -> bytes:
+    changed = bytearray(content)
+    for _ in range(drawn.randint(1, 4)):
+        place = drawn.randrange(len(changed) + 1)
+        match drawn.randrange(3):
+            case 0:
+                changed[place:place] = drawn.randbytes(drawn.randint(1, 3))
+            case 1:
+                del changed[place : place + drawn.randint(1, 8)]
+            case _:
+                changed[place : place + 1] = drawn.randbytes(1)
+    return bytes(changed)
+
+
+def test_border_messages() -> None:
+    """Decoding gives a message or one of two errors, whatever the bytes are."""
+    drawn = random.Random(1)
+    request = messages.Generate("r", [1, 2, 3], messages.SamplingParams(max_tokens=4))
+    output = messages.TokenOutput("r", 0, [1, 2], None, 3, 1)
+    cases = (
+        (messages.encode(request), messages.decode_to_worker),
+        (messages.encode(messages.Abort(["r"])), messages.decode_to_worker),
+        (messages.encode(messages.StepOutput([output], STATS)), messages.decode_from_worker),
+        (messages.encode(messages.Failed("r", "engine_error", "no memory")), messages.decode_from_worker),
+    )
+    num_refused = 0
+    for _ in range(NUM_INPUTS):
+        content, decode = drawn.choice(cases)
+        try:
+            assert isinstance(decode(mutated(drawn, content)), msgspec.Struct)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            num_refused += 1
+    assert 0 < num_refused < NUM_INPUTS

@@ -1,0 +1,23 @@
+"""The soak in its short form: one worker dies under mixed load."""
+
+from pathlib import Path
+
+from tests.faults.soak import MAX_GROWTH, memory_growth, save, soak
+from tests.faults.watched import watched
+
+
+def test_a_short_soak(tmp_path: Path) -> None:
+    with watched(tmp_path) as server:
+        result = soak(server, seconds=6, kill_every=2.5, num_clients=6)
+    assert not result.failed, result
+    save(result, tmp_path / "soak.json")
+    assert (tmp_path / "soak.png").stat().st_size > 1000
+    assert result.kills > 0
+    assert result.outcomes["answered"] > len(server.references)
+    assert result.outcomes["left"] > 0
+
+
+def test_growth_of_memory() -> None:
+    flat = [100.0, 200.0] * 10 + [300.0] * 40
+    assert memory_growth(flat) == 0
+    assert memory_growth([*flat[:40], *(300.0 + number for number in range(60))]) > MAX_GROWTH

@@ -1,0 +1,163 @@
+"""A real server under faults: what must be true of it after each one.
+
+Answers are compared with those that the same server gave before anything went wrong: greedy and seeded ones
+do not depend on what else is computed.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.integration.conftest import PATIENCE_SECONDS, Server, serving
+
+MODEL = "foretoken-demo"
+COMPLETIONS = "/v1/completions"
+# Only a failure takes so long: the restart of a worker on a busy machine is the slowest of these events.
+FAULT_SECONDS = 180
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+# Requests whose answers are known: by prompt, parameters, and how they are drafted.
+STORY = {"prompt": "Once upon a time", "max_tokens": 40}
+CASES: tuple[dict[str, Any], ...] = (
+    STORY | {"temperature": 0},
+    STORY | {"temperature": 0, "speculation": {"num_speculative_tokens": 3}},
+    STORY | {"seed": 7},
+    STORY | {"seed": 8, "n": 3, "temperature": 0.7},
+    {"prompt": "The old man looked at the sea", "max_tokens": 90, "temperature": 0, "stop": ["."]},
+    {"prompt": "The old man looked at the sea", "max_tokens": 30, "seed": 1, "top_p": 0.9, "top_k": 40},
+    {"prompt": "In the morning", "max_tokens": 25, "seed": 2, "presence_penalty": 0.5, "logprobs": 2},
+    {"prompt": ["One day", "The dog"], "max_tokens": 12, "temperature": 0, "logit_bias": {"5": -100}},
+    {"prompt": "The cat sat. " * 60, "max_tokens": 8, "temperature": 0},
+    {"prompt": "The cat sat. " * 60, "max_tokens": 50, "seed": 3, "speculation": {"method": "ngram"}},
+    {"prompt": "Two birds", "max_tokens": 60, "seed": 4, "min_p": 0.05, "ignore_eos": True},
+)
+
+Texts = list[str]
+
+
+def wait_for(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + FAULT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.05)
+
+
+def texts_of(answer: dict[str, Any]) -> Texts:
+    return [choice["text"] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+
+
+def read_stream(lines: Iterator[str], num_choices: int) -> Texts:
+    """The texts of a stream that ended well; ``ServerError`` with the error event of one that did not."""
+    texts = [""] * num_choices
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return texts
+        if line.startswith("data: "):
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise ServerError(chunk["error"]["code"])
+            for choice in chunk["choices"]:
+                texts[choice["index"]] += choice["text"]
+    raise ServerError("ended without [DONE]")
+
+
+class ServerError(Exception):
+    """The code of an answer that is an error."""
+
+
+def children_of(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+# The command as installed, but for shorter pauses between restarts of the worker.
+IMPATIENT = """
+import sys
+from functools import partial
+import server.cli
+import server.launch
+from server.client.worker_client import WorkerClient
+server.launch.WorkerClient = partial(WorkerClient, first_backoff_seconds=0.05)
+sys.exit(server.cli.main(sys.argv[1:]))
+"""
+
+
+@dataclass
+class Watched:
+    server: Server
+    references: list[Texts] = field(default_factory=list)
+    num_descriptors: int = 0
+
+    @property
+    def worker(self) -> int:
+        (pid,) = children_of(self.server.pid)
+        return pid
+
+    def ask(self, case: dict[str, Any], *, stream: bool = False) -> Texts:
+        body = case | {"model": MODEL}
+        if not stream:
+            answer = self.server.post(COMPLETIONS, body).json()
+            if "error" in answer:
+                raise ServerError(answer["error"]["code"])
+            return texts_of(answer)
+        with self.server.stream(COMPLETIONS, body) as response:
+            if response.status_code != 200:
+                raise ServerError(json.loads(response.read())["error"]["code"])
+            return read_stream(response.iter_lines(), num_choices(case))
+
+    def is_ready(self) -> bool:
+        return self.server.get("/ready").status_code == 200
+
+    def gauges(self) -> dict[str, float]:
+        return {name: self.server.metric(f"foretoken_{name}") for name in GAUGES}
+
+    def assert_intact(self) -> None:
+        """One worker, nothing running, every cache block free, no connection left, the next answers exact."""
+        wait_for(self.is_ready, lambda: "not ready")
+        wait_for(lambda: not any(self.gauges().values()), lambda: f"gauges: {self.gauges()}")
+        assert len(children_of(self.server.pid)) == 1
+        for case, reference in zip(CASES[:3], self.references[:3], strict=True):
+            assert self.ask(case) == reference
+        wait_for(lambda: not any(self.gauges().values()), lambda: f"gauges: {self.gauges()}")
+        wait_for(
+            lambda: descriptors(self.server.pid) <= self.num_descriptors,
+            lambda: f"{descriptors(self.server.pid)} descriptors, {self.num_descriptors} at first",
+        )
+
+
+def num_choices(case: dict[str, Any]) -> int:
+    prompts = len(case["prompt"]) if isinstance(case["prompt"], list) else 1
+    return prompts * int(case.get("n", 1))
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+@contextmanager
+def watched(folder: Path, *settings: str) -> Iterator[Watched]:
+    with serving(folder, *settings, program=("-c", IMPATIENT)) as server:
+        watch = Watched(server)
+        watch.references = [watch.ask(case) for case in CASES]
+        time.sleep(0.2)
+        watch.num_descriptors = descriptors(server.pid)
+        yield watch
+
+
+def stall_of_health(url: str, stop: Callable[[], bool]) -> list[float]:
+    """Seconds of each ``/health``, one after the other over one connection, until ``stop``."""
+    seconds = []
+    with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
+        while not stop():
+            started = time.perf_counter()
+            client.get("/health").raise_for_status()
+            seconds.append(time.perf_counter() - started)
+            time.sleep(0.005)
+    return seconds

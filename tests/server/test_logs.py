@@ -1,0 +1,148 @@
+"""The log: a line per request with its id and figures, as text or JSON, and nothing of probes. And traces."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from server.logs import TEXT, JsonFormatter, WithRequestId
+from server.tracing import make_provider
+from tests.server.conftest import StartServer
+from tests.server.running import RunningServer, wait_for
+
+SECONDS = {"seconds", "queue_seconds", "first_token_seconds"}
+
+
+class Log:
+    """What the server writes, in one of its two styles."""
+
+    def __init__(self, formatter: logging.Formatter) -> None:
+        self.stream = io.StringIO()
+        self.handler = logging.StreamHandler(self.stream)
+        self.handler.setFormatter(formatter)
+        self.handler.addFilter(WithRequestId())
+
+    def lines(self, number: int) -> list[str]:
+        """Once there are so many: the last one is written after the client has its answer."""
+        wait_for(lambda: self.stream.getvalue().count("\n") >= number, f"{number} lines")
+        return self.stream.getvalue().splitlines()
+
+
+@pytest.fixture(params=["text", "json"])
+def log(request: pytest.FixtureRequest) -> Iterator[Log]:
+    found = Log(JsonFormatter() if request.param == "json" else logging.Formatter(TEXT))
+    logger = logging.getLogger("foretoken")
+    level = logger.level
+    logger.addHandler(found.handler)
+    logger.setLevel("INFO")
+    yield found
+    logger.removeHandler(found.handler)
+    logger.setLevel(level)
+
+
+def fields(line: str) -> dict[str, Any]:
+    """Of an access line."""
+    if line.startswith("{"):
+        return dict(json.loads(line))
+    words = line.split()
+    pairs = dict(word.split("=", 1) for word in words if "=" in word)
+    client, method, path, status = words[5:9]
+    return pairs | {
+        "request_id": words[4].strip("[]:"),
+        "client": client,
+        "method": method,
+        "path": path,
+        "status": status,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_line_with_tokens_times_and_acceptance(server: RunningServer, log: Log, stream: bool) -> None:
+    body = {"prompt": "log", "max_tokens": 8, "stream": stream}
+    answer = server.post("/v1/completions", body, headers={"x-request-id": "mine"})
+    (line,) = log.lines(1)
+    found = fields(line)
+    expected = {
+        "client": "127.0.0.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "request_id": "mine",
+        "prompt_tokens": 3,
+        "completion_tokens": 8,
+        "drafted": 6,
+        "accepted": 6,
+        "finish": "length",
+    }
+    assert {name: str(found[name]) for name in expected} == {name: str(expected[name]) for name in expected}
+    assert found["id"] in answer.text
+    assert float(found["queue_seconds"]) == 0.25
+    assert 0 < float(found["first_token_seconds"]) < float(found["seconds"])
+
+
+def test_a_client_that_leaves(start_server: StartServer, log: Log) -> None:
+    with start_server() as server:
+        server.worker.at_most(0)
+        with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 8}):
+            server.wait_for_requests(1)
+        server.wait_for_requests(0)
+        assert fields(log.lines(1)[0])["finish"] == "aborted"
+        server.worker.go_on()
+
+
+def test_probes_scrapes_and_files_are_silent(server: RunningServer, log: Log) -> None:
+    for path in ("/health", "/ready", "/metrics", "/speculation", "/page/main.js"):
+        assert server.get(path).status_code == 200
+    server.get("/version")
+    (line,) = log.lines(1)
+    assert fields(line)["path"] == "/version"
+
+
+def test_a_path_cannot_forge_a_line(server: RunningServer, log: Log) -> None:
+    server.get("/nothing%0A2026-01-01%20ERROR%1B[31m")
+    (line,) = log.lines(1)
+    assert "\x1b" not in line
+    assert fields(line)["path"] == "/nothing%0A2026-01-01%20ERROR%1B%5B31m"
+
+
+def test_an_exception_has_the_requests_id(
+    server: RunningServer, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.routes.ops.package_version", lambda: 1 / 0)
+    assert server.get("/version", headers={"x-request-id": "broken"}).status_code == 500
+    wait_for(lambda: log.stream.getvalue().count("broken") == 2, "both lines")
+    assert "ZeroDivisionError" in log.stream.getvalue()
+
+
+def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter = InMemorySpanExporter()
+    monkeypatch.setattr("server.tracing.make_provider", lambda: make_provider(exporter))
+    with start_server(otel=True) as server:
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        body = {"prompt": "log", "max_tokens": 8}
+        answer = server.post("/v1/completions", body, headers={"traceparent": parent})
+        server.get("/health")
+        wait_for(lambda: len(exporter.get_finished_spans()) == 4, "spans")
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    whole = spans["text_completion tiny-model"]
+    parts = [spans[name] for name in ("queue", "prefill", "rounds")]
+    assert whole.parent is not None
+    assert f"{whole.parent.trace_id:032x}" == parent.split("-")[1]
+    attributes = dict(whole.attributes or {})
+    assert attributes["gen_ai.response.id"] == answer.json()["id"]
+    assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (3, 8)
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    for part in parts:
+        assert part.parent is not None
+        assert part.parent.span_id == whole.context.span_id
+    assert [part.end_time for part in parts[:-1]] == [part.start_time for part in parts[1:]]
+    assert parts[-1].end_time == whole.end_time
+    assert dict(parts[-1].attributes or {}) == {
+        "foretoken.rounds": 2,
+        "foretoken.drafted_tokens": 6,
+        "foretoken.accepted_tokens": 6,
+    }
