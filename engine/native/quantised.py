@@ -53,7 +53,7 @@ class QuantisedLinear(NativeLinear):
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Blocks], bias: torch.Tensor | None) -> None:
         self.multiply = library.multiply
-        self.out_features = sum(len(part.data) for part in parts)
+        self.out_features = sum(len(part.rows) for part in parts)
         in_features = parts[0].in_features
         # Kept for as long as the structures point to them.
         self.packed = []
@@ -83,7 +83,7 @@ class QuantisedLinear(NativeLinear):
 
 def can_stack(parts: Sequence[Blocks]) -> bool:
     """Whether ``QuantisedLinear`` takes them."""
-    return all(len(part.data) % COLUMNS == 0 for part in parts[:-1])
+    return all(len(part.rows) % COLUMNS == 0 for part in parts[:-1])
 
 
 class QuantisedEmbeddings:
