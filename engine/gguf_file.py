@@ -57,10 +57,26 @@ def is_gguf(path: str) -> bool:
     return path.endswith(SUFFIX)
 
 
+def find_gguf(path: str) -> Path:
+    """The file itself, or that of a hub id with the file's name behind it; ``GgufError``."""
+    local = Path(path).expanduser()
+    owner, _, rest = path.partition("/")
+    repository, _, name = rest.partition("/")
+    if local.exists() or not name or owner in ("", ".", "..", "~"):
+        return local
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(hf_hub_download(f"{owner}/{repository}", name))
+    except (OSError, HfHubHTTPError, HFValidationError) as error:
+        raise GgufError(f"there is no file {path}, and none is found on the hub under that name") from error
+
+
 def read_gguf(path: str) -> GgufFile:
     """What the file says before its tensors, with lists and texts; ``GgufError``."""
     try:
-        with Path(path).expanduser().open("rb") as opened:
+        with find_gguf(path).open("rb") as opened:
             data = mmap(opened.fileno(), 0, access=ACCESS_READ)
     except OSError as error:
         raise GgufError(f"{path} cannot be read: {error.strerror}") from error
@@ -140,13 +156,19 @@ class _Reader:
         return TensorPlace(tuple(reversed(shape)), kind, offset)
 
 
-def load_gguf_tokenizer(path: str) -> Any:
-    """The file's tokenizer with its chat template, as transformers has them. Slow: imports transformers."""
-    return make_tokenizer(read_gguf(path))
+def load_pretrained_tokenizer(path: str) -> Any:
+    """transformers' tokenizer of a GGUF file, a folder or a hub id. Slow: imports transformers."""
+    if is_gguf(path):
+        return _gguf_tokenizer(path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
 
 
-def make_tokenizer(file: GgufFile) -> Any:
+def _gguf_tokenizer(path: str) -> Any:
     from transformers import PreTrainedTokenizerFast
+
+    file = read_gguf(path)
 
     metadata = file.metadata
     tokens = metadata.get("tokenizer.ggml.tokens")
@@ -182,7 +204,9 @@ def _fast_tokenizer(file: GgufFile) -> Any:
     if kind == "gpt2" and split not in known:
         raise GgufError(f"{file.path} cuts text by the rules {split}, which are not supported")
     named = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    fields = {ours: metadata[f"tokenizer.{theirs}"] for theirs, ours in named.items() if f"tokenizer.{theirs}" in metadata}
+    fields = {
+        ours: metadata[f"tokenizer.{key}"] for key, ours in named.items() if f"tokenizer.{key}" in metadata
+    }
     try:
         fast, _ = mapping.convert_gguf_tokenizer(file.architecture, fields)
     except Exception as error:  # of the Rust core, which has no other

@@ -8,7 +8,15 @@ from gguf import GGMLQuantizationType
 from engine.native.quantised import Blocks
 
 # Where a block's float16 numbers are.
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+HALVES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+}
 HALVES["Q6_K"] = (208,)
 
 

@@ -170,7 +170,13 @@ def load_library() -> ctypes.CDLL | None:
     for function in (*of_layers, *of_blocks, *of_draws, *of_choices):
         function.restype = None
     library.argmax.argtypes = [Pointer, Integer]
-    for function in (library.panel_size, library.packed_bytes, library.decode, library.run_rounds, library.argmax):
+    for function in (
+        library.panel_size,
+        library.packed_bytes,
+        library.decode,
+        library.run_rounds,
+        library.argmax,
+    ):
         function.restype = Integer
     return library
 

@@ -25,8 +25,8 @@ _pages = HugePages()
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix as GGUF files have it. ``data`` [rows, bytes of a row], contiguous; ``order``: the rows' numbers
-    as they are wanted, None for as they are."""
+    """A matrix as GGUF files have it. ``data`` [rows, bytes of a row], contiguous; ``order``: which rows are
+    wanted, by their numbers; None for all as they lie."""
 
     type: int
     data: Bytes
@@ -42,14 +42,19 @@ class Blocks:
         wanted = np.ascontiguousarray(self.rows if rows is None else self.rows[rows])
         out = torch.empty(len(wanted), self.in_features)
         library.dequantise_rows(
-            self.type, out.data_ptr(), self.data.ctypes.data, wanted.ctypes.data, len(wanted), self.in_features
+            self.type,
+            out.data_ptr(),
+            self.data.ctypes.data,
+            wanted.ctypes.data,
+            len(wanted),
+            self.in_features,
         )
         return out
 
 
 class QuantisedLinear(NativeLinear):
-    """``parts`` of the same number of inputs are stacked, whatever their types. All but the last have a multiple
-    of 16 outputs."""
+    """``parts`` of the same number of inputs are stacked, whatever their types. All but the last have a
+    multiple of 16 outputs."""
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Blocks], bias: torch.Tensor | None) -> None:
         self.multiply = library.multiply
