@@ -23,10 +23,18 @@ COMMANDS = (
 
 # What both processes share: messages, settings, how the worker's life is tied to the front end's, and how
 # commands print.
-BORDER = ("engine.messages", "engine.config", "engine.heartbeat", "engine.lifeline", "engine.terminal")
+BORDER = (
+    "engine.messages",
+    "engine.config",
+    "engine.heartbeat",
+    "engine.lifeline",
+    "engine.terminal",
+    "engine.gguf_file",
+)
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
 TORCH_FREE = (
+    "engine.gguf_file",
     "engine.messages",
     "engine.config",
     "engine.heartbeat",
@@ -40,7 +48,7 @@ TORCH_FREE = (
 
 # What each package of the engine may import of the others: downwards only. Modules beside the packages are
 # counted by their names.
-BASE = {"messages", "config"}
+BASE = {"messages", "config", "gguf_file"}
 DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory"}
 MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
