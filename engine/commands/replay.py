@@ -36,7 +36,7 @@ class RoundReport:
 
 
 class Replayer:
-    """``draft`` is needed for rounds whose source is a draft model, ``grammars`` if the output is constrained;
+    """``draft`` is needed for rounds of a draft model, ``grammars`` if the output is constrained;
     ``tolerance`` is for probabilities."""
 
     def __init__(
