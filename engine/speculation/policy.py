@@ -260,15 +260,16 @@ class Policy:
     def _count(
         self, best: Best, num_rounds: int, num_tokens: int, num_drafted: int, seconds: float, took: float
     ) -> None:
-        """For the report. A plain round has the same share of overhead as the ones that ran, if they share
-        steps of a given time, else the same overhead."""
+        """For the report. A plain round in place of one that drafted has the same share of overhead, if they
+        share steps of a given time, else the same overhead."""
         shape = best.plain.shape
         plain = self.costs.model_seconds(shape)
         overhead = max(0.0, seconds / num_rounds - took)
         if self.costs.rounds_per_step(plain) > 1:
             overhead *= min(1.0, plain / took)
         rows = num_rounds * shape.num_rows
-        now = num_tokens, seconds, rows, num_rounds * (plain + overhead), rows, num_drafted
+        plain_seconds = num_rounds * (plain + overhead) if num_drafted else seconds
+        now = num_tokens, seconds, rows, plain_seconds, rows, num_drafted
         self._report = [
             REPORT_DECAY * before + value for before, value in zip(self._report, now, strict=True)
         ]
