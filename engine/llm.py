@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from engine.build import build_engine
 from engine.config import EngineConfig
 from engine.core.admission import RequestError
+from engine.gguf_file import load_pretrained_tokenizer
 from engine.messages import Failed, FinishReason, Generate, SamplingParams, TokenLogprob, TokenOutput
 
 
@@ -61,7 +60,7 @@ class LLM:
     def __init__(self, **config: Any) -> None:
         self.config = EngineConfig(**config)
         self.core = build_engine(self.config)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.config.target)
+        self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
         self._request_ids = count()
 
     def generate(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import uvicorn
 
+from engine.gguf_file import is_gguf
 from engine.messages import Ready
 from server.app import create_app
 from server.client.open_requests import QueueLimits
@@ -81,10 +82,14 @@ def check_models(settings: Settings) -> None:
         if model is None or Path(model).is_dir():
             continue
         if Path(model).is_file():
+            if is_gguf(model):
+                continue
             raise StartError(
-                f"The {role} model {model} is a file; a folder with config.json and safetensors is needed. "
-                "GGUF files are not supported."
+                f"The {role} model {model} is a file; a folder with config.json and safetensors, or a .gguf "
+                "file, is needed."
             )
+        if is_gguf(model) and not Path(model).is_absolute() and not model.startswith(("./", "../", "~")):
+            continue  # a file on the hub
         if Path(model).is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
             raise StartError(f"The {role} model folder {model} does not exist. Set --{role}.")
 

@@ -30,10 +30,12 @@ BORDER = (
     "engine.heartbeat",
     "engine.lifeline",
     "engine.terminal",
+    "engine.gguf_file",
 )
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
 TORCH_FREE = (
+    "engine.gguf_file",
     "engine.messages",
     "engine.config",
     "engine.heartbeat",
@@ -47,12 +49,12 @@ TORCH_FREE = (
 
 # What each package of the engine may import of the others: downwards only. Modules beside the packages are
 # counted by their names.
-BASE = {"messages", "config"}
+BASE = {"messages", "config", "gguf_file"}
 DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory"}
 MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},
-    "sampling": BASE | DEVICE | {"sampling", "deep_stack"},
+    "sampling": BASE | DEVICE | {"sampling", "deep_stack", "gguf_file"},
     "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool"},
     "native": BASE | DEVICE | {"native", "core", "sampling", "models", "runtime.base"},
     "proposers": BASE | DEVICE | {"core", "proposers", "sampling", "models"},

@@ -36,8 +36,8 @@ class RoundReport:
 
 
 class Replayer:
-    """``draft`` is needed for rounds whose source is a draft model, ``grammars`` if the output is
-    constrained; ``tolerance`` is for probabilities."""
+    """``draft`` is needed for rounds of a draft model, ``grammars`` if the output is constrained;
+    ``tolerance`` is for probabilities."""
 
     def __init__(
         self,

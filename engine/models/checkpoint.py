@@ -24,8 +24,6 @@ WEIGHTS = ("*.safetensors", "*.bin")
 def check_folder(path: str, *, allow_pickle: bool = False) -> None:
     """``ModelLoadError`` if ``path`` is meant to be a folder, but no model can be loaded from it."""
     folder = Path(path).expanduser()
-    if path.endswith(".gguf"):
-        raise ModelLoadError(f"{path} is a GGUF file; give the folder of the model's safetensors checkpoint")
     looks_local = path.startswith((".", "/", "~")) or folder.exists()
     if not looks_local:
         return

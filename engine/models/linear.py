@@ -8,7 +8,7 @@ compiler. Layers that transformers' quantisers have made stay as they are.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch.backends import mkldnn
 from transformers.pytorch_utils import Conv1D
 
 from engine.native.linear import NativeLinear, half_scale
+from engine.native.quantised import QuantisedLinear, can_stack
 
 # Below this many weights a module's own overhead outweighs what packing saves; oneDNN's fixed cost is some
 # 10 microseconds.
@@ -97,7 +98,8 @@ def make_linear(
 ) -> Linear:
     """One layer in place of several of the same input; their outputs lie one after the other.
 
-    ``library``: the compiled kernels, given for float32 on a CPU only. ``narrow``: keep their weights in 16
+    ``library``: the compiled kernels, given for float32 on a CPU only. Modules that have ``blocks`` (their
+    quantised weights) stay quantised there. ``narrow``: keep their weights in 16
     bits where that loses nothing.
     """
     if not all(type(module) in (nn.Linear, Conv1D) for module in modules):
@@ -106,6 +108,9 @@ def make_linear(
     biases = [module.bias.detach() for module in modules if isinstance(module.bias, torch.Tensor)]
     assert len(biases) in (0, len(modules))
     bias = torch.cat(biases) if biases else None
+    blocks: list[Any] = [module.blocks for module in modules if hasattr(module, "blocks")]
+    if library is not None and len(blocks) == len(modules) and can_stack(blocks):
+        return QuantisedLinear(library, blocks, bias)
     if library is not None:
         return NativeLinear(library, weights, bias, half_scale(weights) if narrow else None)
     weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)

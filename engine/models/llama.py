@@ -36,6 +36,7 @@ from engine.native.decoder import NativeDecoder
 from engine.native.layer_parts import NativeKernels, serves
 from engine.native.library import load_library
 from engine.native.linear import NativeLinear
+from engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
@@ -44,6 +45,9 @@ PROBE_TOKENS = 48
 # Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
 # 4e-2 of it; a wrong mask or position makes 0.3 and more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
+# Largest deviation of quantised layers' logits, in the mean, as a share of their spread. Rounding inputs to 8
+# bits makes 0.05 of it in a real model, a wrong mask or position 0.5 and more.
+QUANTISED_TOLERANCE = 0.25
 # Rows of the output layer that are converted at a time.
 HEAD_ROWS = 1 << 13
 
@@ -86,11 +90,17 @@ class LlamaLayer:
 class LlamaWeights:
     """``embeddings`` [vocab, hidden size], in the checkpoint's type where its 16 bits are kept."""
 
-    embeddings: torch.Tensor
+    embeddings: torch.Tensor | QuantisedEmbeddings
     layers: list[LlamaLayer]
     norm: Norm
     head: Linear
     rotary: Rotary
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden size]."""
+        if isinstance(self.embeddings, QuantisedEmbeddings):
+            return self.embeddings.look_up(token_ids)
+        return F.embedding(token_ids, self.embeddings)
 
 
 class Llama(Model):
@@ -138,7 +148,7 @@ class Llama(Model):
             parts = TorchParts(batch, cache, self.rotary, self.attention)
         else:
             parts = self.kernels(batch, cache, self.rotary)
-        hidden = F.embedding(batch.token_ids[0], weights.embeddings).to(self.dtype)
+        hidden = weights.embed(batch.token_ids[0]).to(self.dtype)
         tapped = {}
         for index, layer in enumerate(weights.layers):
             hidden = layer(hidden, parts)
@@ -170,8 +180,7 @@ def load_llama(
     loses nothing. None if tensors are missing, or the logits are not those of transformers' layers."""
     kernels = _kernels(skeleton, facts) if native_kernels else None
     for library in (kernels, None) if kernels is not None else (None,):
-        make = partial(make_linear, library=library, narrow=narrow)
-        reader = _Reader(skeleton, checkpoint, facts, make, keep_type=narrow and library is not None)
+        reader = _Reader(skeleton, checkpoint, facts, library, narrow)
         if not reader.is_complete:
             return None
         weights, expected = reader.read()
@@ -208,9 +217,13 @@ def checked(
     facts: ModelFacts, weights: LlamaWeights, library: ctypes.CDLL | None, expected: torch.Tensor
 ) -> Llama | None:
     """The fastest model whose logits of the probe text are the ``expected`` ones; None if none's are."""
+    linears = (weights.head, *(layer.down for layer in weights.layers))
+    is_quantised = any(isinstance(linear, QuantisedLinear) for linear in linears)
+    agrees = roughly_same_logits if is_quantised else partial(same_logits, tolerance=TOLERANCES[facts.dtype])
     ways: list[tuple[str, Llama]] = []
     if library is not None:
-        ways = [("The native kernels", Llama(facts, weights, NativeKernels(library)))]
+        kernels = NativeKernels(library, cuts_long=is_quantised)
+        ways = [("The native kernels", Llama(facts, weights, kernels))]
     else:
         kernel = find_kernel([layer.attention for layer in weights.layers], facts.dtype, facts.device)
         if kernel is not None:
@@ -218,7 +231,7 @@ def checked(
             ways = [("The attention kernel", in_place)]
         ways.append(("The short forward", Llama(facts, weights)))
     for name, model in ways:
-        if same_logits(probe_logits(model), expected, facts.dtype):
+        if agrees(probe_logits(model), expected):
             return model
         logger.warning("%s: the logits differ from those of transformers' layers; it is not used", name)
     return None
@@ -240,24 +253,36 @@ def probe_logits(model: Model) -> torch.Tensor:
     return torch.cat([runner.forward([Span(table, *part)]).logits for part in spans])
 
 
-def same_logits(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Equal but for rounding, if both were computed in ``dtype``; the logits themselves are float32."""
+def same_logits(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
+    """Equal but for rounding; the logits themselves are float32."""
     scale = theirs.abs().max().clamp(min=1e-6)
-    return bool(((ours - theirs).abs().max() <= TOLERANCES[dtype] * scale).item())
+    return bool(((ours - theirs).abs().max() <= tolerance * scale).item())
+
+
+def roughly_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Where the kernels round the inputs of quantised layers to 8 bits."""
+    return bool(((ours - theirs).square().mean().sqrt() <= QUANTISED_TOLERANCE * theirs.std()).item())
 
 
 class _Reader:
     """Reads a checkpoint layer by layer: transformers' layer computes with it, then ``make`` packs it, and
-    its tensors are gone before the next one's come. ``keep_type``: ``make`` takes 16 bits as they are."""
+    its tensors are gone before the next one's come. ``narrow`` as in ``make_linear``."""
 
     def __init__(
-        self, skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, make: Make, keep_type: bool
+        self,
+        skeleton: Any,
+        checkpoint: Checkpoint,
+        facts: ModelFacts,
+        library: ctypes.CDLL | None,
+        narrow: bool,
     ) -> None:
         self.skeleton = skeleton
         self.checkpoint = checkpoint
         self.facts = facts
-        self.make = make
-        self.keep_type = keep_type
+        self.make = partial(make_linear, library=library, narrow=narrow)
+        # The kernels take 16 bits and quantised blocks as they are.
+        self.library = library if narrow else None
+        self.keep_type = self.library is not None
         self.layers: list[LlamaLayer] = []
 
     @property
@@ -270,10 +295,13 @@ class _Reader:
     def read(self) -> tuple[LlamaWeights, torch.Tensor]:
         """The weights, and the probe text's logits as ``probe_logits`` asks for them."""
         module, facts = self.skeleton, self.facts
-        embeddings = self._tensor("model.embed_tokens.weight", self.keep_type)
+        name = "model.embed_tokens.weight"
+        embeddings = self._tensor(name, self.keep_type)
         like = torch.empty(0, dtype=facts.dtype, device=facts.device)
         # On the meta device the skeleton's has no angles.
         module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config).to(facts.device)
+        if (factors := self.checkpoint.rotary_factors()) is not None:
+            module.model.rotary_emb.inv_freq /= factors.to(facts.device)
         hooks = [self._follow(layer, index) for index, layer in enumerate(module.model.layers)]
         self._fill(module.model.norm, "model.norm")
         ids = torch.tensor([probe_ids(module.config)], device=facts.device)
@@ -282,15 +310,18 @@ class _Reader:
         for hook in (hook for pair in hooks for hook in pair):
             hook.remove()
         head = module.lm_head
+        blocks = self._blocks(name)
         if module.config.tie_word_embeddings:
             head.weight = _frozen(embeddings)
         else:
-            head.weight = _frozen(self._tensor("lm_head.weight", self.keep_type))
+            name = "lm_head.weight"
+            head.weight = _frozen(self._tensor(name, self.keep_type))
+        self._keep_blocks(head, name)
         kept = [row for row in range(len(hidden)) if row != len(hidden) - 5]
         parts = torch.split(head.weight, HEAD_ROWS)
         logits = torch.cat([F.linear(hidden[kept], part.to(facts.dtype)) for part in parts], dim=-1).float()
         weights = LlamaWeights(
-            embeddings,
+            QuantisedEmbeddings(self.library, blocks) if self.library and blocks else embeddings,
             self.layers,
             Norm.of(module.model.norm),
             self.make([head]),
@@ -321,7 +352,17 @@ class _Reader:
         """Linear layers are packed straight from the checkpoint's 16 bits."""
         for name, child in module.named_modules():
             if isinstance(child, nn.Linear):
-                child.weight = _frozen(self._tensor(f"{prefix}.{name}.weight", keep_type=True))
+                self._keep_blocks(child, f"{prefix}.{name}.weight")
+                if not hasattr(child, "blocks"):
+                    child.weight = _frozen(self._tensor(f"{prefix}.{name}.weight", keep_type=True))
+
+    def _keep_blocks(self, module: Any, name: str) -> None:
+        """For ``make``, where the checkpoint's weights are quantised."""
+        if (blocks := self._blocks(name)) is not None:
+            module.blocks = blocks
+
+    def _blocks(self, name: str) -> Blocks | None:
+        return None if self.library is None else self.checkpoint.blocks(name)
 
     def _tensor(self, name: str, keep_type: bool = False) -> torch.Tensor:
         """A copy, on the device; ``keep_type``: in the checkpoint's 16 bits, if it has no more."""

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
+from engine.gguf_file import GgufError, is_gguf
 from engine.models import cross_attention
 from engine.models.attention import ATTENTION_NAME
 from engine.models.base import Model, ModelFacts
@@ -19,6 +20,7 @@ from engine.models.checkpoint import check_folder, explain
 from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
+from engine.models.gguf import check_complete, generation_config, load_module, open_gguf
 from engine.models.linear import replace_linears
 from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
 from engine.models.self_check import self_check
@@ -63,6 +65,8 @@ def load_model(
     CPU keep weights in 16 bits where that loses nothing. ``check``: refuse a model that over our cache
     deviates from itself.
     """
+    if is_gguf(path):
+        return _load_gguf(path, dtype, device, device_map is None, native_kernels, narrow)
     check_folder(path, allow_pickle=allow_pickle)
     path = _expanded(path)
     if device_map is None and not trust_remote_code:
@@ -89,6 +93,35 @@ def load_model(
     return model
 
 
+def _load_gguf(
+    path: str, dtype: torch.dtype, device: torch.device, is_whole: bool, native_kernels: bool, narrow: bool
+) -> Model:
+    """``narrow``: on a CPU weights stay quantised; else they are dequantised to ``dtype``."""
+    if not is_whole:
+        raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
+    try:
+        checkpoint = open_gguf(path)
+        skeleton = _skeleton(checkpoint.config, dtype)
+        check_complete(skeleton, checkpoint)
+        facts = ModelFacts(checkpoint.config, generation_config(checkpoint), count(skeleton), dtype, device)
+        llama = load_llama(skeleton, checkpoint, facts, native_kernels, narrow)
+    except ModelLoadError:
+        raise
+    except GgufError as error:
+        raise ModelLoadError(str(error)) from error
+    except Exception as error:  # transformers refuses sizes in many ways
+        raise ModelLoadError(explain(path, error)) from error
+    if llama is None:
+        raise ModelLoadError(f"{path} cannot be served: its logits are not those of transformers' model")
+    return llama
+
+
+def _skeleton(config: Any, dtype: torch.dtype) -> Any:
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return module.eval().requires_grad_(False)
+
+
 def _by_name(
     path: str,
     dtype: torch.dtype,
@@ -102,12 +135,10 @@ def _by_name(
         config = AutoConfig.from_pretrained(path)
         if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
             return None
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        skeleton = _skeleton(config, dtype)
         checkpoint = Checkpoint.find(path, allow_pickle)
         if checkpoint is None or not is_llama(skeleton):
             return None
-        skeleton.eval().requires_grad_(False)
         facts = ModelFacts(config, _generation_config(path, skeleton), count(skeleton), dtype, device)
         return load_llama(skeleton, checkpoint, facts, native_kernels, narrow)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -170,6 +201,11 @@ def load_causal_model(
     allow_pickle: bool = False,
 ) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
+    if is_gguf(path):
+        try:
+            return load_module(open_gguf(path), dtype, device, attention)
+        except GgufError as error:
+            raise ModelLoadError(str(error)) from error
     check_folder(path, allow_pickle=allow_pickle)
     path = _expanded(path)
     try:

@@ -19,7 +19,7 @@ import torch
 from engine.batch import Span
 from engine.core.block_pool import BlockTable
 from engine.models.graph_capture import Capture
-from engine.models.llama import Llama, same_logits
+from engine.models.llama import TOLERANCES, Llama, same_logits
 from engine.models.model_runner import ModelRunner
 from engine.models.step_buckets import Bucket, shape_of, smallest
 from engine.models.step_inputs import StepInputs
@@ -164,4 +164,4 @@ def _is_right(eager: ModelRunner, graphs: StepGraphs, bucket: Bucket, texts: lis
     spans = [Span(text.table, text.new, len(text.new)) for text in texts]
     # First, as the usual pass stores what this one should have stored.
     replayed = graphs.replay(bucket, spans)
-    return same_logits(replayed, eager.forward(spans).logits, eager.model.dtype)
+    return same_logits(replayed, eager.forward(spans).logits, TOLERANCES[eager.model.dtype])

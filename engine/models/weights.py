@@ -8,6 +8,8 @@ import torch
 from safetensors import safe_open
 from transformers.utils import cached_file
 
+from engine.native.quantised import Blocks
+
 # Names of whole checkpoints and of the index of one in shards, as transformers prefers them.
 LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -20,6 +22,14 @@ class Checkpoint:
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
+
+    def blocks(self, name: str) -> Blocks | None:
+        """The tensor as it is quantised; None if it is not."""
+        return None
+
+    def rotary_factors(self) -> torch.Tensor | None:
+        """What the rotary frequencies of the config are divided by, if the checkpoint has that."""
+        return None
 
     @classmethod
     def find(cls, path: str, allow_pickle: bool) -> "Checkpoint | None":

@@ -20,7 +20,10 @@ static int64_t sum_of(const int64_t *x, int64_t size) {
 /* A token's embedding in float32, whatever it is kept in. */
 static void embed(float *to, const Decoder *decoder, int64_t token_id) {
     const int64_t size = decoder->hidden_size, start = token_id * size;
-    if (decoder->embedding_type == 0) {
+    if (decoder->embedding_type >= QUANTISED) {
+        const int64_t type = decoder->embedding_type - QUANTISED;
+        dequantise(type, to, (const uint8_t *)decoder->embeddings + token_id * row_bytes(type, size), size);
+    } else if (decoder->embedding_type == 0) {
         memcpy(to, (const float *)decoder->embeddings + start, size * sizeof(float));
     } else if (decoder->embedding_type == 1) {
         for (int64_t i = 0; i < size; i += LANES) {

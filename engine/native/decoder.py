@@ -15,6 +15,7 @@ from engine.batch import MAX_GROUPED_QUERIES, Span
 from engine.kv_cache import KVCache
 from engine.native.layer_parts import NativeKernels
 from engine.native.library import Decoder, DecoderLayer, NewTokens
+from engine.native.quantised import QuantisedEmbeddings
 
 INTEGER_BYTES = 8
 # As in kernels.h.
@@ -76,15 +77,20 @@ class NativeDecoder:
             )
         )
         cos, sin = weights.rotary.table
+        embeddings = weights.embeddings
+        if isinstance(embeddings, QuantisedEmbeddings):
+            hidden_size, embedding_type = embeddings.hidden_size, embeddings.embedding_type
+        else:
+            hidden_size, embedding_type = embeddings.shape[1], EMBEDDING_TYPES[embeddings.dtype]
         # Kept as long as C has their addresses.
         self._kept = attention, in_c, weights, cache
         self.decoder = Decoder(
             num_layers=len(attention),
-            hidden_size=weights.embeddings.shape[1],
+            hidden_size=hidden_size,
             block_size=cache.block_size,
             layers=addressof(in_c),
-            embeddings=weights.embeddings.data_ptr(),
-            embedding_type=EMBEDDING_TYPES[weights.embeddings.dtype],
+            embeddings=embeddings.data_ptr(),
+            embedding_type=embedding_type,
             norm=weights.norm.weight.data_ptr(),
             head=addressof(weights.head.struct),
             cos=cos.data_ptr(),

@@ -8,6 +8,9 @@
 /* As in random.py. */
 enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, RACE_STREAM = 4 };
 
+/* What is added to the types of quantised embeddings. */
+enum { QUANTISED = 16 };
+
 /* Numbers to draw from, some 10 microseconds, below which other threads are not woken. */
 #define MIN_PARALLEL_DRAWS (1 << 14)
 
@@ -32,10 +35,16 @@ typedef struct {
     float *keys, *values;         /* [slots, num_kv_heads, head_size] */
 } Layer;
 
-/* A linear layer with weights in float16 or float32. */
+/* Sixteen columns of quantised weights; ``type`` as in blocks.h. */
 typedef struct {
-    int64_t in_features, out_features, is_half;
-    const void *weights;          /* [panels, in_features, PANEL], zeros past the last column */
+    const uint8_t *data;
+    int64_t type;
+} QuantisedPanel;
+
+/* A linear layer with weights in float16, in float32, or quantised. */
+typedef struct {
+    int64_t in_features, out_features, is_half, is_quantised;
+    const void *weights;          /* [panels, in_features, PANEL], zeros past the last column; or QuantisedPanels */
     float scale;                  /* of all sums: float16 weights are kept near the largest there is */
     const float *bias;            /* [out_features] or NULL */
 } Linear;
@@ -50,7 +59,7 @@ typedef struct {
 /* A decoder and the cache it writes to. */
 typedef struct {
     int64_t num_layers, hidden_size, block_size;
-    int64_t embedding_type;       /* 0: float32, 1: float16, 2: bfloat16 */
+    int64_t embedding_type;       /* 0: float32, 1: float16, 2: bfloat16, or QUANTISED plus its type in blocks.h */
     const DecoderLayer *layers;
     const void *embeddings;       /* [vocab, hidden_size] */
     const float *norm;            /* [hidden_size] */
@@ -82,6 +91,13 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out);
 
 /* linear.c */
 void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows);
+
+/* quantised.c */
+void multiply_quantised(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows);
+
+/* blocks.c */
+int64_t row_bytes(int64_t type, int64_t size);
+void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size);
 
 /* decoder.c */
 int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);

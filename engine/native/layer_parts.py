@@ -27,10 +27,12 @@ def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
 
 
 class NativeKernels:
-    """Makes the parts of each forward. Keeps what does not change from one to the next."""
+    """Makes the parts of each forward. Keeps what does not change from one to the next. ``cuts_long``: long
+    prompt chunks are attended here, too, part by part, so that a token's bits do not depend on its chunk."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, cuts_long: bool = False) -> None:
         self.library = library
+        self.cuts_long = cuts_long
         self._cache: KVCache | None = None
         self._layers: dict[int, Layer] = {}
 
@@ -62,19 +64,29 @@ class NativeParts:
         self.batch = batch
         self.cache = cache
         self.first_token = batch.offsets
-        self.long = batch.long_spans
+        self.long = [] if kernels.cuts_long else batch.long_spans
         num_blocks = [len(span.table.block_ids) for span in batch.spans]
+        most = MAX_GROUPED_QUERIES if kernels.cuts_long else max(1, batch.offsets[-1])
+        # Spans, or parts of them: first token, tokens stored before it, first block.
+        parts = [
+            (first + start, span.table.num_computed_tokens + start, block)
+            for span, first, block in zip(
+                batch.spans, batch.offsets, accumulate(num_blocks[:-1], initial=0), strict=False
+            )
+            for start in range(0, len(span.token_ids), most)
+        ]
         # Kept as long as the pointers into it are used.
         self.numbers = np.array(
             [
-                *self.first_token,
-                *(span.table.num_computed_tokens for span in batch.spans),
-                *accumulate(num_blocks[:-1], initial=0),
+                *(first for first, _, _ in parts),
+                self.first_token[-1],
+                *(stored for _, stored, _ in parts),
+                *(block for _, _, block in parts),
                 *(block for span in batch.spans for block in span.table.block_ids),
             ],
             dtype=np.int64,
         )
-        num_spans = len(batch.spans)
+        num_spans = len(parts)
         start = self.numbers.ctypes.data
         if rotary.table is None:
             self.angles = (*rotary.compute(batch.positions[0]), torch.arange(self.first_token[-1]))

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-HEADERS = [FOLDER / name for name in ("arena.h", "kernels.h", "rounds.h", "vectors.h")]
+HEADERS = [FOLDER / name for name in ("arena.h", "blocks.h", "kernels.h", "rounds.h", "vectors.h")]
 SOURCES = sorted(FOLDER.glob("*.c"))
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
@@ -58,9 +58,13 @@ class Layer(ctypes.Structure):
     )
 
 
+class QuantisedPanel(ctypes.Structure):
+    _fields_ = (("data", Pointer), ("type", Integer))
+
+
 class Linear(ctypes.Structure):
     _fields_ = (
-        *((name, Integer) for name in ("in_features", "out_features", "is_half")),
+        *((name, Integer) for name in ("in_features", "out_features", "is_half", "is_quantised")),
         ("weights", Pointer),
         ("scale", Float),
         ("bias", Pointer),
@@ -127,7 +131,7 @@ class Rounds(ctypes.Structure):
 
 
 # In the order of sizes.c.
-STRUCTS = (Spans, Layer, Linear, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
+STRUCTS = (Spans, Layer, QuantisedPanel, Linear, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
 
 
 @cache
@@ -148,6 +152,9 @@ def load_library() -> ctypes.CDLL | None:
     library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
     library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
     library.multiply.argtypes = [ctypes.POINTER(Linear), Pointer, Pointer, Pointer, Integer]
+    library.packed_bytes.argtypes = [Integer, Integer]
+    library.pack_panels.argtypes = [Integer, Pointer, Pointer, Pointer, Integer, Integer]
+    library.dequantise_rows.argtypes = [Integer, Pointer, Pointer, Pointer, Integer, Integer]
     library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
     library.run_rounds.argtypes = [Pointer, Pointer, ctypes.POINTER(Rounds)]
     library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
@@ -157,12 +164,19 @@ def load_library() -> ctypes.CDLL | None:
     library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
     library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
     of_layers = library.rms_norm, library.gated_silu, library.attend, library.multiply
+    of_blocks = library.pack_panels, library.dequantise_rows
     of_draws = library.process, library.gumbel_argmax, library.noise_uniforms, library.uniform
     of_choices = library.inverse_cdf, library.draw_next
-    for function in (*of_layers, *of_draws, *of_choices):
+    for function in (*of_layers, *of_blocks, *of_draws, *of_choices):
         function.restype = None
     library.argmax.argtypes = [Pointer, Integer]
-    for function in (library.panel_size, library.decode, library.run_rounds, library.argmax):
+    for function in (
+        library.panel_size,
+        library.packed_bytes,
+        library.decode,
+        library.run_rounds,
+        library.argmax,
+    ):
         function.restype = Integer
     return library
 

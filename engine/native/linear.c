@@ -147,6 +147,10 @@ static void multiply_panel(const Linear *linear, float *out, const float *x, con
 /* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
  * which may be out itself. */
 void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
+    if (linear->is_quantised) {
+        multiply_quantised(linear, out, x, residual, rows);
+        return;
+    }
     const int64_t in = linear->in_features, width = linear->out_features;
     int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
     /* What is needed together then lies together, and not all in the same few cache lines, as it would if rows

@@ -13,9 +13,9 @@ from threading import Lock, Thread
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer
 
 from engine.deep_stack import on_deep_stack
+from engine.gguf_file import load_pretrained_tokenizer
 
 # Compiled grammars that are kept, the least recently used leave first.
 MAX_KEPT = 64
@@ -123,12 +123,12 @@ def _error_of(parser: LLMatcher) -> str:
 
 
 def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
-    """That of a model's folder, with the width of its logits. ``GrammarError`` if it has none that fits."""
+    """That of a model, with the width of its logits. ``GrammarError`` if it has none that fits."""
     eos = sorted(eos_token_ids)
     if not eos:
         raise GrammarError("the model has no end-of-sequence token to end a match with")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_pretrained_tokenizer(path)
         return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos)
     except (OSError, ValueError) as error:
         raise GrammarError(f"the model's tokenizer cannot be used for grammars: {error}") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from engine.gguf_file import load_pretrained_tokenizer
 from server.text.detokenizer import TextStream
 from server.text.text_stream import ByteFallbackTextStream, TokenTextStream
 from server.text.vocabulary import Vocabulary
@@ -81,16 +82,14 @@ class ChatTemplates:
 
 
 def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
-    """Load the tokenizer of a folder or hub id. Slow: imports transformers, may read from the network."""
-    from transformers import AutoTokenizer
-
+    """Load the tokenizer of a folder, a GGUF file or a hub id. Slow: may read from the network."""
     folder = Path(model).expanduser()
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
             f"{model} has no tokenizer. Copy tokenizer.json and tokenizer_config.json of the original "
             "model into it."
         )
-    hf_tokenizer = AutoTokenizer.from_pretrained(model)
+    hf_tokenizer = load_pretrained_tokenizer(model)
     fast = getattr(hf_tokenizer, "backend_tokenizer", None)
     if fast is None:
         raise ValueError(f"The tokenizer of {model} has no fast (tokenizer.json) form.")

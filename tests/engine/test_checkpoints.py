@@ -112,7 +112,7 @@ def test_folders_without_a_model(copy: Path, tmp_path: Path) -> None:
     assert "it has no config.json" in refusal(copy)
     (copy / "model.Q4_K_M.gguf").touch()
     assert "it has only GGUF files" in refusal(copy)
-    assert "is a GGUF file" in refusal(copy / "model.Q4_K_M.gguf")
+    assert "is empty" in refusal(copy / "model.Q4_K_M.gguf")
 
 
 def test_truncated_weights(copy: Path) -> None:

