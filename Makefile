@@ -6,12 +6,13 @@ VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
 SHIP_VENV ?= .venv-ship
 PYTEST_ARGS ?=
+NATIVE_TESTS := $(wildcard tests/engine/test_native*.py)
 SOAK_ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev serve test test-clients fuzz soak check lint types format clean
-.PHONY: docs check-deploy check-docker check-wheel
+.PHONY: docs check-deploy check-docker check-native check-wheel
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
@@ -60,6 +61,16 @@ check-deploy: $(SHIP_VENV)/.installed ## Lint the Dockerfile; check compose, Kub
 
 check-docker: ## Run the Dockerfile's steps in a fresh Debian root, then its server (root, debootstrap, buildah)
 	@$(PYTHON) -m tools.check_docker
+
+# Without warnings as errors nothing is compiled, and the first line fails; planted bugs are left out.
+check-native: install-dev ## Build the C kernels without warnings, then test them under AddressSanitizer and UBSan (gcc)
+	@cache=$$(mktemp -d) && trap 'rm -rf $$cache' EXIT && export XDG_CACHE_HOME=$$cache && \
+	CC='gcc -Wall -Wextra -Werror' $(VENV)/bin/python -c 'from engine.native.library import load_library; assert load_library()' && \
+	export CC='gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all' && \
+	export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" && \
+	export ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 && \
+	$(VENV)/bin/python -c 'from engine.native.library import load_library; assert load_library()' && \
+	$(VENV)/bin/python -m pytest -q -k 'not noticed and not caught and not compiler' $(NATIVE_TESTS)
 
 check-wheel: $(SHIP_VENV)/.installed ## Build wheel and sdist, install the wheel elsewhere and use it there
 	@$(SHIP_VENV)/bin/python -m tools.check_wheel

@@ -1,6 +1,7 @@
 """The one place where configuration becomes concrete objects."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from pydantic import ByteSize
@@ -24,6 +25,7 @@ from engine.native.decoder import NativeDecoder
 from engine.native.runner import NativeRunner
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
+from engine.proposers.grammar import GrammarProposer
 from engine.proposers.ngram import NgramProposer
 from engine.proposers.prediction import PredictionProposer
 from engine.proposers.translated.pairing import Pairing, pair_models
@@ -32,6 +34,7 @@ from engine.runtime.base import Runner
 from engine.runtime.calibrate import calibrate
 from engine.runtime.phases import PhaseRunner
 from engine.sampling.backend import SamplingBackend, TorchBackend
+from engine.sampling.grammar import Grammars, load_tokenizer
 from engine.speculation.costs import Costs
 from engine.speculation.planner import SpeculationPlanner
 
@@ -79,6 +82,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_draft_len = min(max_model_len, draft.max_position or max_model_len)
     proposer = _proposer(config, target, draft_runner, draft_pool, pairing, max_draft_len)
     lookups: list[Lookup] = [
+        GrammarProposer(),
         PredictionProposer(),
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
     ]
@@ -125,6 +129,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
             verification=None if config.verification == "auto" else config.verification,
             encoder_decoder=encoder_decoder,
             has_rules=bool(target.rules),
+            grammars=Grammars(
+                partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
+            ),
         ),
     )
 

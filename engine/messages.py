@@ -15,7 +15,7 @@ import msgspec
 
 FinishReason = Literal["stop", "length"]
 Verification = Literal["rejection", "block", "coupled"]
-Source = Literal["draft_model", "ngram", "prediction", "none"]
+Source = Literal["draft_model", "ngram", "prediction", "grammar", "none"]
 Method = Literal["auto"] | Source
 NgramChoice = Literal["most_recent", "most_frequent"]
 
@@ -28,6 +28,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     and the n likeliest ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
     drafts; ``auto``: in each round the source that is expected to give most), ``num_speculative_tokens`` and
     ``verification`` None: the engine's own setting. ``origins``: outputs say what each round gave.
+    ``grammar``: what the whole output must match, in llguidance's notation: Lark, or what
+    ``LLMatcher.grammar_from_regex`` and ``grammar_from_json_schema`` return.
     """
 
     max_tokens: int
@@ -50,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     verification: Verification | None = None
     trace: bool = False
     origins: bool = False
+    grammar: str | None = None
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):

@@ -169,6 +169,8 @@ def main() -> int:
         socket.send(encode(ready))
         worker = Worker(core, socket, Outbox(config.stream_interval))
         worker.heartbeat = heartbeat
+        if core.admission.grammars is not None:
+            core.admission.grammars.preload()
         worker.run()
     return 0
 

@@ -51,11 +51,9 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "reasoning_effort": ("none",),
     "regex": (),
     "repeat_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": ([],),
-    "structured_outputs": (),
     "suffix": ("",),
     "tfs_z": (1,),
     "thinking_token_budget": (),
@@ -107,8 +105,8 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
     "prompt": (),
     "prompt_logprobs": (),
     "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
+    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
-    "text": ({}, {"format": {"type": "text"}}),
     "truncation": ("disabled",),
 }
 

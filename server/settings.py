@@ -152,6 +152,12 @@ class RequestSettings(BaseModel):
         description="Log-probabilities that one answer may hold: tokens times the alternatives asked for at "
         "each, plus one. A request for more gets 400. Of a stream only the prompts' count.",
     )
+    max_grammar_size: int = Field(
+        65536, ge=1, description="Characters of the schema or grammar of a structured output; more get 400."
+    )
+    grammar_timeout: float = Field(
+        5, gt=0, description="Seconds that reading it may take; a slower one gets 400."
+    )
     max_logit_bias: int = Field(1024, ge=0, description="Entries that 'logit_bias' may have; more get 400.")
     max_queued_sequences: int = Field(
         256,

@@ -51,7 +51,7 @@ TORCH_FREE = (
 BASE = {"messages", "config", "gguf_file"}
 DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory"}
 MAY_IMPORT = {
-    "core": BASE | {"core", "proposers.prediction", "sampling.splitmix", "runtime.base"},
+    "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},
     "sampling": BASE | DEVICE | {"sampling"},
     "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool"},

@@ -16,6 +16,7 @@ from engine.messages import SamplingParams
 from engine.models.fresh import FreshModel
 from engine.proposers.draft_model import DraftModelProposer
 from engine.sampling.adjust import History
+from engine.sampling.grammar import Grammars, Matcher
 from engine.sampling.sampler import Rule
 
 DRAFT_MODEL = DraftModelProposer.name
@@ -35,15 +36,22 @@ class RoundReport:
 
 
 class Replayer:
-    """``draft`` is needed for rounds whose source is a draft model; ``tolerance`` is for probabilities."""
+    """``draft`` is needed for rounds of a draft model, ``grammars`` if the output is constrained;
+    ``tolerance`` is for probabilities."""
 
     def __init__(
-        self, target: FreshModel, draft: FreshModel | None, params: SamplingParams, tolerance: float
+        self,
+        target: FreshModel,
+        draft: FreshModel | None,
+        params: SamplingParams,
+        tolerance: float,
+        grammars: Grammars | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
         self.params = params
         self.tolerance = tolerance
+        self.grammars = grammars
 
     def replay(self, choice: TracedChoice) -> Iterator[RoundReport]:
         """A report per round. Wrong rounds are followed as traced, so that later ones are still judged,
@@ -52,11 +60,19 @@ class Replayer:
         stop_token_ids = self.target.stop_token_ids(self.params)
         output: list[int] = []
         has_ended = False
+        matcher = self._matcher()
         for number, round_ in enumerate(choice.rounds, start=1):
             history = self.target.history(self.params, choice.prompt_token_ids, output, stop_token_ids)
             if senseless := self._structure(round_, num_prompt_tokens + len(output), has_ended):
                 yield RoundReport(number, round_, senseless)
                 return
+            if matcher is not None:
+                if matcher.allowed(round_.draft_ids) != round_.draft_ids:
+                    yield RoundReport(
+                        number, round_, [Finding(Outcome.WRONG, "it drafted what is not allowed")]
+                    )
+                    return
+                history = replace(history, mask=matcher.masks(round_.draft_ids))
             findings = self._decisions(round_, history, choice.seed)
             emitted = _until_stop(
                 [*round_.draft_ids[: round_.num_accepted], round_.next_token], stop_token_ids
@@ -67,7 +83,15 @@ class Replayer:
             if number == len(choice.rounds) and len(choice.output_token_ids or []) > len(output):
                 findings.append(Finding(Outcome.WRONG, "the answer goes on after the last traced round"))
             has_ended = emitted[-1] in stop_token_ids or len(output) >= self.params.max_tokens
+            if matcher is not None and not has_ended:
+                matcher.advance(emitted)
             yield RoundReport(number, round_, findings)
+
+    def _matcher(self) -> Matcher | None:
+        if self.params.grammar is None:
+            return None
+        assert self.grammars is not None
+        return self.grammars.matcher(self.params.grammar)
 
     def _decisions(self, round_: TracedRound, history: History, seed: int) -> list[Finding]:
         """A token within noise of the top-p or min-p cut may have been on either side of it."""

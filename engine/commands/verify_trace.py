@@ -5,6 +5,7 @@ Settings are the engine's own, from flags and ``FORETOKEN_*``; those about sched
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field
@@ -19,6 +20,7 @@ from engine.config import EngineConfig
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import resolve_device, resolve_dtype
+from engine.sampling.grammar import GrammarError, Grammars, load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
 # Half precision leaves logits two or three digits.
@@ -50,7 +52,7 @@ def main(arguments: list[str]) -> int:
         answer = read_answer(settings.file)
         replayer = _replayer(settings, answer)
         return _replay(replayer, answer)
-    except (TraceFileError, ModelLoadError) as error:
+    except (TraceFileError, ModelLoadError, GrammarError) as error:
         print(f"foretoken: {error}", file=sys.stderr)
         return UNUSABLE
 
@@ -61,7 +63,8 @@ def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
     assert settings.target is not None  # filled in by EngineConfig
     target = FreshModel(settings.target, dtype, device)
     draft = FreshModel(settings.draft, dtype, device) if settings.draft else None
-    return Replayer(target, draft, answer.params, settings.tolerance or TOLERANCES[str(dtype)])
+    grammars = Grammars(partial(load_tokenizer, settings.target, target.vocab_size, target.eos_token_ids))
+    return Replayer(target, draft, answer.params, settings.tolerance or TOLERANCES[str(dtype)], grammars)
 
 
 def _replay(replayer: Replayer, answer: TracedAnswer) -> int:

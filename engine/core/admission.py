@@ -5,6 +5,7 @@ The front end has checked ranges already; what is checked here depends on the lo
 
 import secrets
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -15,8 +16,11 @@ from engine.messages import Generate, Method, SamplingParams, Source, Verificati
 from engine.proposers.prediction import Prediction, PredictionCursor
 from engine.sampling.splitmix import sequence_seed
 
+if TYPE_CHECKING:
+    from engine.sampling.grammar import Grammars, Matcher
+
 # Sources that method auto drafts from; those that are not configured are left out.
-AUTO_SOURCES: tuple[Source, ...] = ("prediction", "ngram", "draft_model")
+AUTO_SOURCES: tuple[Source, ...] = ("grammar", "prediction", "ngram", "draft_model")
 
 
 class RequestError(Exception):
@@ -46,7 +50,8 @@ class Admission:
 
     ``method`` is auto, one of ``methods`` or none. ``num_speculative_tokens`` None leaves the draft length
     to the policy; ``verification`` None decides by seed. ``encoder_decoder`` None: a decoder only.
-    ``has_rules``: the checkpoint's generation config forbids or forces tokens.
+    ``has_rules``: the checkpoint's generation config forbids or forces tokens. ``grammars`` None: outputs
+    cannot be constrained.
     """
 
     vocab_size: int
@@ -58,6 +63,7 @@ class Admission:
     verification: Verification | None
     encoder_decoder: EncoderDecoderLimits | None = None
     has_rules: bool = False
+    grammars: "Grammars | None" = None
 
     def sequences(self, request: Generate) -> list[Sequence]:
         """The request's ``n`` sequences; ``RequestError`` if it can never be served."""
@@ -76,6 +82,7 @@ class Admission:
             stop_token_ids |= self.eos_token_ids
         sources, num_speculative_tokens, fixed_draft_length = self._speculation(request)
         prediction = Prediction(request.prediction_token_ids or [])
+        matchers = self._matchers(request)
         return [
             Sequence(
                 request_id=request.request_id,
@@ -100,8 +107,9 @@ class Admission:
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
                 prediction=PredictionCursor(prediction) if "prediction" in sources else None,
+                matcher=matcher,
             )
-            for index in range(request.n)
+            for index, matcher in enumerate(matchers)
         ]
 
     def room(self, num_prompt_tokens: int) -> int:
@@ -127,6 +135,8 @@ class Admission:
             )
         if params.method == "prediction" and request.prediction_token_ids is None:
             raise RequestError("prediction_missing", "method 'prediction' needs a prediction")
+        if params.method == "grammar" and params.grammar is None:
+            raise RequestError("grammar_missing", "method 'grammar' needs a grammar")
         for name, ids in (
             ("the prompt", prompt),
             ("logit_bias", params.logit_bias),
@@ -137,6 +147,30 @@ class Admission:
                 raise RequestError(
                     "invalid_token_id", f"{name} has a token id outside 0..{self.vocab_size - 1}"
                 )
+
+    def _matchers(self, request: Generate) -> "list[Matcher | None]":
+        """One for each choice."""
+        params = request.params
+        if params.grammar is None:
+            return [None] * request.n
+        if self.grammars is None or self.encoder_decoder is not None or self.has_rules:
+            raise RequestError(
+                "unsupported_parameter",
+                "this model's output cannot be constrained by a grammar: it has an encoder, or a generation "
+                "config that forbids or forces tokens",
+            )
+        if params.min_tokens or params.ignore_eos:
+            raise RequestError(
+                "unsupported_parameter", "a grammar ends the output: min_tokens and ignore_eos exclude it"
+            )
+        if params.method == "draft_model":
+            raise RequestError(
+                "speculation_unavailable", "method 'draft_model' cannot draft under a grammar; auto can"
+            )
+        try:
+            return [self.grammars.matcher(params.grammar) for _ in range(request.n)]
+        except ValueError as error:
+            raise RequestError("invalid_grammar", f"the grammar cannot be used: {error}") from error
 
     def _check_encoder(self, prompt: list[int], params: SamplingParams, limits: EncoderDecoderLimits) -> None:
         if len(prompt) > limits.max_prompt_len:
@@ -170,7 +204,8 @@ class Admission:
 
     def _sources(self, request: Generate) -> tuple[Source, ...]:
         """A client that sends a prediction wants it used, whichever other sources the server uses; a
-        method that it names itself comes first."""
+        method that it names itself comes first. A draft model cannot draft under a grammar, as masks are
+        computed before the round."""
         method = request.params.method
         if method == "none":
             return ()
@@ -178,6 +213,10 @@ class Admission:
             return (method,)
         allowed = {*self.methods} if self.method == "auto" else {self.method}
         allowed.discard("prediction")
+        allowed.discard("grammar")
+        if request.params.grammar is not None and self.method != "none":
+            allowed.add("grammar")
+            allowed.discard("draft_model")
         if request.prediction_token_ids:
             allowed.add("prediction")
         return tuple(source for source in AUTO_SOURCES if source in allowed)

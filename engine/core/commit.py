@@ -60,6 +60,8 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
             origins.append(RoundOrigin(part.source, one.num_drafted[row], accepted, len(emitted)))
         if wants_logprobs and one.logprobs is not None:
             logprobs += (one.logprobs[row] or [])[: len(emitted)]
+    if sequence.matcher is not None and sequence.finish_reason is None:
+        sequence.matcher.advance(token_ids)
     traces = result.rounds[-1].traces
     return TokenOutput(
         request_id=sequence.request_id,
@@ -90,7 +92,11 @@ def _follow_prediction(part: ScheduledSequence, emitted: list[int], num_drafted:
 
 
 def _failure(sequence: Sequence) -> Failed:
-    """The model gave no distribution for this sequence."""
+    """The model gave no distribution for this sequence, or its grammar no tokens."""
+    if sequence.matcher is not None and sequence.matcher.error:
+        return Failed(
+            sequence.request_id, "invalid_grammar", f"the grammar gave up: {sequence.matcher.error}"
+        )
     return Failed(
         request_id=sequence.request_id,
         code="invalid_logits",

@@ -8,7 +8,7 @@ from engine.core.step import StepPlan, StepResult
 from engine.messages import Source
 
 # The longest drafts where the length is open: tokens without a model cost next to nothing.
-AUTO_LIMITS: dict[Source, int] = {"draft_model": 8, "ngram": 16, "prediction": 32, "none": 0}
+AUTO_LIMITS: dict[Source, int] = {"draft_model": 8, "ngram": 16, "prediction": 32, "grammar": 32, "none": 0}
 
 
 class Lookup(Protocol):

@@ -123,9 +123,14 @@ class Scheduler:
             scheduled.append(admitted)
             budget -= admitted.num_tokens + admitted.num_draft_tokens
         rows = [part for part in scheduled if part.completes]
+        for part in rows:
+            if part.sequence.matcher is not None:
+                part.mask = part.sequence.matcher.masks(part.draft_ids)
         needs = _needs(scheduled)
         max_rounds = 1
-        if rows and len(rows) == len(self.running) and RowNeeds.PROMPT not in needs:
+        # Masks are those of one round.
+        is_repeatable = not needs & (RowNeeds.PROMPT | RowNeeds.MASK)
+        if rows and len(rows) == len(self.running) and is_repeatable:
             max_rounds = self._reserve_rounds(rows)
         return StepPlan(scheduled, rows, needs, max_rounds, started)
 

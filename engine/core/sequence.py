@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import reduce
 from operator import or_
+from typing import TYPE_CHECKING
 
 from engine.core.block_pool import BlockTable
 from engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
 from engine.proposers.prediction import PredictionCursor
+
+if TYPE_CHECKING:
+    from engine.sampling.grammar import Matcher
 
 
 class RowNeeds(Flag):
@@ -62,6 +66,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prediction: PredictionCursor | None = None  # if it is a source
+    matcher: "Matcher | None" = None  # of the output's grammar, behind the last token
     combines: bool = False  # the planner compares sources in each round; else the first that offers drafts
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
     greedy: bool = field(init=False)

@@ -84,7 +84,7 @@ static void plan_next_pass(const Rounds *rounds, Scratch *scratch, int64_t num_a
     }
 }
 
-static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round) {
+static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
     const int64_t known = model->head->out_features, max_drafts = rounds->max_drafts;
     int64_t num_active = plan_first_pass(model, rounds, scratch);
     for (int64_t position = 0; num_active > 0; position++) {
@@ -134,10 +134,10 @@ int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, in
         if (!of->draft_ids) continue;
         scratch->num_drafted[row] = scratch->limit[row];
         int64_t *drafts = scratch->draft_ids + row * rounds->max_drafts;
-        memcpy(drafts, of->draft_ids, scratch->limit[row] * sizeof(int64_t));
+        copy_ids(drafts, of->draft_ids, scratch->limit[row]);
     }
     if (!model) return 1;
-    const int is_done = draft_by_model(model, rounds, scratch, round);
+    const int is_done = draft_by_model(model, rounds, scratch);
     for (int64_t row = 0; row < rounds->num_rows; row++)
         for (int64_t i = scratch->num_drafted[row] - 1; i >= 0 && !rounds->rows[row]->draft_ids; i--)
             uncount_token(rounds->rows[row], scratch->draft_ids[row * rounds->max_drafts + i]);

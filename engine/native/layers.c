@@ -28,7 +28,7 @@ static inline ALWAYS float fast_exp(float x) {
     p = fmaf(p, r, 0.5f);
     p = fmaf(p, r, 1.0f);
     p = fmaf(p, r, 1.0f);
-    union { int32_t i; float f; } power = { ((int32_t)n + 127) << 23 };
+    union { uint32_t i; float f; } power = { ((uint32_t)(int32_t)n + 127u) << 23 };
     return p * power.f;
 }
 

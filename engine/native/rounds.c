@@ -84,10 +84,10 @@ static void prepare_rows(const Rounds *rounds, Scratch *scratch) {
         Row *row = rounds->rows[i];
         scratch->ones[i] = 1;
         scratch->first_block[i] = size;
-        memcpy(scratch->blocks + size, row->blocks, row->num_blocks * sizeof(int64_t));
+        copy_ids(scratch->blocks + size, row->blocks, row->num_blocks);
         size += row->num_blocks;
         scratch->first_draft_block[i] = size;
-        memcpy(scratch->blocks + size, row->draft_blocks, row->num_draft_blocks * sizeof(int64_t));
+        copy_ids(scratch->blocks + size, row->draft_blocks, row->num_draft_blocks);
         size += row->num_draft_blocks;
         while (row->counts && row->num_counted < row->num_tokens)
             count_token(row, row->token_ids[row->num_counted]);
@@ -182,7 +182,7 @@ static int64_t verify(const Rounds *rounds, Scratch *scratch, int64_t row, int64
 static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64_t num_accepted) {
     Row *row = rounds->rows[i];
     int64_t *emitted = row->token_ids + row->num_tokens;
-    memcpy(emitted, scratch->draft_ids + i * rounds->max_drafts, num_accepted * sizeof(int64_t));
+    copy_ids(emitted, scratch->draft_ids + i * rounds->max_drafts, num_accepted);
     emitted[num_accepted] = scratch->next_id[i];
     /* The last draft drawn was not stored; what was stored of rejected ones is overwritten. */
     if (!row->draft_ids && scratch->num_drafted[i]) {

@@ -6,6 +6,8 @@
 #ifndef FORETOKEN_ROUNDS_H
 #define FORETOKEN_ROUNDS_H
 
+#include <string.h>
+
 #include "kernels.h"
 
 /* Verification rules, and with them how a row's drafts are drawn. */
@@ -88,5 +90,10 @@ void uncount_token(Row *row, int64_t id);
 /* draft.c */
 int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round);
 void process_row(const Row *row, const Scratch *scratch, float *probs, const float *logits);
+
+/* memcpy, but either array may be NULL where there is nothing to copy. */
+static inline void copy_ids(int64_t *to, const int64_t *from, int64_t count) {
+    if (count) memcpy(to, from, count * sizeof(int64_t));
+}
 
 #endif

@@ -37,7 +37,7 @@ static inline ALWAYS float exp_or_zero(float x) {
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    union { int32_t i; float f; } power = { ((int32_t)n + 127) << 23 };
+    union { uint32_t i; float f; } power = { ((uint32_t)(int32_t)n + 127u) << 23 };
     return x < -87.0f ? 0.0f : p * power.f;
 }
 

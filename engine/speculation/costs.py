@@ -123,12 +123,6 @@ class Costs:
         """Expected seconds in which the draft model computes what its cache misses."""
         return math.exp(self._level) * self.draft(num_tokens)
 
-    @property
-    def has_cheap_draft(self) -> bool:
-        """Whether the draft model takes less than a tenth of the target's time for a prompt."""
-        num_tokens = self.score.tokens[-1]
-        return self.draft(num_tokens) < 0.1 * self.score(num_tokens)
-
     @staticmethod
     def bucket(num_rows: int) -> int:
         """Similar numbers of rows have the same corrections."""

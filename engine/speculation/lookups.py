@@ -78,6 +78,8 @@ class RowLookup:
         """What to draft instead of the draft model's ``model_tokens`` (expected to be accepted), and the
         seconds that this saves; nothing if it saves none."""
         match_length, token_ids = self.source.offers(self.sequence, limit)
+        if self.sequence.matcher is not None:
+            token_ids = self.sequence.matcher.allowed(token_ids)
         saved, best = 0.0, 0
         if token_ids:
             acceptance = self._table(min(match_length.bit_length(), MAX_STRENGTH))

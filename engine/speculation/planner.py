@@ -155,6 +155,7 @@ class SpeculationPlanner:
         read_all(asked)
         found: list[tuple[Sequence, DraftChoice]] = []
         total, alone = 0.0, 0.0
+        shares_step = all(sequence.matcher is None for sequence in self._decoding)
         for row in rows:
             sequence, length = row.sequence, row.fixed_length
             for lookup in row.lookups:
@@ -171,7 +172,7 @@ class SpeculationPlanner:
                     saved, token_ids = alone, lookup.pending[1]  # whatever it is worth
                 if token_ids:
                     found.append((sequence, DraftChoice(source, len(token_ids), draft_ids=token_ids)))
-                    total, alone = total + saved, terms.alone
+                    total, alone = total + saved, terms.alone if shares_step else 0.0
                     break
         if found and total >= alone:
             choices.update(found)

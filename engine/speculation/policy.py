@@ -21,7 +21,7 @@ from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 REPLAN_SECONDS, FIRST_ROUNDS = 0.2, 4
 # Factors that drafting must gain over the rate of none, since prompts beside it and a busy front end cost it
 # more than rounds show, and another length over that of the active one.
-DRAFT_GAIN, CHANGE_GAIN = 1.02, 1.01
+DRAFT_GAIN, CHANGE_GAIN = 1.03, 1.01
 # Timed steps after a change of length that correct the new one's costs; later ones tell the machine's speed.
 NEW_STEPS = 4
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
@@ -135,7 +135,7 @@ class Policy:
     @property
     def expects_drafts(self) -> bool:
         """Whether the draft model should compute prompts along with the target."""
-        return self.best is None or self.best.active.length > 0 or self.costs.has_cheap_draft
+        return self.best is None or self.best.active.length > 0
 
     def _replan_is_due(self) -> bool:
         is_late = self._num_rounds >= FIRST_ROUNDS and self._seconds >= REPLAN_SECONDS

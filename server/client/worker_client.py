@@ -46,7 +46,8 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "engine.spawned")
 
 # Codes of ``Failed`` that say that the request cannot be served as it is.
 REFUSAL_CODES = frozenset(
-    {"context_length_exceeded", "empty_prompt", "invalid_token_id", "speculation_unavailable"}
+    {"context_length_exceeded", "empty_prompt", "invalid_grammar", "invalid_token_id"}
+    | {"speculation_unavailable", "unsupported_parameter"}
 )
 
 # Above every place in a line of ``FairShare``, and small enough for priorities of 32 bits.

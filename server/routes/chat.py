@@ -26,6 +26,7 @@ from server.schemas.examples import CHATS
 from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
 from server.text.choice import ChoiceDelta, FinishedChoice
+from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, chat_logprobs
 from server.text.prompt import chat_prompt, predicted_tokens
 
@@ -47,8 +48,9 @@ async def create_chat_completion(
     check_room(body, 1, services, key)
     limits = prompt_limits(services, model.worker)
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
+    grammar = await structured_grammar(body, services.settings)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
-    context = start_generation("chat.completions", body, [prompt], model, services, key, prediction)
+    context = start_generation("chat.completions", body, [prompt], model, services, key, prediction, grammar)
     return await respond(request, context, ChatWriter(context, body), headers)
 
 

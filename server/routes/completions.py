@@ -20,6 +20,7 @@ from server.schemas.examples import COMPLETIONS
 from server.schemas.logprobs import CompletionLogprobs
 from server.services import ServicesDep
 from server.text.choice import ChoiceDelta, FinishedChoice
+from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, completion_logprobs, echoed_tokens
 from server.text.prompt import completion_prompts, num_prompts, predicted_tokens
 
@@ -43,8 +44,9 @@ async def create_completion(
     check_room(body, num_prompts(body), services, key)
     limits = prompt_limits(services, model.worker)
     prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
+    grammar = await structured_grammar(body, services.settings)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
-    context = start_generation("completions", body, prompts, model, services, key, prediction)
+    context = start_generation("completions", body, prompts, model, services, key, prediction, grammar)
     return await respond(request, context, CompletionWriter(context, body), headers)
 
 

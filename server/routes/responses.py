@@ -30,8 +30,10 @@ from server.schemas.responses import (
     ResponsesUsage,
     Status,
 )
+from server.schemas.structured import TextOptions
 from server.services import ServicesDep
 from server.text.choice import FinishedChoice
+from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, chat_logprobs
 from server.text.prompt import chat_prompt
 
@@ -61,7 +63,8 @@ async def create_response(
     check_room(body, 1, services, key)
     limits = prompt_limits(services, model.worker)
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
-    context = start_generation("responses", body, [prompt], model, services, key)
+    grammar = await structured_grammar(body, services.settings)
+    context = start_generation("responses", body, [prompt], model, services, key, grammar=grammar)
     return await respond(request, context, ResponsesWriter(context, body), headers)
 
 
@@ -180,6 +183,7 @@ class ResponsesWriter:
             model=body.model,
             parallel_tool_calls=asked.get("parallel_tool_calls") is not False,
             temperature=params.temperature,
+            text=body.text or TextOptions(),
             tool_choice=asked.get("tool_choice") or "auto",
             top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,

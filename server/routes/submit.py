@@ -4,6 +4,8 @@ import time
 import uuid
 from typing import Literal
 
+from msgspec import structs
+
 from server.generation import Generation, Job
 from server.routes.checks import choices_per_prompt
 from server.routes.context import GenerationContext
@@ -26,11 +28,13 @@ def start_generation(
     services: Services,
     key: str,
     prediction: list[int] | None = None,
+    grammar: str | None = None,
 ) -> GenerationContext:
     settings, n = services.settings, choices_per_prompt(body)
     check_prediction(prediction, model.worker)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = build_sampling_params(body, num_prompt_tokens=longest, worker=model.worker, limits=settings)
+    params = structs.replace(params, grammar=grammar)
     check_answer_size(body, params, [len(prompt.token_ids) for prompt in prompts], n, settings)
     job = Job(
         id=f"{ID_PREFIXES[endpoint]}{uuid.uuid4().hex}",

@@ -19,6 +19,8 @@ from pydantic import (
 )
 
 from engine.messages import Verification
+from server.schemas.strict import StrictModel
+from server.schemas.structured import ResponseFormat, StructuredOutputs
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -44,22 +46,6 @@ def _must_be_false(value: bool) -> bool:
 OnlyFalse = Annotated[
     bool, AfterValidator(_must_be_false), WithJsonSchema({"type": "boolean", "const": False})
 ]
-
-
-class StrictModel(BaseModel):
-    """JSON as it is: no numbers in strings, no NaN, no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_one_unknown_key(cls, value: Any) -> Any:
-        """One unknown key is enough for the error; pydantic would make an error of each of a million."""
-        if not isinstance(value, dict):
-            return value
-        unknown = [name for name in value if name not in cls.model_fields]
-        shown = {*cls.model_fields, *unknown[:1]}
-        return {name: item for name, item in value.items() if name in shown} if len(unknown) > 1 else value
 
 
 class TextPart(StrictModel):
@@ -118,7 +104,7 @@ class ChunkStreamOptions(StreamOptions):
 class SpeculationOptions(StrictModel):
     """How one request speculates; changes its speed, never its output's distribution."""
 
-    method: Literal["auto", "draft_model", "ngram", "prediction", "none"] = Field(
+    method: Literal["auto", "draft_model", "ngram", "prediction", "grammar", "none"] = Field(
         "auto",
         description="Who drafts; 'auto' leaves it to the engine, which uses a prediction if there is one. "
         "With another method than these two a prediction is not used.",
@@ -196,6 +182,9 @@ class SamplingRequest(BaseModel):
         None,
         description="How to speculate; the answer then has a `foretoken` object.",
     )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="What the text must match: one of `json`, `regex`, `choice` and `grammar`."
+    )
     priority: int | None = Field(
         None,
         ge=INT32_MIN,
@@ -231,6 +220,9 @@ class GenerationRequest(SamplingRequest):
         None, description="Give the token ids of prompt and text too. Default false."
     )
     stream_options: ChunkStreamOptions | None = Field(None, description="Only with `stream: true`.")
+    response_format: ResponseFormat | None = Field(
+        None, description="JSON that matches a schema, any JSON object, or any text, which is the default."
+    )
     prediction: Prediction | None = Field(
         None, description="What the answer is expected to be: makes it come sooner, never another one."
     )

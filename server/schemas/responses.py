@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from server.schemas.answer import SpeculationReport, TokenOrigin, is_none
 from server.schemas.common import SamplingRequest
 from server.schemas.logprobs import ChatTokenLogprob
+from server.schemas.structured import TextOptions
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
@@ -102,6 +103,7 @@ class ResponsesRequest(SamplingRequest):
     ] = Field(description="What the user says, or the conversation so far.")
     instructions: str | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
+    text: TextOptions | None = Field(None, description="What the text must be. Default: any text.")
     include: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         None, description=f"Only `{INCLUDE_LOGPROBS}`."
     )
@@ -180,7 +182,7 @@ class ResponsesAnswer(BaseModel):
     service_tier: Literal["default"] = "default"
     store: Literal[False] = False
     temperature: float
-    text: dict[str, dict[str, str]] = {"format": {"type": "text"}}
+    text: TextOptions
     tool_choice: str
     tools: list[Any] = []
     top_logprobs: int

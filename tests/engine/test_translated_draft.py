@@ -377,4 +377,4 @@ def test_the_server_names_the_draft(learnt: dict[str, str]) -> None:
     core = make_engine(learnt["coarse"], learnt["fine"])
     ready = describe(core, EngineConfig(target=learnt["coarse"], draft=learnt["fine"]))
     assert ready.draft == learnt["fine"]
-    assert ready.methods == ["draft_model", "ngram", "prediction"]
+    assert ready.methods == ["draft_model", "grammar", "ngram", "prediction"]

@@ -228,7 +228,7 @@ def test_extensions_work_here_too(server: RunningServer) -> None:
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["reasoning.encrypted_content"]}, "include.0"),

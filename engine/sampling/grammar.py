@@ -1,0 +1,130 @@
+"""Which tokens keep the output within a grammar, at every position of a round.
+
+llguidance parses. A ``Matcher`` is one sequence's place in its grammar: it knows the tokens that the sequence
+has emitted, and nothing of drafts between calls. The target's distribution under a grammar is the processed
+one over the allowed tokens of each position, given the text before it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from threading import Lock, Thread
+
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import AutoTokenizer
+
+# Compiled grammars that are kept, the least recently used leave first.
+MAX_KEPT = 64
+# The parser gives up beyond them: they bound the time of compiling and of a mask, and the memory of both.
+# Errors are for clients and must not repeat the grammar.
+LIMITS = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
+WORD_BITS = 32
+
+
+class GrammarError(ValueError):
+    """The grammar cannot be compiled, or allows no output."""
+
+
+class Matcher:
+    """``mask_words`` is the size of a position's mask, in words of 32 tokens. ``end_ids`` end the sequence:
+    they are never drafted, and the matcher does not advance over them."""
+
+    def __init__(self, parser: LLMatcher, vocab_size: int, end_ids: frozenset[int]) -> None:
+        self._parser = parser
+        self._end_ids = end_ids
+        self.mask_words = -(-vocab_size // WORD_BITS)
+
+    def masks(self, draft_ids: list[int]) -> torch.Tensor:
+        """Tokens allowed at the next position and after each draft, int32 [drafts + 1, words]; the drafts
+        must be allowed. Nothing is allowed where the parser has given up."""
+        masks = torch.zeros(len(draft_ids) + 1, self.mask_words, dtype=torch.int32)
+        # The size is that of one position's mask; all of them are written, and the parser is where it was.
+        self._parser.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]  # lacks a stub
+            masks.data_ptr(), masks.element_size() * self.mask_words, draft_ids
+        )
+        return masks.zero_() if self._parser.is_error() else masks
+
+    def forced(self, limit: int) -> list[int]:
+        """Up to ``limit`` tokens that are the only ones allowed, each after those before it."""
+        return self._before_end(self._parser.compute_ff_tokens()[:limit])
+
+    def allowed(self, token_ids: list[int]) -> list[int]:
+        """As many of them as could follow, without ending the sequence."""
+        token_ids = self._before_end(token_ids)
+        return token_ids[: self._parser.validate_tokens(token_ids)]
+
+    def advance(self, token_ids: list[int]) -> None:
+        """The sequence has emitted them, and goes on."""
+        self._parser.consume_tokens(token_ids)
+
+    @property
+    def error(self) -> str:
+        """Why the parser has given up; empty if it has not."""
+        return _error_of(self._parser)
+
+    def _before_end(self, token_ids: list[int]) -> list[int]:
+        ends = (place for place, token_id in enumerate(token_ids) if token_id in self._end_ids)
+        return token_ids[: next(ends, None)]
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, which ``load`` gives when the first one is needed."""
+
+    def __init__(self, load: Callable[[], LLTokenizer]) -> None:
+        self._load = load
+        self._loading = Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    @property
+    def tokenizer(self) -> LLTokenizer:
+        """``GrammarError`` if there is none."""
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load()
+            return self._tokenizer
+
+    def preload(self) -> None:
+        """In a thread of its own, so that the first request does not wait for it, nor others for that."""
+        Thread(target=self._preload, name="grammars", daemon=True).start()
+
+    def _preload(self) -> None:
+        with suppress(GrammarError):
+            _ = self.tokenizer
+
+    def matcher(self, grammar: str) -> Matcher:
+        """At the start of ``grammar``; ``GrammarError`` if it has none."""
+        parser = self._compiled.pop(grammar, None) or self._compile(grammar)
+        self._compiled[grammar] = parser
+        if len(self._compiled) > MAX_KEPT:
+            self._compiled.popitem(last=False)
+        tokenizer = self.tokenizer
+        return Matcher(parser.deep_copy(), tokenizer.vocab_size, frozenset(tokenizer.eos_tokens))
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        parser = LLMatcher(self.tokenizer, grammar, log_level=0, limits=LIMITS)
+        if not parser.is_error():
+            parser.compute_bitmask()  # finds out whether anything is allowed
+            if "NoExtension" in parser.get_error():
+                raise GrammarError("no text of this model's tokens matches it")
+        if parser.is_error():
+            raise GrammarError(_error_of(parser))
+        return parser
+
+
+def _error_of(parser: LLMatcher) -> str:
+    return parser.get_error().removesuffix("<non-verbose/>").strip()
+
+
+def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
+    """That of a model's folder, with the width of its logits. ``GrammarError`` if it has none that fits."""
+    eos = sorted(eos_token_ids)
+    if not eos:
+        raise GrammarError("the model has no end-of-sequence token to end a match with")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos)
+    except (OSError, ValueError) as error:
+        raise GrammarError(f"the model's tokenizer cannot be used for grammars: {error}") from error

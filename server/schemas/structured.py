@@ -1,0 +1,95 @@
+"""What the text must match: OpenAI's response formats, and ``structured_outputs`` as vLLM has it."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+
+from server.schemas.answer import is_none
+from server.schemas.strict import StrictModel
+
+JsonSchema = Annotated[dict[str, Any], Field(description="A JSON schema.")]
+
+
+class TextFormat(StrictModel):
+    """Any text."""
+
+    type: Literal["text"] = "text"
+
+
+class JsonObjectFormat(StrictModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(StrictModel):
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Not used.")
+    description: str | None = Field(None, description="Not used.")
+    json_schema: JsonSchema = Field(alias="schema")
+    strict: bool | None = Field(None, description="The text matches the schema either way.")
+
+
+class JsonSchemaFormat(StrictModel):
+    """JSON that matches a schema; as chats and completions name it."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class FlatJsonSchemaFormat(NamedSchema):
+    """The same, as `/v1/responses` names it."""
+
+    type: Literal["json_schema"]
+
+
+def _kind_of_format(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if kind in ("text", "json_object", "json_schema") else None
+
+
+_KIND = Discriminator(
+    _kind_of_format,
+    custom_error_type="format_type",
+    custom_error_message="Input should be an object of type 'text', 'json_object' or 'json_schema'",
+)
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("text")]
+    | Annotated[JsonObjectFormat, Tag("json_object")]
+    | Annotated[JsonSchemaFormat, Tag("json_schema")],
+    _KIND,
+]
+FlatFormat = Annotated[
+    Annotated[TextFormat, Tag("text")]
+    | Annotated[JsonObjectFormat, Tag("json_object")]
+    | Annotated[FlatJsonSchemaFormat, Tag("json_schema")],
+    _KIND,
+]
+
+
+class TextOptions(StrictModel):
+    """Of `/v1/responses`."""
+
+    format: FlatFormat = Field(TextFormat(), description="What the text must be.")
+    verbosity: Literal["medium"] | None = Field(None, exclude_if=is_none, description="Only `medium`.")
+
+
+class StructuredOutputs(StrictModel):
+    """One way to say what the text must match."""
+
+    json_schema: Annotated[dict[str, Any] | str, Field(union_mode="left_to_right")] | None = Field(
+        None, alias="json", description="JSON that matches a schema, given as an object or written out."
+    )
+    regex: str | None = Field(None, description="A regular expression, for the whole text.")
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="One of these texts."
+    )
+    grammar: str | None = Field(None, description="A context-free grammar in Lark's notation.")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError("exactly one of json, regex, choice and grammar must be given")
+        return self

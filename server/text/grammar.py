@@ -1,0 +1,145 @@
+"""What a request wants its text to match, as a grammar in llguidance's notation that is known to be valid.
+
+The worker compiles it again, for its tokens, and finds out which of them may come next. Called by the routes,
+beside the event loop.
+"""
+
+import asyncio
+import json
+from typing import Any, NamedTuple
+
+from llguidance import LLMatcher, LLParserLimits
+
+from server.errors import InvalidRequestError, UnsupportedParameterError
+from server.schemas.common import GenerationRequest, SamplingRequest
+from server.schemas.responses import ResponsesRequest
+from server.schemas.structured import (
+    FlatJsonSchemaFormat,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+)
+from server.settings import RequestSettings
+
+# Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
+# overrides it.
+JSON_OPTIONS = {"whitespace_flexible": False}
+# Errors are for clients and must not repeat the grammar.
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class Wanted(NamedTuple):
+    """``source``: a schema as an object or its text, a regular expression, choices or a grammar."""
+
+    param: str
+    kind: str
+    source: Any
+
+
+async def structured_grammar(request: SamplingRequest, settings: RequestSettings) -> str | None:
+    """The grammar that the request's text must match; None for any text.
+
+    Raises ``InvalidRequestError`` with the reason if there is no such text or it cannot be found out within
+    the limits.
+    """
+    wanted = _wanted(request)
+    if not wanted:
+        if request.speculation is not None and request.speculation.method == "grammar":
+            raise InvalidRequestError(
+                "speculation.method 'grammar' needs a structured output.", param="speculation.method"
+            )
+        return None
+    if len(wanted) > 1:
+        names = " and ".join(each.param for each in wanted)
+        raise InvalidRequestError(f"{names} exclude each other.", param=wanted[1].param)
+    _check_others(request)
+    try:
+        return await asyncio.wait_for(
+            asyncio.to_thread(_checked_grammar, wanted[0], settings.max_grammar_size),
+            settings.grammar_timeout,
+        )
+    except TimeoutError:
+        raise _invalid(
+            wanted[0], f"it took more than {settings.grammar_timeout:g} seconds to read (grammar_timeout)"
+        ) from None
+
+
+def _wanted(request: SamplingRequest) -> list[Wanted]:
+    """Of the fields that ask for something."""
+    found = []
+    if request.structured_outputs is not None:
+        found.append(_structured(request.structured_outputs))
+    if isinstance(request, ResponsesRequest):
+        asked: Any = request.text.format if request.text is not None else None
+        param = "text.format"
+    else:
+        assert isinstance(request, GenerationRequest)
+        asked, param = request.response_format, "response_format"
+    match asked:
+        case JsonObjectFormat():
+            found.append(Wanted(param, "json", {"type": "object"}))
+        case JsonSchemaFormat():
+            found.append(Wanted(f"{param}.json_schema.schema", "json", asked.json_schema.json_schema))
+        case FlatJsonSchemaFormat():
+            found.append(Wanted(f"{param}.schema", "json", asked.json_schema))
+    return found
+
+
+def _structured(asked: StructuredOutputs) -> Wanted:
+    sources = {
+        "json": asked.json_schema,
+        "regex": asked.regex,
+        "choice": asked.choice,
+        "grammar": asked.grammar,
+    }
+    ((kind, source),) = [(kind, source) for kind, source in sources.items() if source is not None]
+    return Wanted(f"structured_outputs.{kind}", kind, source)
+
+
+def _check_others(request: SamplingRequest) -> None:
+    """Fields that the end of the grammar leaves no meaning to."""
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request, name):
+            raise UnsupportedParameterError(
+                f"'{name}' is not supported with a structured output, which decides where the text ends.",
+                param=name,
+            )
+    if request.speculation is not None and request.speculation.method == "draft_model":
+        raise UnsupportedParameterError(
+            "A draft model does not draft structured outputs; speculation.method 'auto' uses what does.",
+            param="speculation.method",
+        )
+
+
+def _checked_grammar(wanted: Wanted, max_size: int) -> str:
+    source = wanted.source
+    size = len(source if isinstance(source, str) else json.dumps(source, ensure_ascii=False))
+    if size > max_size:
+        raise _invalid(wanted, f"it has {size} characters, more than {max_size} (max_grammar_size)")
+    try:
+        grammar = _grammar(wanted.kind, source)
+    except ValueError as error:
+        raise _invalid(wanted, str(error)) from error
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    if is_error:
+        raise _invalid(wanted, " ".join(messages))
+    return grammar
+
+
+def _grammar(kind: str, source: Any) -> str:
+    match kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+        case "regex":
+            return LLMatcher.grammar_from_regex(source)
+        case "choice":
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in source)
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case _:
+            return LLMatcher.grammar_from_lark(source)
+
+
+def _invalid(wanted: Wanted, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{wanted.param} cannot be used: {reason.strip()}", param=wanted.param, code="invalid_grammar"
+    )

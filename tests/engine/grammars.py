@@ -1,0 +1,122 @@
+"""A grammar over six tokens, engines that know it, and what they must do: gates that raise."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from msgspec import structs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.core.engine import EngineCore
+from engine.messages import SamplingParams
+from engine.models.fresh import FreshModel
+from engine.proposers.grammar import GrammarProposer
+from engine.sampling.grammar import Grammars
+from tests import naive
+from tests.engine.planners import FixedPlanner, lookups, use_planner
+from tests.engine.simulation import chi_square
+from tests.models import make_engine, run_engine, save_random_llama
+
+PIECES = ["a", "b", "ab", "c", "bc"]
+VOCAB_SIZE, END = 6, 5
+# Its n-grams offer free letters, letters that are not allowed, and an end.
+PROMPT = [0, 2, 3, 0, END, 1, 2, 3, 2, 1]
+# After any letter "abc" is forced, in two tokens; then up to three letters are free, and the end is forced.
+GRAMMAR = 'start: /[abc]/ "abc" /[ab]{0,3}/'
+MAX_TOKENS = 6
+SIGNIFICANCE = 1e-5
+
+Text = tuple[int, ...]
+
+
+def make_tokenizer() -> LLTokenizer:
+    """With merges, so that forced text is forced in the tokens that the tokenizer would write."""
+    vocab = {piece: number for number, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("b", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return LLTokenizer(tokenizer.to_str(), n_vocab=VOCAB_SIZE, eos_token=[END])
+
+
+def know_grammars(core: EngineCore) -> EngineCore:
+    core.admission = replace(core.admission, grammars=Grammars(make_tokenizer))
+    return core
+
+
+def grammar_planner() -> FixedPlanner:
+    """Forced tokens and n-grams in turn."""
+    return FixedPlanner({"grammar": GrammarProposer(), **lookups(ngram_min_match=1)}, rotates=True)
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """A model, and the exact distribution of its texts under the grammar at ``temperature``."""
+
+    target: str
+    params: SamplingParams
+    texts: dict[Text, float]
+
+    @classmethod
+    def make(cls, folder: Path, hidden: int = 16) -> "Constrained":
+        target = save_random_llama(
+            folder, seed=11, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden, eos_token_id=END
+        )
+        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.3, grammar=GRAMMAR)
+        model = FreshModel(target, torch.float32, torch.device("cpu"))
+        tokenizer = make_tokenizer()
+        texts: dict[Text, float] = {}
+
+        def enumerate_from(text: Text, probability: float) -> None:
+            if len(text) == MAX_TOKENS or END in text:
+                texts[text] = probability
+                return
+            # A parser of its own for every text: nothing to roll back.
+            parser = LLMatcher(tokenizer, GRAMMAR)
+            assert parser.consume_tokens(list(text))
+            logits = model.logits([*PROMPT, *text], VOCAB_SIZE)[-1].double().numpy()
+            bits = parser.compute_bitmask()[0]
+            masked = np.where([bits >> token & 1 for token in range(VOCAB_SIZE)], logits, -np.inf)
+            for token, share in enumerate(naive.distribution(masked, params)):
+                if share > 0:
+                    enumerate_from((*text, token), probability * share)
+
+        enumerate_from((), 1.0)
+        return cls(target, params, texts)
+
+
+def masked_distribution(
+    constrained: Constrained,
+    verification: str,
+    in_flight: int,
+    num_samples: int,
+    drafts: bool = True,
+    **config: object,
+) -> None:
+    """Texts are distributed as enumerated; with ``drafts`` forced tokens and n-grams are drafted."""
+    core = know_grammars(
+        make_engine(
+            constrained.target,
+            None,
+            method="auto" if drafts else "none",
+            num_speculative_tokens="auto" if drafts else 0,
+            max_num_sequences=in_flight,
+            verification=verification,
+            **config,
+        )
+    )
+    if drafts:
+        use_planner(core, grammar_planner())
+    params = [structs.replace(constrained.params, seed=seed) for seed in range(num_samples)]
+    counts = Counter(map(tuple, run_engine(core, [PROMPT] * num_samples, params)))
+    assert counts.keys() <= constrained.texts.keys()
+    observed = np.array([counts[text] for text in constrained.texts])
+    assert chi_square(observed, np.array([*constrained.texts.values()])) > SIGNIFICANCE
+    if drafts:
+        forced = core.stats.drafts["grammar"]
+        assert forced.num_accepted_tokens == forced.num_draft_tokens > 0
+        others = core.stats.drafts["ngram"]
+        assert 0 < others.num_accepted_tokens < others.num_draft_tokens

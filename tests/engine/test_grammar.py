@@ -1,0 +1,266 @@
+"""Constrained output: its distribution under every rule, with and without drafts, and its bookkeeping."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from llguidance import LLMatcher
+from msgspec import structs
+
+from engine.commands.replay import Replayer
+from engine.commands.replay_round import Outcome
+from engine.commands.trace_file import TracedChoice, TracedRound
+from engine.core.admission import RequestError
+from engine.core.engine import EngineCore
+from engine.messages import Failed, Generate, SamplingParams
+from engine.models.fresh import FreshModel
+from engine.proposers import known
+from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
+from engine.sampling.sampler import Drafts
+from tests.engine import grammars
+from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
+from tests.engine.planners import use_planner
+from tests.models import make_engine, outputs_by_choice, run_engine, stepped
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def constrained(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
+    return Constrained.make(tmp_path_factory.mktemp("constrained"))
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
+    """Of a shape that the kernels in C run."""
+    return Constrained.make(tmp_path_factory.mktemp("native"), hidden=64)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "in_flight", "num_samples"),
+    [(True, 1, 300), (True, 8, 1200), (False, 8, 800)],
+    ids=["drafts-1", "drafts-8", "none-8"],
+)
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+def test_distribution_is_the_masked_targets(
+    constrained: Constrained, verification: str, drafts: bool, in_flight: int, num_samples: int
+) -> None:
+    grammars.masked_distribution(constrained, verification, in_flight, num_samples, drafts)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_distribution_of_native_rounds(native: Constrained, verification: str) -> None:
+    grammars.masked_distribution(native, verification, 8, 2000, step_seconds=1000.0)
+
+
+def mask_off_by_one_position(patch: Patch) -> None:
+    honest = Matcher.masks
+    patch.setattr(Matcher, "masks", lambda self, ids: honest(self, ids).roll(-1, 0).contiguous())
+
+
+def matcher_not_rolled_back(patch: Patch) -> None:
+    honest = Matcher.masks
+
+    def masks(self: Matcher, draft_ids: list[int]) -> torch.Tensor:
+        found = honest(self, draft_ids)
+        self.advance(draft_ids)
+        return found
+
+    patch.setattr(Matcher, "masks", masks)
+
+
+def known_draft_counted_as_drawn(patch: Patch) -> None:
+    honest = known.known_drafts
+
+    def flat(draft_ids: list[list[int]], device: torch.device) -> Drafts:
+        drafts = honest(draft_ids, device)
+        share = 1 / grammars.VOCAB_SIZE
+        return replace(drafts, probs=torch.full((*drafts.token_ids.shape, grammars.VOCAB_SIZE), share))
+
+    patch.setattr("engine.runtime.phases.known_drafts", flat)
+
+
+def mask_after_termination(patch: Patch) -> None:
+    """An end is drafted, and the parser, which has nothing after it, is asked for a mask there."""
+    honest = Matcher.masks
+
+    def masks(self: Matcher, draft_ids: list[int]) -> torch.Tensor:
+        found = honest(self, draft_ids)
+        if END in draft_ids:
+            found[draft_ids.index(END) + 1 :] = 0
+        return found
+
+    patch.setattr(Matcher, "masks", masks)
+    patch.setattr(Matcher, "_before_end", lambda self, token_ids: token_ids)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [mask_off_by_one_position, matcher_not_rolled_back, known_draft_counted_as_drawn, mask_after_termination],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_bug_is_caught(
+    constrained: Constrained, monkeypatch: Patch, plant: Callable[[Patch], None]
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        grammars.masked_distribution(constrained, "rejection", 8, 1200)
+
+
+def test_the_engine_itself_passes(constrained: Constrained) -> None:
+    grammars.masked_distribution(constrained, "rejection", 8, 1200)
+
+
+def constrained_engine(target: str, **config: object) -> EngineCore:
+    options = {"method": "auto", "num_speculative_tokens": "auto", **config}
+    return grammars.know_grammars(make_engine(target, None, **options))
+
+
+SEEDED = [
+    SamplingParams(max_tokens=12, seed=seed, grammar=GRAMMAR if seed % 2 else None) for seed in range(8)
+]
+PROMPTS = [PROMPT[: 1 + number] for number in range(8)]
+
+
+def is_whole(text: list[int]) -> bool:
+    parser = LLMatcher(grammars.make_tokenizer(), GRAMMAR)
+    return text[-1] == END and parser.consume_tokens(text[:-1]) and parser.is_accepting()
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_seeded_texts_are_those_without_drafts(native: Constrained) -> None:
+    """Constrained and free rows in the same batch; the planner decides, and rounds share steps."""
+    plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, SEEDED)
+    core = constrained_engine(native.target, step_seconds=0.02)
+    assert run_engine(core, PROMPTS, SEEDED) == plain
+    assert core.stats.drafts["grammar"].num_accepted_tokens > 0
+    assert all(is_whole(text) for text in plain[1::2])
+
+
+def make_engine_without_drafts(target: str) -> EngineCore:
+    return grammars.know_grammars(make_engine(target, None, num_speculative_tokens=0))
+
+
+def test_preempted_sequences_go_on_where_they_were(constrained: Constrained) -> None:
+    grammar = 'start: /[abc]/ "abc" /[ab]{30}/'
+    params = [SamplingParams(max_tokens=60, seed=seed, grammar=grammar) for seed in range(8)]
+    plain = run_engine(make_engine_without_drafts(constrained.target), PROMPTS, params)
+    core = constrained_engine(constrained.target, cache_memory="6KiB")
+    use_planner(core, grammars.grammar_planner())
+    assert run_engine(core, PROMPTS, params) == plain
+    assert core.scheduler.num_preemptions > 0
+
+
+def test_choices_and_aborted_ones(constrained: Constrained) -> None:
+    core = constrained_engine(constrained.target)
+    core.add(Generate("several", PROMPT, structs.replace(SEEDED[1], seed=7), n=6))
+    core.step()
+    core.step()
+    core.abort("several", 0)
+    texts = outputs_by_choice(core)
+    assert {index for _, index in texts} == set(range(1, 6))
+    assert not core.scheduler.running
+
+
+def test_greedy_text_is_the_masked_argmax(constrained: Constrained) -> None:
+    greedy = structs.replace(constrained.params, temperature=0.0)
+    (plain,) = run_engine(make_engine_without_drafts(constrained.target), [PROMPT], greedy)
+    assert run_engine(constrained_engine(constrained.target), [PROMPT], greedy) == [plain]
+    assert constrained.texts[tuple(plain)] > 0
+
+
+@pytest.mark.parametrize(
+    ("params", "code", "message"),
+    [
+        ({"grammar": "start: nothing"}, "invalid_grammar", "nothing"),
+        ({"grammar": LLMatcher.grammar_from_regex("(a|b")}, "invalid_grammar", "unclosed group"),
+        ({"grammar": "start: /x/"}, "invalid_grammar", "no text"),
+        ({"grammar": GRAMMAR, "min_tokens": 2}, "unsupported_parameter", "min_tokens"),
+        ({"grammar": GRAMMAR, "ignore_eos": True}, "unsupported_parameter", "ignore_eos"),
+        ({"grammar": GRAMMAR, "method": "draft_model"}, "speculation_unavailable", "draft_model"),
+        ({"method": "grammar"}, "grammar_missing", "grammar"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    constrained: Constrained, params: dict[str, object], code: str, message: str
+) -> None:
+    core = constrained_engine(constrained.target)
+    core.admission = replace(core.admission, methods=core.admission.methods | {"draft_model"})
+    with pytest.raises(RequestError, match=message) as error:
+        core.add(Generate("refused", PROMPT, SamplingParams(max_tokens=4, **params)))
+    assert error.value.code == code
+
+
+def test_a_model_without_a_tokenizer_takes_no_grammars(constrained: Constrained) -> None:
+    core = make_engine(constrained.target, None)
+    with pytest.raises(RequestError, match="tokenizer"):
+        core.add(Generate("refused", PROMPT, SEEDED[1]))
+
+
+def test_a_parser_that_gives_up_ends_its_request_alone(constrained: Constrained, monkeypatch: Patch) -> None:
+    honest = Matcher.masks
+
+    def masks(self: Matcher, draft_ids: list[int]) -> torch.Tensor:
+        found = honest(self, draft_ids)
+        self.advance([3] * 9)  # an error that stays, as that of a parser without fuel
+        return found
+
+    monkeypatch.setattr(Matcher, "masks", masks)
+    core = make_engine_without_drafts(constrained.target)
+    core.add(Generate("constrained", PROMPT, SEEDED[1]))
+    core.add(Generate("free", PROMPT, SEEDED[2]))
+    failures, texts = [], []
+    while core.has_work:
+        for output in core.step():
+            (failures if isinstance(output, Failed) else texts).append(output)
+    assert [(failure.request_id, failure.code) for failure in failures] == [
+        ("constrained", "invalid_grammar")
+    ]
+    assert texts[-1].request_id == "free"
+    assert texts[-1].finish_reason is not None
+
+
+def test_compiled_grammars_are_kept() -> None:
+    compiled = Grammars(grammars.make_tokenizer)
+    first = compiled.matcher(GRAMMAR)
+    first.advance([0])
+    assert compiled.matcher(GRAMMAR).masks([]).tolist() != first.masks([]).tolist()
+    for number in range(100):
+        compiled.matcher(f"start: /a{{{number + 1}}}/")
+    assert len(compiled._compiled) == 64
+
+
+def test_a_tokenizer_needs_an_end() -> None:
+    with pytest.raises(ValueError, match="end-of-sequence"):
+        load_tokenizer("nowhere", 6, [])
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled", "exact_match"])
+def test_traces_verify(constrained: Constrained, verification: str) -> None:
+    """Every decision under masks is confirmed; without them the same trace is refuted."""
+    how: dict[str, object] = {"verification": verification}
+    if verification == "exact_match":
+        how = {"temperature": 0.0}
+    core = constrained_engine(constrained.target)
+    use_planner(core, grammars.grammar_planner())
+    params = structs.replace(constrained.params, trace=True, seed=3, **how)
+    core.add(Generate("traced", PROMPT, params, n=1 if verification == "exact_match" else 8))
+    rounds: dict[int, list[TracedRound]] = {}
+    seeds: dict[int, int] = {}
+    while core.has_work:
+        for output in stepped(core):
+            assert output.trace is not None
+            rounds.setdefault(output.index, []).append(TracedRound.of(output.trace))
+            seeds[output.index] = output.seed
+    assert {round_.source for own in rounds.values() for round_ in own} >= {"grammar"}
+    target = FreshModel(constrained.target, torch.float32, torch.device("cpu"))
+
+    def outcomes(params: SamplingParams) -> set[Outcome]:
+        replayer = Replayer(target, None, params, 1e-4, Grammars(grammars.make_tokenizer))
+        choices = [TracedChoice(PROMPT, seeds[index], own) for index, own in rounds.items()]
+        return {report.outcome for choice in choices for report in replayer.replay(choice)}
+
+    assert Outcome.WRONG not in outcomes(params)
+    assert Outcome.WRONG in outcomes(structs.replace(params, grammar=None))
