@@ -176,6 +176,7 @@ def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.dev
         # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
         narrow=config.dtype == "auto",
         check=config.self_check,
+        quantize=config.quantize,
     )
 
 

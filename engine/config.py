@@ -59,6 +59,12 @@ class ModelSettings(BaseModel):
         "compiled once where a C compiler is installed. They are compared with the usual ways at load and "
         "left out if they differ.",
     )
+    quantize: Literal["none", "int8", "int4"] = Field(
+        "none",
+        description="On a CPU, quantise the weights of Llama-shaped models at load, of target and draft: "
+        "in groups of 32 to 8 or 4 bits (embeddings and output layer to 8), with inputs of layers in 8 bits. "
+        "That is another target than the checkpoint; GGUF files bring their own quantisation.",
+    )
     cuda_graphs: bool = Field(
         True,
         description="On a GPU, capture the passes that decode, score and draft as CUDA graphs, for "

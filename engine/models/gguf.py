@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import mmap
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,6 +63,10 @@ class GgufCheckpoint(Checkpoint):
         if place.type not in TYPES.values():
             return None
         return Blocks(place.type, self._data(place), place.shape[-1], self._order(name))
+
+    def release(self) -> None:
+        """Gives back the pages that were read; embeddings are read again as they are looked up."""
+        self.file.data.madvise(mmap.MADV_DONTNEED)
 
     def rotary_factors(self) -> torch.Tensor | None:
         place = self.file.tensors.get(ROTARY_FACTORS)

@@ -96,6 +96,11 @@ class LlamaWeights:
     head: Linear
     rotary: Rotary
 
+    @property
+    def is_quantised(self) -> bool:
+        linears = (self.head, *(layer.down for layer in self.layers))
+        return any(isinstance(linear, QuantisedLinear) for linear in linears)
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden size]."""
         if isinstance(self.embeddings, QuantisedEmbeddings):
@@ -124,6 +129,7 @@ class Llama(Model):
         self.kernels = kernels
         self.attention = attention
         self.is_native = kernels is not None
+        self.is_quantised = weights.is_quantised
 
     @property
     def reads_in_place(self) -> bool:
@@ -217,12 +223,14 @@ def checked(
     facts: ModelFacts, weights: LlamaWeights, library: ctypes.CDLL | None, expected: torch.Tensor
 ) -> Llama | None:
     """The fastest model whose logits of the probe text are the ``expected`` ones; None if none's are."""
-    linears = (weights.head, *(layer.down for layer in weights.layers))
-    is_quantised = any(isinstance(linear, QuantisedLinear) for linear in linears)
-    agrees = roughly_same_logits if is_quantised else partial(same_logits, tolerance=TOLERANCES[facts.dtype])
+    agrees = (
+        roughly_same_logits
+        if weights.is_quantised
+        else partial(same_logits, tolerance=TOLERANCES[facts.dtype])
+    )
     ways: list[tuple[str, Llama]] = []
     if library is not None:
-        kernels = NativeKernels(library, cuts_long=is_quantised)
+        kernels = NativeKernels(library, cuts_long=weights.is_quantised)
         ways = [("The native kernels", Llama(facts, weights, kernels))]
     else:
         kernel = find_kernel([layer.attention for layer in weights.layers], facts.dtype, facts.device)

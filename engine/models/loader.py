@@ -23,6 +23,7 @@ from engine.models.errors import ModelLoadError
 from engine.models.gguf import check_complete, generation_config, load_module, open_gguf
 from engine.models.linear import replace_linears
 from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.models.self_check import self_check
 from engine.models.weights import Checkpoint
 from engine.native.linear import linear_library
@@ -58,21 +59,32 @@ def load_model(
     native_kernels: bool = True,
     narrow: bool = True,
     check: bool = True,
+    quantize: str = "none",
 ) -> Model:
     """The model at ``path`` by the fastest way that computes what transformers' own module does.
 
     With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say. ``narrow``: on a
     CPU keep weights in 16 bits where that loses nothing. ``check``: refuse a model that over our cache
-    deviates from itself.
+    deviates from itself. ``quantize``: to int8 or int4, or ``none``.
     """
+    if quantize != "none" and (is_gguf(path) or device_map is not None or not narrow or not native_kernels):
+        raise ModelLoadError(
+            f"quantize {quantize} needs a float checkpoint, dtype auto, native_kernels and no device_map: "
+            f"{path} cannot be quantised"
+        )
     if is_gguf(path):
         return _load_gguf(path, dtype, device, device_map is None, native_kernels, narrow)
     check_folder(path, allow_pickle=allow_pickle)
     path = _expanded(path)
     if device_map is None and not trust_remote_code:
-        llama = _by_name(path, dtype, device, allow_pickle, native_kernels, narrow)
-        if llama is not None:
+        llama = _by_name(path, dtype, device, allow_pickle, native_kernels, narrow, quantize)
+        if llama is not None and (quantize == "none" or llama.is_quantised):
             return llama
+    if quantize != "none":
+        raise ModelLoadError(
+            f"{path} cannot be quantised: that needs a Llama-shaped model on a CPU, in float32, and a C "
+            "compiler"
+        )
     model = load_decoder(
         path,
         dtype,
@@ -113,6 +125,7 @@ def _load_gguf(
         raise ModelLoadError(explain(path, error)) from error
     if llama is None:
         raise ModelLoadError(f"{path} cannot be served: its logits are not those of transformers' model")
+    checkpoint.release()
     return llama
 
 
@@ -129,6 +142,7 @@ def _by_name(
     allow_pickle: bool,
     native_kernels: bool,
     narrow: bool,
+    quantize: str,
 ) -> Llama | None:
     """A Llama-shaped model straight from its files; None for any other, and for what has to be explained."""
     try:
@@ -139,6 +153,8 @@ def _by_name(
         checkpoint = Checkpoint.find(path, allow_pickle)
         if checkpoint is None or not is_llama(skeleton):
             return None
+        if quantize != "none":
+            checkpoint = QuantisedCheckpoint(checkpoint, LAYER_TYPES[quantize])
         facts = ModelFacts(config, _generation_config(path, skeleton), count(skeleton), dtype, device)
         return load_llama(skeleton, checkpoint, facts, native_kernels, narrow)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

@@ -97,23 +97,22 @@ SIMD ivec dot(ivec sum, bytes codes, const four *at, const int is_byte) {
 #define BYTES_ARE_SIGNED 0
 #endif
 
-/* ``value`` where the mask has a bit. */
-SIMD bytes spread(const uint8_t *mask, int value) {
+/* Codes plus ``value`` where the mask has a bit. */
+SIMD bytes add_bits(bytes codes, const uint8_t *mask, int value) {
 #if LANES == 16 && defined(__AVX512BW__)
     uint64_t bits;
     memcpy(&bits, mask, sizeof bits);
-    return (bytes)_mm512_maskz_set1_epi8(bits, value);
+    return (bytes)_mm512_mask_add_epi8((__m512i)codes, bits, (__m512i)codes, _mm512_set1_epi8(value));
 #elif LANES == 8 && defined(__AVX2__)
     int32_t bits;
     memcpy(&bits, mask, sizeof bits);
     const __m256i from = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201);
     const __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), from), bit);
-    return (bytes)_mm256_and_si256(_mm256_cmpeq_epi8(spread, bit), _mm256_set1_epi8(value));
+    return codes + (bytes)_mm256_and_si256(_mm256_cmpeq_epi8(spread, bit), _mm256_set1_epi8(value));
 #else
-    bytes out;
-    for (int i = 0; i < 4 * LANES; i++) out[i] = mask[i / 8] >> i % 8 & 1 ? value : 0;
-    return out;
+    for (int i = 0; i < 4 * LANES; i++) codes[i] += mask[i / 8] >> i % 8 & 1 ? value : 0;
+    return codes;
 #endif
 }
 
@@ -124,14 +123,29 @@ static inline ALWAYS bytes load(const uint8_t *block, const int group, const int
     if (group < 4) codes &= 15;
     else codes >>= 4;
     const uint8_t *mask = block + 4 * GROUP_BYTES + group * 8 + i * LANES / 2;
-    if (bits > 4) codes |= spread(mask, 16);
-    if (bits > 5) codes |= spread(mask + 64, 32);
+    if (bits > 4) codes = add_bits(codes, mask, 16);
+    if (bits > 5) codes = add_bits(codes, mask + 64, 32);
     return codes;
 }
 
-static inline ALWAYS vec widen_bytes(const uint8_t *x) { return __builtin_convertvector(*(const narrow *)x, vec); }
+/* Eight bits of each column as float32. gcc converts number by number where it is not given the instruction. */
+static inline ALWAYS vec widen_bytes(const uint8_t *x) {
+#if LANES == 16
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)));
+#elif LANES == 8 && defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+#else
+    return __builtin_convertvector(*(const narrow *)x, vec);
+#endif
+}
 static inline ALWAYS vec widen_signed(const uint8_t *x) {
+#if LANES == 16
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
+#elif LANES == 8 && defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+#else
     return __builtin_convertvector(*(const narrow_signed *)x, vec);
+#endif
 }
 static inline ALWAYS vec widen_half(const uint8_t *x) { return widen((const uint16_t *)x); }
 
@@ -162,8 +176,7 @@ static inline ALWAYS void multiply_rows(float *sums, const uint8_t *panel, const
     for (int row = 0; row < num_rows; row++)
         for (int i = 0; i < VECTORS; i++) sum[row][i] = (vec){0};
     for (int64_t block = 0; block < num_blocks; block++, panel += code_bytes(bits), x += num_rows) {
-        if (num_rows > 1)
-            for (int i = 0; i < code_bytes(bits); i += 64) __builtin_prefetch(panel + PREFETCH + i);
+        for (int i = 0; i < code_bytes(bits); i += 64) __builtin_prefetch(panel + PREFETCH + i);
         const uint8_t *super = supers + block / BLOCKS_PER_SUPER * super_bytes(scaling);
         const uint8_t *scale = scales + block * scale_bytes(scaling);
         UNROLL

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from engine.batch import MAX_GROUPED_QUERIES, Span
 from engine.core.block_pool import BlockTable
@@ -221,3 +228,35 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
             load(path)
     path.write_bytes(content.replace(b"blk.1.attn_k.weight", b"blk.9.attn_k.weight"))
     assert "lacks weights of the model: model.layers.1.self_attn.k_proj.weight" in refusal(path)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize(("quantize", "kind"), [("int8", "Q8_0"), ("int4", "Q4_0")])
+def test_checkpoints_quantised_at_load_are_the_file_of_that_type(
+    quantize: str, kind: str, tmp_path: Path
+) -> None:
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=True)
+    path, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    torch.manual_seed(3)
+    save_gguf(path, config, kind)  # draws the same weights
+    torch.manual_seed(3)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    module.save_pretrained(folder)
+    model = load_model(str(folder), torch.float32, CPU, quantize=quantize)
+    assert isinstance(model, Llama)
+    assert model.is_quantised
+    assert torch.equal(logits_in(model, [len(IDS)]), logits_in(load(path), [len(IDS)]))
+
+
+def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
+    path, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    save_gguf(path, CONFIGS["llama"]).save_pretrained(folder)
+    for place, settings in ((path, {}), (folder, {"narrow": False}), (folder, {"native_kernels": False})):
+        with pytest.raises(ModelLoadError, match="cannot be quantised"):
+            load_model(str(place), torch.float32, CPU, quantize="int8", **settings)
+    with pytest.raises(ModelLoadError, match="needs a Llama-shaped model on a CPU, in float32"):
+        load_model(str(folder), torch.bfloat16, CPU, quantize="int8")

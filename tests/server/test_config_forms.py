@@ -76,7 +76,7 @@ def test_help_names_units() -> None:
 
 
 def test_a_file_is_no_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tmp_path / "model.gguf"
+    model = tmp_path / "model.safetensors"
     model.touch()
     assert server.cli.main(["serve", str(model), "--port", "0"]) == 1
     assert "is a file" in capsys.readouterr().err
