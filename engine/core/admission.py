@@ -91,7 +91,6 @@ class Admission:
                 seed=sequence_seed(seed, index),
                 verification=self._verification(params),
                 sources=sources,
-                combines=params.method in (None, "auto"),
                 has_rules=self.has_rules,
                 num_speculative_tokens=num_speculative_tokens,
                 fixed_draft_length=fixed_draft_length,

@@ -67,7 +67,6 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prediction: PredictionCursor | None = None  # if it is a source
     matcher: "Matcher | None" = None  # of the output's grammar, behind the last token
-    combines: bool = False  # the planner compares sources in each round; else the first that offers drafts
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
     greedy: bool = field(init=False)
     uses_draft_model: bool = field(init=False)  # whether it has a part in the draft model's cache

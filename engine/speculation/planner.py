@@ -119,7 +119,7 @@ class SpeculationPlanner:
         row = self._rows[sequence] = Row(sequence, group, "draft_model" in sequence.sources, length)
         for name in sequence.sources:
             if (source := self._sources.get(name)) is not None:
-                always = not source.reads or (length > 0 and not sequence.combines)
+                always = not source.reads or (length > 0 and len(sequence.sources) == 1)
                 row.lookups.append(RowLookup(sequence, group, source, always, is_asked=always))
         return row
 
@@ -168,8 +168,8 @@ class SpeculationPlanner:
                 terms = self._terms_for(row, num_rows, num_model)
                 expected = row.group.acceptance.expected(num_model)
                 saved, token_ids = lookup.ask(limit, terms, expected, is_fixed=length > 0)
-                if length and not sequence.combines and lookup.pending is not None:
-                    saved, token_ids = alone, lookup.pending[1]  # whatever it is worth
+                if length and len(sequence.sources) == 1 and lookup.pending is not None:
+                    saved, token_ids = terms.alone, lookup.pending[1]  # whatever it is worth
                 if token_ids:
                     found.append((sequence, DraftChoice(source, len(token_ids), draft_ids=token_ids)))
                     total, alone = total + saved, terms.alone if shares_step else 0.0

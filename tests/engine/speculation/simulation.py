@@ -232,7 +232,6 @@ class Simulation:
             token_ids=list(prompt),
             num_prompt_tokens=len(prompt),
             max_num_tokens=len(prompt) + self.num_tokens,
-            combines=True,
         )
         self.texts[sequence] = text
         return sequence
