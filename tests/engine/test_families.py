@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "sliding_window": 8,
             "max_window_layers": 1,
         },
-        "its mask shows 8 tokens, but its attention is told of no window",
+        "its mask shows 8 tokens, but its attention gets no window",
     ),
     "Doge, a mask of its own": ("doge", SHAPE, "a mask of its own"),
     "BERT, both directions": ("bert", SHAPE, "looks at later tokens too"),
