@@ -99,6 +99,7 @@ def test_a_new_key_is_not_behind_anothers_hundred(start_server: StartServer) -> 
         server.wait_for_requests(2)
         late = threads.submit(post, "bert-secret", 1)
         server.wait_for_requests(3)
+        server.wait_for_messages("Generate", 3)
         server.worker.at_most(1)
         assert late.result().status_code == 200
         assert not any(future.done() for future in greedy)
