@@ -27,7 +27,7 @@ from engine.models.errors import ModelLoadError
 from engine.terminal import console, printable, stages, table
 
 # By source; other accepted tokens are green, too.
-COLOURS = {"draft_model": "green", "ngram": "cyan", "prediction": "magenta"}
+COLOURS = {"draft_model": "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
 
 
 class GenerateSettings(EngineConfig, BaseSettings):

@@ -7,6 +7,7 @@ export const KINDS = {
   draft_model: "accepted, draft model",
   ngram: "accepted, n-gram",
   prediction: "accepted, prediction",
+  grammar: "accepted, grammar",
   recovered: "recovered",
   bonus: "bonus",
   plain: "plain",
