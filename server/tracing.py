@@ -8,10 +8,11 @@ import time
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.generation import Summary
 from server.http.access_log import SUMMARY
+from server.http.noted_status import NotedStatus
 from server.version import package_version
 
 OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
@@ -56,19 +57,13 @@ class TracingMiddleware:
             await self._app(scope, receive, send)
             return
         state: dict[str, Any] = scope.setdefault("state", {})
-        started, status = time.time_ns(), 0
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        started = time.time_ns()
+        answer = NotedStatus(send)
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, answer)
         finally:
             if SUMMARY in state:
-                self._export(scope, state[SUMMARY](), started, status)
+                self._export(scope, state[SUMMARY](), started, answer.status)
 
     def _export(self, scope: Scope, summary: Summary, started: int, status: int) -> None:
         from opentelemetry import trace
@@ -102,7 +97,7 @@ class TracingMiddleware:
         arrived = ended - int(summary.seconds * NANOSECONDS)
 
         def child(name: str, begin: float, end: float, **attributes: Any) -> None:
-            """From and to so many seconds after the arrival."""
+            """``begin`` and ``end``: seconds after the arrival."""
             places = (arrived + int(seconds * NANOSECONDS) for seconds in (begin, end))
             first, last = places
             self._tracer.start_span(name, inside, start_time=first, attributes=attributes).end(last)

@@ -8,7 +8,9 @@ import time
 from typing import Any
 from urllib.parse import quote
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.http.noted_status import NotedStatus
 
 logger = logging.getLogger("foretoken.access")
 
@@ -31,17 +33,11 @@ class AccessLogMiddleware:
             return
         started = time.perf_counter()
         state: dict[str, Any] = scope.setdefault("state", {})
-        status = 0  # the client left before there was one
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        answer = NotedStatus(send)
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, answer)
         finally:
+            status = answer.status
             is_quiet = status in (200, 304, 503) and _is_quiet(scope["path"])
             level = logging.DEBUG if is_quiet else logging.INFO
             if logger.isEnabledFor(level):

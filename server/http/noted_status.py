@@ -1,0 +1,16 @@
+"""The status of an answer, for what is written down after it."""
+
+from starlette.types import Message, Send
+
+
+class NotedStatus:
+    """Stands in for ``send``. ``status`` is 0 until an answer begins, and stays 0 if the client leaves."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
