@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from msgspec.structs import replace
-
 from benchmarks.common import Run, StepTimes
 from engine.core.engine import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
@@ -75,57 +73,6 @@ def run_engine(
         token_ids=token_ids,
         steps=clock.full_steps(),
     )
-
-
-class EndlessRun:
-    """``concurrency`` sequences at a time for as long as one likes, a piece at a time: for variants that take
-    turns so often that machine noise meets all of them alike. Each engine runs at most one.
-
-    The first sequences end one after the other, so that those after them are out of step, as in a server.
-    Runs that were asked for equally many tokens are at the same place of the same texts, but for a step:
-    who is further on looks at more stored tokens, and would seem slower.
-    """
-
-    def __init__(
-        self, core: EngineCore, prompts: Sequence[list[int]], params: SamplingParams, concurrency: int
-    ) -> None:
-        self._core = core
-        self._prompts = prompts
-        self._params = params
-        self._num_started = 0
-        self._num_due = 0  # of the tokens asked for, those not made yet; less than 0: made in advance
-        for number in range(1, concurrency + 1):
-            self._start(max(1, params.max_tokens * number // concurrency))
-
-    def advance(self, num_tokens: int) -> Run:
-        """``num_tokens`` of all sequences together, or a step more, of which the next time is made so much
-        less. Prompts of new sequences included."""
-        run = Run(0, 0.0)
-        self._num_due += num_tokens
-        started = time.perf_counter()
-        while run.num_tokens < self._num_due:
-            for output in self._core.step():
-                if isinstance(output, Failed):
-                    raise RuntimeError(output.message)
-                run = run._replace(
-                    num_tokens=run.num_tokens + len(output.token_ids),
-                    num_draft_tokens=run.num_draft_tokens + output.num_draft_tokens,
-                )
-                if output.finish_reason is not None:
-                    self._start(self._params.max_tokens)
-        self._num_due -= run.num_tokens
-        return run._replace(seconds=time.perf_counter() - started)
-
-    def stop(self) -> None:
-        for number in range(self._num_started):
-            self._core.abort(str(number))
-
-    def _start(self, max_tokens: int) -> None:
-        number = self._num_started
-        prompt = self._prompts[number % len(self._prompts)]
-        params = replace(self._params, max_tokens=max_tokens)
-        self._core.add(Generate(request_id=str(number), prompt_token_ids=prompt, params=params))
-        self._num_started += 1
 
 
 class _StepClock:

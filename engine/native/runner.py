@@ -79,7 +79,7 @@ class NativeRunner:
             num_rounds = 1
             for row, part in zip(rows, plan.rows, strict=True):
                 row.set_mask(part.mask)
-        results = _Results(plan.rows, num_rounds, max_drafts)
+        results = _Results(len(rows), num_rounds)
         pointers = array("q", [row.address for row in rows])
         num_done = self.target.library.run_rounds(
             byref(self.target.decoder),
@@ -124,10 +124,9 @@ class NativeRunner:
 class _Results:
     """What C fills in, round by round and row by row."""
 
-    def __init__(self, parts: list[ScheduledSequence], num_rounds: int, max_drafts: int) -> None:
-        self.num_rows = len(parts)
-        self.max_drafts = max_drafts
-        self.size = num_rounds * len(parts)
+    def __init__(self, num_rows: int, num_rounds: int) -> None:
+        self.num_rows = num_rows
+        self.size = num_rounds * num_rows
         self.numbers = integers(2 * self.size)  # drafted, accepted
         self.seconds = array("d", bytes(8 * NUM_PHASES * num_rounds))
 

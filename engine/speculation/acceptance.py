@@ -52,21 +52,17 @@ class Acceptance:
 
     def learn(self, num_drafted: int, num_accepted: int, count: float = 1.0) -> None:
         """``count`` drafts of ``num_drafted`` tokens, of which the first ``num_accepted`` were accepted."""
-        for position in range(min(num_accepted + 1, num_drafted)):
-            self.learn_position(position, float(position < num_accepted), count)
+        kept = (1 - 1 / MEMORY) ** count
+        for drafted in range(min(num_accepted + 1, num_drafted)):
+            position = min(drafted, POSITIONS - 1)
+            self.reached[position] = kept * self.reached[position] + count
+            self.accepted[position] = kept * self.accepted[position] + count * (drafted < num_accepted)
+        self._expected.clear()
 
     def learn_all(self, verdicts: Mapping[tuple[int, int], int]) -> None:
         """Counts of verdicts (drafted, accepted)."""
         for (num_drafted, num_accepted), count in verdicts.items():
             self.learn(num_drafted, num_accepted, count)
-
-    def learn_position(self, position: int, rate: float, count: float = 1.0) -> None:
-        """``count`` drafts have reached ``position``, and a share ``rate`` of them was accepted there."""
-        position = min(position, POSITIONS - 1)
-        kept = (1 - 1 / MEMORY) ** count
-        self.reached[position] = kept * self.reached[position] + count
-        self.accepted[position] = kept * self.accepted[position] + count * rate
-        self._expected.clear()
 
     def forget(self) -> None:
         """Let what is known be worth few verdicts: it is old."""

@@ -128,11 +128,6 @@ class Costs:
         """Similar numbers of rows have the same corrections."""
         return round(2 * math.log2(num_rows))
 
-    def is_measured(self, num_rows: int, option: int) -> bool:
-        """Whether the option has run with about as many rows."""
-        bucket = self.bucket(num_rows)
-        return any(option in self._corrections.get(near, ()) for near in range(bucket - 1, bucket + 2))
-
     def _correction(self, num_rows: int, option: int) -> tuple[float, int]:
         """And how often it was measured. One that never was is that of the nearest number of rows, or of the
         nearest length that drafts."""

@@ -184,7 +184,9 @@ class Policy:
     ) -> Exploration | None:
         """What to explore from now on, if something is due."""
         length = best.active.length
-        options = [0, *range(length + 1, MAX_LENGTH + 1)[:1], length - 1] if length else [PAUSED]
+        options = [0, length + 1, length - 1] if length else [PAUSED]
+        if length == MAX_LENGTH:
+            options.remove(length + 1)
         names = [(self.costs.bucket(key[0]), option) for option in options]
         place = 0 if self._repeats else self.explorer.next(names, self._now)
         if place is None:
