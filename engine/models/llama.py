@@ -4,7 +4,7 @@ transformers spends about half a millisecond per layer and forward outside the p
 decorators, six small operations for a norm, three products where one would do. For families whose layer is
 known exactly (``FAMILIES``) this module runs the layers itself: query, key and value as one linear layer,
 gate and up as another, residuals added inside them, and in between as few calls as possible
-(``layer_parts``; in C where a compiler is at hand, ``engine.native``).
+(``layer_parts``; in C where there is a compiler, ``engine.native``).
 
 A checkpoint is read once, by the names of its tensors. While its layers pass by, transformers' own layers
 compute a short text with them, one after the other; the loaded model's logits must be theirs.

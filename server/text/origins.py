@@ -1,7 +1,7 @@
 """Where each token of a choice came from, given out together with the token's text.
 
-The engine counts by rounds: so many drafts were accepted, and one more token may follow. ``text.choice``
-knows which tokens counted and whose text is out.
+The engine counts by rounds: how many drafts were accepted, and whether one more token follows.
+``text.choice`` knows which tokens counted and whose text is out.
 """
 
 from collections import deque

@@ -27,7 +27,7 @@ class Log:
         self.handler.addFilter(WithRequestId())
 
     def lines(self, number: int) -> list[str]:
-        """Once there are so many: the last one is written after the client has its answer."""
+        """Once there are ``number`` of them: the last one is written after the client has its answer."""
         wait_for(lambda: self.stream.getvalue().count("\n") >= number, f"{number} lines")
         return self.stream.getvalue().splitlines()
 
