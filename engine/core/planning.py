@@ -31,7 +31,8 @@ class Lookup(Protocol):
 class DraftChoice:
     """What a decoding sequence drafts in this step: ``num_tokens`` at most, in each of its rounds.
 
-    ``draft_ids``: the drafts themselves, from a source that needs no model; then the step has one round.
+    ``draft_ids``: the drafts themselves, from a source that needs no model; then the step has one round,
+    unless the source is the grammar, which knows those of later rounds.
     ``num_missing``: tokens that the draft model's cache must compute before it drafts, the pending token
     apart.
     """

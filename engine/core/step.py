@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
 # in the same round.
 MAX_CATCH_UP_TOKENS = 32
+# Drafts that a grammar forces in a later round of a step: there must be blocks for them in each.
+MAX_FORCED = 8
 
 
 @dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
@@ -25,11 +27,12 @@ class ScheduledSequence:
 
     ``completes``: the last known token is among them, so the sequence is a row of the step's rounds.
     ``source`` drafts up to ``num_draft_tokens`` in each round.
-    ``draft_ids`` are drafts that are known already: those of a source without a model.
+    ``draft_ids`` are drafts that are known already, of the first round: those of a source without a model.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
     instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
     chunk too, now. ``mask`` is int32 [num_draft_tokens + 1, words], contiguous: a set bit for each token that
-    is allowed at a position of the first round; None: all are.
+    is allowed at a position of the first round; None: all are. Between rounds masks are renewed, and where
+    ``source`` is the grammar, so are its drafts.
     """
 
     sequence: Sequence
@@ -41,6 +44,16 @@ class ScheduledSequence:
     prefill_draft: bool = True
     draft_ids: list[int] = field(default_factory=list)
     mask: "torch.Tensor | None" = None
+
+    @property
+    def max_forced(self) -> int:
+        """Drafts that the grammar forces in any round but the first."""
+        return min(MAX_FORCED, self.sequence.num_speculative_tokens) if self.source == "grammar" else 0
+
+    @property
+    def max_num_drafts(self) -> int:
+        """In any round."""
+        return max(self.num_draft_tokens, self.max_forced)
 
 
 @dataclass(slots=True)

@@ -114,9 +114,9 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
 }
 
 /* How much a row drafts in a round: it emits one token more, and the text must hold it. Drafts from outside
- * are those of the first round. */
+ * are those of the first round, but for rows whose masks are renewed. */
 static int64_t limit_of(const Rounds *rounds, const Row *row, int64_t round) {
-    if (row->draft_ids && round > 0) return 0;
+    if (row->draft_ids && !row->mask && round > 0) return 0;
     const int64_t room = row->max_num_tokens - row->num_tokens - 1;
     const int64_t draft_room = row->draft_ids ? room : rounds->max_draft_len - row->num_tokens;
     int64_t limit = row->num_draft_tokens < room ? row->num_draft_tokens : room;

@@ -31,12 +31,14 @@ class GrammarError(ValueError):
 
 class Matcher:
     """``mask_words`` is the size of a position's mask, in words of 32 tokens. ``end_ids`` end the sequence:
-    they are never drafted, and the matcher does not advance over them."""
+    they are never drafted, and the matcher does not advance over them. ``num_read`` of the tokens that the
+    sequence has emitted are behind it."""
 
     def __init__(self, parser: LLMatcher, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._parser = parser
         self._end_ids = end_ids
         self.mask_words = -(-vocab_size // WORD_BITS)
+        self.num_read = 0
 
     def masks(self, draft_ids: list[int]) -> torch.Tensor:
         """Tokens allowed at the next position and after each draft, int32 [drafts + 1, words]; the drafts
@@ -60,6 +62,7 @@ class Matcher:
     def advance(self, token_ids: list[int]) -> None:
         """The sequence has emitted them, and goes on."""
         self._parser.consume_tokens(token_ids)
+        self.num_read += len(token_ids)
 
     @property
     def error(self) -> str:

@@ -18,6 +18,7 @@ from engine.speculation.policy import Group, Plan, Policy
 
 # What a row drafts that drafts nothing: shared, and never changed.
 NO_DRAFT = DraftChoice()
+FORCED = DraftChoice("grammar")  # nothing yet; perhaps in later rounds of the step
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +75,7 @@ class SpeculationPlanner:
         for sequence in self._ended:
             self._rows.pop(sequence, None)
         self._ended.clear()
-        choices = dict.fromkeys(decoding, NO_DRAFT)
+        choices = {sequence: FORCED if "grammar" in sequence.sources else NO_DRAFT for sequence in decoding}
         rows = [self._rows.get(sequence) or self._add(sequence) for sequence in decoding if sequence.sources]
         self._decoding, self._chosen, self._num_chosen = decoding, rows, 0
         self._is_mixed = self._is_known = False
@@ -155,7 +156,6 @@ class SpeculationPlanner:
         read_all(asked)
         found: list[tuple[Sequence, DraftChoice]] = []
         total, alone = 0.0, 0.0
-        shares_step = all(sequence.matcher is None for sequence in self._decoding)
         for row in rows:
             sequence, length = row.sequence, row.fixed_length
             for lookup in row.lookups:
@@ -171,8 +171,13 @@ class SpeculationPlanner:
                 if length and len(sequence.sources) == 1 and lookup.pending is not None:
                     saved, token_ids = terms.alone, lookup.pending[1]  # whatever it is worth
                 if token_ids:
-                    found.append((sequence, DraftChoice(source, len(token_ids), draft_ids=token_ids)))
-                    total, alone = total + saved, terms.alone if shares_step else 0.0
+                    choice = DraftChoice(source, len(token_ids), draft_ids=token_ids)
+                    if source == "grammar":
+                        choices[sequence] = choice
+                        self._is_mixed = True
+                    else:
+                        found.append((sequence, choice))
+                        total, alone = total + saved, terms.alone
                     break
         if found and total >= alone:
             choices.update(found)
@@ -221,16 +226,17 @@ class SpeculationPlanner:
             result.host_seconds,
             result.seconds,
             round_seconds,
-            self._shape(rows),
+            self._shape(rows, rounds),
         )
 
-    def _shape(self, rows: list[ScheduledSequence]) -> Shape:
-        """Of rounds as they were planned."""
+    def _shape(self, rows: list[ScheduledSequence], rounds: list[Round]) -> Shape:
+        """Of rounds as they were planned, and with the drafts that were forced in them."""
         lengths = [part.num_draft_tokens for part in rows if part.source == "draft_model"]
         sizes = [sum([length > i for length in lengths]) for i in range(max(lengths, default=0))]
-        num_drafted = sum([part.num_draft_tokens for part in rows])
-        option = MIXED if self._is_mixed else self.policy.plan.shape.option
-        return Shape(len(rows), option, num_drafted, tuple(sizes))
+        known = [place for place, part in enumerate(rows) if part.source not in ("draft_model", "none")]
+        num_known = sum([one.num_drafted[place] for one in rounds for place in known]) / len(rounds)
+        option = MIXED if self._is_mixed or num_known else self.policy.plan.shape.option
+        return Shape(len(rows), option, sum(lengths) + num_known, tuple(sizes))
 
     def _learn(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
         """Verdicts on the draft model. A row that only caught up has drafted nothing, and teaches nothing."""

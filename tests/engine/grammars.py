@@ -47,9 +47,10 @@ def know_grammars(core: EngineCore) -> EngineCore:
     return core
 
 
-def grammar_planner() -> FixedPlanner:
+def grammar_planner(max_rounds: int = 1) -> FixedPlanner:
     """Forced tokens and n-grams in turn."""
-    return FixedPlanner({"grammar": GrammarProposer(), **lookups(ngram_min_match=1)}, rotates=True)
+    sources = {"grammar": GrammarProposer(), **lookups(ngram_min_match=1)}
+    return FixedPlanner(sources, rotates=True, max_rounds=max_rounds)
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,11 @@ def masked_distribution(
     in_flight: int,
     num_samples: int,
     drafts: bool = True,
+    max_rounds: int = 1,
     **config: object,
 ) -> None:
-    """Texts are distributed as enumerated; with ``drafts`` forced tokens and n-grams are drafted."""
+    """Texts are distributed as enumerated; with ``drafts`` forced tokens and n-grams are drafted. Up to
+    ``max_rounds`` share a step."""
     core = know_grammars(
         make_engine(
             constrained.target,
@@ -109,7 +112,7 @@ def masked_distribution(
         )
     )
     if drafts:
-        use_planner(core, grammar_planner())
+        use_planner(core, grammar_planner(max_rounds))
     params = [structs.replace(constrained.params, seed=seed) for seed in range(num_samples)]
     counts = Counter(map(tuple, run_engine(core, [PROMPT] * num_samples, params)))
     assert counts.keys() <= constrained.texts.keys()

@@ -50,9 +50,11 @@ def test_distribution_is_the_masked_targets(
 
 
 @pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("max_rounds", [1, 3])
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
-def test_distribution_of_native_rounds(native: Constrained, verification: str) -> None:
-    grammars.masked_distribution(native, verification, 8, 2000, step_seconds=1000.0)
+def test_distribution_of_native_rounds(native: Constrained, verification: str, max_rounds: int) -> None:
+    """Within a step masks are renewed, as are drafts that the grammar forces."""
+    grammars.masked_distribution(native, verification, 8, 2000, max_rounds=max_rounds, step_seconds=1000.0)
 
 
 def mask_off_by_one_position(patch: Patch) -> None:
@@ -137,6 +139,37 @@ def test_seeded_texts_are_those_without_drafts(native: Constrained) -> None:
     assert run_engine(core, PROMPTS, SEEDED) == plain
     assert core.stats.drafts["grammar"].num_accepted_tokens > 0
     assert all(is_whole(text) for text in plain[1::2])
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained, temperature: float) -> None:
+    """As do the free ones beside them: what they emit is what they emit one round at a time."""
+    grammar = 'start: ("c" /[ab]/ "abcabc"){4,8}'
+    free = SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True)
+    kinds = [free, structs.replace(free, grammar=grammar, ignore_eos=False)]
+    params = [structs.replace(kinds[seed % 4 == 1], seed=seed) for seed in range(8)]
+    plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, params)
+    core = constrained_engine(native.target, step_seconds=1000.0)
+    planner = grammars.grammar_planner(max_rounds=5)
+    use_planner(core, planner)
+    assert run_engine(core, PROMPTS, params) == plain
+    steps = [
+        (len(result.rounds), part.source, [one.num_drafted[row] for one in result.rounds[1:]])
+        for plan, result in planner.observed
+        for row, part in enumerate(plan.rows)
+        if part.mask is not None
+    ]
+    assert max(num_rounds for num_rounds, _, _ in steps) == 5
+    later = {
+        source: [number for _, own, drafted in steps if own == source for number in drafted]
+        for source in ("grammar", "ngram")
+    }
+    assert max(later["grammar"]) > 0
+    assert not any(later["ngram"])
+    counted = core.stats.drafts["grammar"]
+    assert counted.num_accepted_tokens == counted.num_draft_tokens
+    assert counted.num_draft_tokens > sum(later["grammar"])
 
 
 def make_engine_without_drafts(target: str) -> EngineCore:
