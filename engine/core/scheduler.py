@@ -266,7 +266,7 @@ def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
         bits |= part.sequence.needs._value_
         if part.num_tokens > 1 or part.sequence.wants_prompt_logprobs:
             bits |= RowNeeds.PROMPT._value_
-        if part.mask is not None:
+        if part.sequence.matcher is not None:
             bits |= RowNeeds.MASK._value_
         if part.source == DRAFT_MODEL:
             if part.num_draft_tokens:

@@ -102,8 +102,7 @@ class NativeRow:
         if part.draft_ids or self._draft_ids is not None:
             self._set_draft_ids(part.draft_ids)
         limit = len(part.draft_ids) or part.num_draft_tokens
-        if limit != self.num_draft_tokens:
-            self.num_draft_tokens = row.num_draft_tokens = limit
+        self.num_draft_tokens = row.num_draft_tokens = limit
         if limit == 0 or part.draft_ids:
             return 0
         if sequence.draft_blocks.block_ids != self._draft_block_ids:

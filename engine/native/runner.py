@@ -76,11 +76,9 @@ class NativeRunner:
         logits: dict[int, torch.Tensor] = {}
         if RowNeeds.LOGPROBS in plan.needs:
             logits, num_rounds = self._keep_logits(plan, rows, num_rounds, max_drafts)
-        constrained = [
-            (row, part) for row, part in zip(rows, plan.rows, strict=True) if part.mask is not None
-        ]
-        for row, part in constrained:
-            row.set_mask(part.mask)
+        if RowNeeds.MASK in plan.needs:
+            for row, part in zip(rows, plan.rows, strict=True):
+                row.set_mask(part.mask)
         results = _Results(len(rows), num_rounds)
         pointers = array("q", [row.address for row in rows])
         num_done = self.target.library.run_rounds(
@@ -90,15 +88,16 @@ class NativeRunner:
                 Rounds(
                     *(len(rows), num_rounds, max_drafts, self.max_draft_len, torch.get_num_threads()),
                     *(self.step_seconds, address(pointers)),
-                    _constrain(constrained),
+                    _constrain(rows, plan),
                     *results.addresses,
                 )
             ),
         )
         for number in logits:
             rows[number].row.logits = None
-        for row, _ in constrained:
-            row.set_mask(None)
+        if RowNeeds.MASK in plan.needs:
+            for row in rows:
+                row.set_mask(None)
         if num_done == 0:
             return []
         rounds = results.rounds([row.commit() for row in rows], num_done)
@@ -123,15 +122,18 @@ class NativeRunner:
         return logits, num_rounds
 
 
-def _constrain(rows: list[tuple[NativeRow, ScheduledSequence]]) -> Any:
+def _constrain(rows: list[NativeRow], plan: StepPlan) -> Any:
     """What C calls between rounds: masks follow what their rows have emitted. An exception becomes 0."""
+    if RowNeeds.MASK not in plan.needs:
+        return Constrain()
 
     def constrain() -> int:
-        for row, part in rows:
-            row.constrain(part.max_forced)
+        for row, part in zip(rows, plan.rows, strict=True):
+            if part.sequence.matcher is not None:
+                row.constrain(part.max_forced)
         return 1
 
-    return Constrain(constrain) if rows else Constrain()
+    return Constrain(constrain)
 
 
 class _Results:

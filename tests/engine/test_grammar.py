@@ -37,6 +37,12 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
     return Constrained.make(tmp_path_factory.mktemp("native"), hidden=64)
 
 
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
+    """Its grammar starts behind "ab", which n-grams of the prompt offer."""
+    return Constrained.make(tmp_path_factory.mktemp("late"), hidden=64, grammar_after=[2], max_tokens=4)
+
+
 @pytest.mark.parametrize(
     ("drafts", "in_flight", "num_samples"),
     [(True, 1, 300), (True, 8, 1200), (False, 8, 800)],
@@ -55,6 +61,42 @@ def test_distribution_is_the_masked_targets(
 def test_distribution_of_native_rounds(native: Constrained, verification: str, max_rounds: int) -> None:
     """Within a step masks are renewed, as are drafts that the grammar forces."""
     grammars.masked_distribution(native, verification, 8, 2000, max_rounds=max_rounds, step_seconds=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("verification", "in_flight"), [("rejection", 1), ("rejection", 8), ("block", 8), ("coupled", 8)]
+)
+def test_distribution_of_a_grammar_that_starts_late(
+    late: Constrained, verification: str, in_flight: int
+) -> None:
+    grammars.masked_distribution(late, verification, in_flight, 100 * in_flight)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_a_grammar_starts_within_the_rounds_of_a_step(late: Constrained) -> None:
+    grammars.masked_distribution(late, "rejection", 8, 2000, max_rounds=3, step_seconds=1000.0)
+
+
+@pytest.mark.parametrize("after", [[2], [0, 2], [2, 2]])
+def test_a_grammar_starts_exactly_behind_its_tokens(after: list[int]) -> None:
+    """Wherever in a draft they end, however much of them was emitted before it."""
+    tokenizer = grammars.make_tokenizer()
+    params = SamplingParams(max_tokens=1, grammar=GRAMMAR, grammar_after=after)
+    for before in range(4):
+        text = (*[4, 0, 1, 2, 3][:before], *after, 3, 2, 3, 0, 1)
+        naive = [grammars.allowed(tokenizer, params, text[:end]) for end in range(len(text))]
+        for num_emitted in range(len(text)):
+            for num_drafted in range(len(text) - num_emitted):
+                matcher = Grammars(lambda: tokenizer).matcher(GRAMMAR, after)
+                for token in text[:num_emitted]:
+                    matcher.advance([token])
+                draft = [*text[num_emitted : num_emitted + num_drafted]]
+                assert matcher.allowed(draft) == draft
+                masks = matcher.masks(draft)
+                found = [[True] * grammars.VOCAB_SIZE] * (num_drafted + 1)
+                if masks is not None:
+                    found = [[bool(row >> token & 1) for token in range(6)] for [row] in masks.tolist()]
+                assert found == naive[num_emitted : num_emitted + num_drafted + 1]
 
 
 def mask_off_by_one_position(patch: Patch) -> None:
@@ -98,6 +140,22 @@ def mask_after_termination(patch: Patch) -> None:
     patch.setattr(Matcher, "_before_end", lambda self, token_ids: token_ids)
 
 
+def grammar_starts_one_token_late(patch: Patch) -> None:
+    honest = Matcher._start_in
+
+    def start_in(self: Matcher, token_ids: list[int]) -> int | None:
+        start = honest(self, token_ids)
+        return start + 1 if start and start < len(token_ids) else start
+
+    patch.setattr(Matcher, "_start_in", start_in)
+
+
+def test_a_grammar_that_starts_one_token_late_is_caught(late: Constrained, monkeypatch: Patch) -> None:
+    grammar_starts_one_token_late(monkeypatch)
+    with pytest.raises(AssertionError):
+        grammars.masked_distribution(late, "rejection", 8, 1200)
+
+
 @pytest.mark.parametrize(
     "plant",
     [mask_off_by_one_position, matcher_not_rolled_back, known_draft_counted_as_drawn, mask_after_termination],
@@ -132,13 +190,23 @@ def is_whole(text: list[int]) -> bool:
 
 
 @pytest.mark.usefixtures("needs_compiler")
-def test_seeded_texts_are_those_without_drafts(native: Constrained) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("after", [[], [2]])
+def test_seeded_texts_are_those_without_drafts(
+    native: Constrained, after: list[int], temperature: float
+) -> None:
     """Constrained and free rows in the same batch; the planner decides, and rounds share steps."""
-    plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, SEEDED)
+    params = [
+        structs.replace(own, temperature=temperature, grammar_after=after if own.grammar else [])
+        for own in SEEDED
+    ]
+    plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, params)
     core = constrained_engine(native.target, step_seconds=0.02)
-    assert run_engine(core, PROMPTS, SEEDED) == plain
+    assert run_engine(core, PROMPTS, params) == plain
     assert core.stats.drafts["grammar"].num_accepted_tokens > 0
-    assert all(is_whole(text) for text in plain[1::2])
+    for text in plain[1::2]:
+        start = next((end + 1 for end, token in enumerate(text) if [token] == after), 0)
+        assert len(text) == 12 or (after and 2 not in text) or is_whole(text[start:])
 
 
 @pytest.mark.usefixtures("needs_compiler")
@@ -214,6 +282,8 @@ def test_greedy_text_is_the_masked_argmax(constrained: Constrained) -> None:
         ({"grammar": GRAMMAR, "ignore_eos": True}, "unsupported_parameter", "ignore_eos"),
         ({"grammar": GRAMMAR, "method": "draft_model"}, "speculation_unavailable", "draft_model"),
         ({"method": "grammar"}, "grammar_missing", "grammar"),
+        ({"grammar_after": [2]}, "grammar_missing", "grammar_after"),
+        ({"grammar": GRAMMAR, "grammar_after": [6]}, "invalid_token_id", "grammar_after"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -277,15 +347,23 @@ def test_a_tokenizer_needs_an_end() -> None:
         load_tokenizer("nowhere", 6, [])
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block", "coupled", "exact_match"])
-def test_traces_verify(constrained: Constrained, verification: str) -> None:
+@pytest.mark.parametrize(
+    ("verification", "after"),
+    [
+        *[("rejection", []), ("block", []), ("coupled", []), ("exact_match", [])],
+        *[("rejection", [2]), ("block", [2]), ("coupled", [2])],
+    ],
+)
+def test_traces_verify(constrained: Constrained, verification: str, after: list[int]) -> None:
     """Every decision under masks is confirmed; without them the same trace is refuted."""
     how: dict[str, object] = {"verification": verification}
     if verification == "exact_match":
         how = {"temperature": 0.0}
     core = constrained_engine(constrained.target)
     use_planner(core, grammars.grammar_planner())
-    params = structs.replace(constrained.params, trace=True, seed=3, **how)
+    params = structs.replace(
+        constrained.params, trace=True, seed=3, max_tokens=12, grammar_after=after, **how
+    )
     core.add(Generate("traced", PROMPT, params, n=1 if verification == "exact_match" else 8))
     rounds: dict[int, list[TracedRound]] = {}
     seeds: dict[int, int] = {}
@@ -303,4 +381,4 @@ def test_traces_verify(constrained: Constrained, verification: str) -> None:
         return {report.outcome for choice in choices for report in replayer.replay(choice)}
 
     assert Outcome.WRONG not in outcomes(params)
-    assert Outcome.WRONG in outcomes(structs.replace(params, grammar=None))
+    assert Outcome.WRONG in outcomes(structs.replace(params, grammar=None, grammar_after=[]))

@@ -1,8 +1,9 @@
 """Answers to random JSON schemas at temperature 1: every complete one parses and validates.
 
-    python -m tests.integration.random_schemas http://127.0.0.1:8000 500
+    python -m tests.integration.random_schemas http://127.0.0.1:8000 500 [FIRST]
 
-Asks a running server, eight requests at a time, and prints how many answers were complete.
+Asks a running server, eight requests at a time, and prints how many answers were complete. Schemas are
+functions of their numbers, which begin with FIRST (0).
 """
 
 import json
@@ -106,11 +107,11 @@ def ask(url: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return schema, response.json()["choices"][0]
 
 
-def check(url: str, count: int) -> Counter[str]:
+def check(url: str, count: int, first: int = 0) -> Counter[str]:
     """Raise ``AssertionError`` for an answer that is not what its schema says; count finish reasons."""
     reasons: Counter[str] = Counter()
     with ThreadPoolExecutor(PARALLEL) as pool:
-        for schema, choice in pool.map(lambda number: ask(url, number), range(count)):
+        for schema, choice in pool.map(lambda number: ask(url, number), range(first, first + count)):
             reasons[choice["finish_reason"]] += 1
             if choice["finish_reason"] == "stop":
                 value = json.loads(choice["message"]["content"])
@@ -121,4 +122,4 @@ def check(url: str, count: int) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    print(dict(check(sys.argv[1], int(sys.argv[2]))))
+    print(dict(check(sys.argv[1], *map(int, sys.argv[2:]))))
