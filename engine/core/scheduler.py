@@ -200,6 +200,7 @@ class Scheduler:
         if choice is None:
             choice = self.planner.choose_for_prompt(sequence)
         part = ScheduledSequence(sequence, 1, True, min(choice.num_tokens, budget - 1), choice.source)
+        part.max_forced = choice.max_forced
         if part.num_draft_tokens:
             part.num_catch_up_tokens = min(choice.num_missing, self._catch_up_budget)
             self._catch_up_budget -= part.num_catch_up_tokens

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
 # in the same round.
 MAX_CATCH_UP_TOKENS = 32
-# Drafts that a grammar forces in a later round of a step: there must be blocks for them in each.
-MAX_FORCED = 8
 
 
 @dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
@@ -31,8 +29,8 @@ class ScheduledSequence:
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
     instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
     chunk too, now. ``mask`` is int32 [num_draft_tokens + 1, words], contiguous: a set bit for each token that
-    is allowed at a position of the first round; None: all are. Between rounds masks are renewed, and where
-    ``source`` is the grammar, so are its drafts.
+    is allowed at a position of the first round; None: all are. Between rounds masks are renewed, and drafts
+    are up to ``max_forced`` tokens that the grammar forces.
     """
 
     sequence: Sequence
@@ -44,11 +42,7 @@ class ScheduledSequence:
     prefill_draft: bool = True
     draft_ids: list[int] = field(default_factory=list)
     mask: "torch.Tensor | None" = None
-
-    @property
-    def max_forced(self) -> int:
-        """Drafts that the grammar forces in any round but the first."""
-        return min(MAX_FORCED, self.sequence.num_speculative_tokens) if self.source == "grammar" else 0
+    max_forced: int = 0
 
     @property
     def max_num_drafts(self) -> int:

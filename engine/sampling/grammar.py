@@ -61,7 +61,9 @@ class Matcher:
 
     def forced(self, limit: int) -> list[int]:
         """Up to ``limit`` tokens that are the only ones allowed, each after those before it."""
-        return [] if self._after else self._before_end(self._parser.compute_ff_tokens()[:limit])
+        if limit == 0 or self._after:
+            return []
+        return self._before_end(self._parser.compute_ff_tokens()[:limit])
 
     def allowed(self, token_ids: list[int]) -> list[int]:
         """As many of them as could follow, without ending the sequence."""
@@ -108,7 +110,8 @@ class Grammars:
         self._load = load
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        # Each at its start, and that of its first sequence.
+        self._compiled: OrderedDict[str, tuple[LLMatcher, LLMatcher]] = OrderedDict()
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -128,13 +131,23 @@ class Grammars:
 
     def matcher(self, grammar: str, after: Iterable[int] = ()) -> Matcher:
         """At the start of ``grammar``, or before ``after``; ``GrammarError`` if nothing matches it."""
-        parser = self._compiled.pop(grammar, None) or self._compile(grammar)
-        self._compiled[grammar] = parser
+        kept = self._compiled.pop(grammar, None)
+        if kept is None:
+            start = self._compile(grammar)
+            parser = start.deep_copy()
+            kept = start, parser
+        else:
+            start, first = kept
+            # The lexer of the first sequence knows more states already. What failed stays so.
+            parser = first.deep_copy()
+            if not parser.reset():
+                parser = start.deep_copy()
+        self._compiled[grammar] = kept
         if len(self._compiled) > MAX_KEPT:
             self._compiled.popitem(last=False)
         tokenizer = self.tokenizer
         end_ids = frozenset(tokenizer.eos_tokens)
-        return Matcher(parser.deep_copy(), tokenizer.vocab_size, end_ids, list(after))
+        return Matcher(parser, tokenizer.vocab_size, end_ids, list(after))
 
     def _compile(self, grammar: str) -> LLMatcher:
         tokenizer = self.tokenizer

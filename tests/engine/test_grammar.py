@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedChoice, TracedRound
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
-from engine.messages import Failed, Generate, SamplingParams
+from engine.messages import DraftCounts, Failed, Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.proposers import known
 from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
 from engine.sampling.sampler import Drafts
+from engine.speculation import lookups, planner
 from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
 from tests.engine.planners import use_planner
@@ -203,10 +205,27 @@ def test_seeded_texts_are_those_without_drafts(
     plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, params)
     core = constrained_engine(native.target, step_seconds=0.02)
     assert run_engine(core, PROMPTS, params) == plain
-    assert core.stats.drafts["grammar"].num_accepted_tokens > 0
     for text in plain[1::2]:
         start = next((end + 1 for end, token in enumerate(text) if [token] == after), 0)
         assert len(text) == 12 or (after and 2 not in text) or is_whole(text[start:])
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_free_rows_wait_for_few_forced_tokens(native: Constrained, monkeypatch: Patch) -> None:
+    """Each of which takes half as long as a round here."""
+    honest = planner.make_terms
+
+    def make_terms(*given: Any, **named: Any) -> lookups.Terms:
+        terms = honest(*given, **named)
+        return terms._replace(usual=1.0, seconds=[0.5 * length for length in range(33)], rate=1e-3)
+
+    monkeypatch.setattr(planner, "make_terms", make_terms)
+    num_forced = []
+    for params in ([SEEDED[1], SEEDED[0]], [SEEDED[1], SEEDED[3]]):
+        core = constrained_engine(native.target, step_seconds=0.02)
+        run_engine(core, PROMPTS[:2], params)
+        num_forced.append(core.stats.drafts.get("grammar", DraftCounts()).num_draft_tokens)
+    assert num_forced[0] < 3 < num_forced[1]
 
 
 @pytest.mark.usefixtures("needs_compiler")
@@ -219,12 +238,12 @@ def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained,
     params = [structs.replace(kinds[seed % 4 == 1], seed=seed) for seed in range(8)]
     plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, params)
     core = constrained_engine(native.target, step_seconds=1000.0)
-    planner = grammars.grammar_planner(max_rounds=5)
-    use_planner(core, planner)
+    fixed = grammars.grammar_planner(max_rounds=5)
+    use_planner(core, fixed)
     assert run_engine(core, PROMPTS, params) == plain
     steps = [
         (len(result.rounds), part.source, [one.num_drafted[row] for one in result.rounds[1:]])
-        for plan, result in planner.observed
+        for plan, result in fixed.observed
         for row, part in enumerate(plan.rows)
         if part.mask is not None
     ]
