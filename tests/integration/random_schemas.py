@@ -108,16 +108,17 @@ def ask(url: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check(url: str, count: int, first: int = 0) -> Counter[str]:
-    """Raise ``AssertionError`` for an answer that is not what its schema says; count finish reasons."""
+    """Count finish reasons; an answer that is not what its schema says is printed, and counts as invalid."""
     reasons: Counter[str] = Counter()
     with ThreadPoolExecutor(PARALLEL) as pool:
         for schema, choice in pool.map(lambda number: ask(url, number), range(first, first + count)):
-            reasons[choice["finish_reason"]] += 1
-            if choice["finish_reason"] == "stop":
+            reason = choice["finish_reason"]
+            if reason == "stop":
                 value = json.loads(choice["message"]["content"])
-                errors = [error.message for error in Draft202012Validator(schema).iter_errors(value)]
-                assert not errors, (schema, value, errors)
-    assert reasons.keys() <= {"stop", "length"}
+                if not Draft202012Validator(schema).is_valid(value):
+                    reason = "invalid"
+                    print(json.dumps(schema), json.dumps(value))
+            reasons[reason] += 1
     return reasons
 
 
