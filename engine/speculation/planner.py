@@ -173,7 +173,7 @@ class SpeculationPlanner:
                 num_model = choices[sequence].num_tokens
                 terms = self._terms_for(row, num_rows, num_model, plan)
                 if source == "grammar" and has_free:
-                    most = FORCED_SHARE * terms.usual - forced_seconds
+                    most = max(0.0, FORCED_SHARE * terms.usual - forced_seconds)
                     limit = min(limit, bisect_right(terms.seconds, most) - 1)
                 expected = row.group.acceptance.expected(num_model)
                 saved, token_ids = lookup.ask(limit, terms, expected, is_fixed=length > 0)
@@ -184,7 +184,6 @@ class SpeculationPlanner:
                         source, len(token_ids), draft_ids=token_ids, max_forced=min(limit, MAX_FORCED)
                     )
                     forced_seconds += terms.seconds[limit]
-                    self._is_mixed |= bool(token_ids)
                 elif token_ids:
                     found.append((sequence, DraftChoice(source, len(token_ids), draft_ids=token_ids)))
                     total, alone = total + saved, terms.alone
