@@ -3,19 +3,24 @@
     python -m benchmarks.structured_outputs
 
 First one stream: the same requests with forced tokens drafted, without drafts, and unconstrained. Then 16
-streams: the free ones' speed with and without a constrained one among them.
+streams: the free ones' speed with and without a constrained one among them. At last masks of a wide
+vocabulary.
 """
 
 import json
+import random
 import statistics
+import string
 import time
 
-from llguidance import LLMatcher
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
 from msgspec import structs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.core.engine import EngineCore
 from engine.llm import LLM
 from engine.messages import Failed, Generate, SamplingParams
+from engine.sampling.grammar import Grammars
 
 SCHEMA = {
     "type": "object",
@@ -42,6 +47,9 @@ def grammar(schema: dict[str, object]) -> str:
 
 PROMPT = "Once upon a time"
 NUM_REQUESTS, NUM_STREAMS, REPETITIONS = 40, 16, 7
+# Tokens of the stream beside the free ones, which must not end before them.
+LONG = 480
+WIDE = 131_072
 
 
 def one_stream(llm: LLM, params: SamplingParams) -> tuple[float, float]:
@@ -55,37 +63,63 @@ def one_stream(llm: LLM, params: SamplingParams) -> tuple[float, float]:
     return num_rounds / num_tokens, 1e3 * (time.perf_counter() - started) / num_tokens
 
 
-def free_streams(llm: LLM, num_constrained: int) -> float:
-    """Tokens per second of each free stream, while ``num_constrained`` others are served beside them."""
+def free_streams(llm: LLM, is_constrained: bool) -> float:
+    """Tokens per second of each of 15 free streams, while one more is served beside them."""
     core, prompt = llm.core, llm.tokenizer.encode(PROMPT)
     free = SamplingParams(max_tokens=120, ignore_eos=True, seed=1)
-    num_free = NUM_STREAMS - 1
-    for number in range(num_free):
+    other = structs.replace(free, max_tokens=LONG)
+    if is_constrained:
+        many = grammar({"type": "array", "items": SCHEMA, "minItems": LONG})
+        other = structs.replace(other, grammar=many, ignore_eos=False)
+    left = NUM_STREAMS - 1
+    for number in range(left):
         core.add(Generate(f"free-{number}", prompt, free))
-    others = free
-    if num_constrained:
-        many = grammar({"type": "array", "items": SCHEMA, "minItems": 9})
-        others = structs.replace(free, grammar=many, ignore_eos=False)
-    num_others = num_tokens = 0
+    core.add(Generate("other", prompt, other))
+    num_tokens = 0
     started = time.perf_counter()
-    left = num_free
-    _add_other(core, prompt, others, num_others)
     while left:
         for output in core.step():
             assert not isinstance(output, Failed)
-            if output.request_id.startswith("free"):
+            if output.request_id != "other":
                 num_tokens += len(output.token_ids)
                 left -= output.finish_reason is not None
-            elif output.finish_reason is not None:
-                num_others += 1
-                _add_other(core, prompt, others, num_others)
     seconds = time.perf_counter() - started
-    core.abort(f"other-{num_others}")
-    return num_tokens / seconds / num_free
+    core.abort("other")
+    return num_tokens / seconds / (NUM_STREAMS - 1)
 
 
-def _add_other(core: EngineCore, prompt: list[int], params: SamplingParams, number: int) -> None:
-    core.add(Generate(f"other-{number}", prompt, params))
+def wide_tokenizer() -> LLTokenizer:
+    """131,072 tokens: bytes, and random words with and without a space before them."""
+    rng = random.Random(0)
+    vocab = dict.fromkeys(pre_tokenizers.ByteLevel.alphabet())
+    while len(vocab) < WIDE - 1:
+        word = "".join(rng.choices(string.ascii_letters + string.digits, k=rng.randint(2, 10)))
+        vocab[rng.choice(["", "\u0120"]) + word] = None
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(vocab)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return LLTokenizer(tokenizer.to_str(), n_vocab=WIDE, eos_token=[WIDE - 1])
+
+
+def mask_microseconds(tokenizer: LLTokenizer, source: str) -> tuple[float, float]:
+    """Of a mask, and of the slowest, along a text that ``source`` allows, in a sequence that is not the
+    grammar's first."""
+    grammars = Grammars(lambda: tokenizer)
+    microseconds: list[float] = []
+    for seed in range(REPETITIONS):
+        rng, matcher = random.Random(seed), grammars.matcher(source)
+        for _ in range(60):
+            started = time.perf_counter()
+            mask = matcher.masks([])
+            microseconds.append(1e6 * (time.perf_counter() - started))
+            assert mask is not None
+            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            token = int(rng.choice(np.flatnonzero(bits)))
+            if token == WIDE - 1:
+                break
+            matcher.advance([token])
+    return statistics.median(microseconds), max(microseconds)
 
 
 def main() -> None:
@@ -93,6 +127,7 @@ def main() -> None:
     constrained = SamplingParams(max_tokens=200, grammar=grammar(SCHEMA))
     ways = {
         "constrained, default": constrained,
+        "constrained, forced tokens": structs.replace(constrained, method="grammar"),
         "constrained, no drafts": structs.replace(constrained, method="none"),
         "free, default": SamplingParams(max_tokens=60),
         "free, no drafts": SamplingParams(max_tokens=60, method="none"),
@@ -105,10 +140,14 @@ def main() -> None:
         print(f"{name:24} {rounds:.2f} rounds and {milliseconds:.2f} ms a token")
     alone, beside = [], []
     for _ in range(REPETITIONS):
-        alone.append(free_streams(llm, 0))
-        beside.append(free_streams(llm, 1))
+        alone.append(free_streams(llm, is_constrained=False))
+        beside.append(free_streams(llm, is_constrained=True))
     print(f"16 free streams: {statistics.median(alone):.1f} tokens/s each")
     print(f"15 free ones beside a constrained one: {statistics.median(beside):.1f} tokens/s each")
+    tokenizer = wide_tokenizer()
+    for name, source in (("any object", grammar({"type": "object"})), ("the schema", grammar(SCHEMA))):
+        median, slowest = mask_microseconds(tokenizer, source)
+        print(f"mask of {WIDE:,} tokens for {name}: {median:.0f} us, at most {slowest:.0f}")
 
 
 if __name__ == "__main__":

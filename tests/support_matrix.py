@@ -18,12 +18,14 @@ import torch
 from engine.commands.replay import Replayer
 from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedChoice, TracedRound
+from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.llm import Completion
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.sampling.splitmix import sequence_seed
 from tests import naive
+from tests.engine.grammars import GRAMMAR, allowed, know_grammars, make_tokenizer
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, save_perturbed, save_random_llama, stepped
 
@@ -32,13 +34,14 @@ VOCAB_SIZE, NUM_TOKENS, STOP_ID, PROMPT = 6, 3, 5, [2, 1, 0, 3, 2, 1, 4, 0]
 NUM_SAMPLES, NUM_SEEDS, SIGNIFICANCE = 1000, 12, 1e-5
 PROPOSERS = ("draft_model", "ngram", "none")
 RULES = ("rejection", "block", "coupled", "exact match")
-EXACT, SAME, EQUAL, REPEATABLE, ALONE, VERIFIED, NO = (
+EXACT, SAME, EQUAL, REPEATABLE, ALONE, VERIFIED, REFUSED, NO = (
     "exact",
     "same tokens",
     "equal",
     "repeatable",
     "as alone",
     "verified",
+    "refused",
     "NO",
 )
 
@@ -55,6 +58,7 @@ DECIDING: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 2, "stop_token_ids": [0, 1]},
     "ignore_eos": {"ignore_eos": True},
     "stop_token_ids": {"stop_token_ids": [0, 3]},
+    "grammar": {"grammar": GRAMMAR},
 }
 REPORTING = ("logprobs", "prompt_logprobs", "seed", "n", "trace")
 PARAMETERS = (*DECIDING, *REPORTING)
@@ -78,7 +82,7 @@ class Pair:
         draft = save_perturbed(folder / "draft", target, seed=22, noise=0.1)
         core = make_engine(target, draft, num_speculative_tokens=2, ngram_min_match=1, max_num_sequences=128)
         fresh = [FreshModel(path, torch.float32, torch.device("cpu")) for path in (target, draft)]
-        return cls(fresh[0], fresh[1], dict.fromkeys(PROPOSERS, core))
+        return cls(fresh[0], fresh[1], dict.fromkeys(PROPOSERS, know_grammars(core)))
 
     def run(self, proposer: str, params: list[SamplingParams], n: int = 1) -> list[Completion]:
         """One request per entry; choices one after the other."""
@@ -121,11 +125,21 @@ def cell(pair: Pair, parameter: str, proposer: str, rule: str) -> str:
         return _same_tokens(pair, params_of(rule), proposer)  # 0 is what makes it this rule
     if parameter in DECIDING:
         params = params_of(rule, **DECIDING[parameter])
+        if parameter == "grammar" and proposer == "draft_model":
+            return _refused(pair, params, proposer)
         if rule in ("coupled", "exact match"):
             return _same_tokens(pair, params, proposer)
         return EXACT if p_value(pair, params, proposer) > SIGNIFICANCE else NO
     check: Callable[[Pair, str, str], str] = globals()[f"_{parameter}"]
     return check(pair, proposer, rule)
+
+
+def _refused(pair: Pair, params: SamplingParams, proposer: str) -> str:
+    try:
+        pair.run(proposer, [params])
+    except RequestError:
+        return REFUSED
+    return NO
 
 
 def p_value(pair: Pair, params: SamplingParams, proposer: str) -> float:
@@ -141,6 +155,7 @@ def p_value(pair: Pair, params: SamplingParams, proposer: str) -> float:
 def law_of(pair: Pair, params: SamplingParams) -> Law:
     """Exact distribution of the first tokens, or of the whole output if a stop token ends it before."""
     stop_ids = sorted(pair.target.stop_token_ids(params))
+    tokenizer = make_tokenizer()
     law: Law = {(): 1.0}
     for _ in range(NUM_TOKENS):
         longer: Law = {}
@@ -148,7 +163,10 @@ def law_of(pair: Pair, params: SamplingParams) -> Law:
             if tokens and tokens[-1] in stop_ids:
                 longer[tokens] = probability
                 continue
-            row = naive.distribution(pair.logits([*PROMPT, *tokens]), params, PROMPT, tokens, stop_ids)
+            logits = pair.logits([*PROMPT, *tokens])
+            if params.grammar is not None:
+                logits = np.where(allowed(tokenizer, params, tokens), logits, -np.inf)
+            row = naive.distribution(logits, params, PROMPT, tokens, stop_ids)
             for token, share in enumerate(row):
                 if share > 0:
                     longer[*tokens, token] = probability * float(share)
@@ -242,8 +260,10 @@ target (chi-square, {samples} seeds) |
 another draft they may be others |
 | as alone | each choice says what a request for it alone would say, with the seed derived for it |
 | verified | an offline replay confirms every decision |
+| refused | with a 400 that says so |
 
-Nothing is refused for the sake of speculation: every parameter works with every proposer and every rule.
+Every parameter works with every proposer and every rule, but for one pair: a draft model does not draft under
+a grammar (`response_format`, `structured_outputs`); `auto` takes what does.
 """
 
 

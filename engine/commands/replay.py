@@ -90,7 +90,7 @@ class Replayer:
         if self.params.grammar is None:
             return None
         assert self.grammars is not None
-        return self.grammars.matcher(self.params.grammar)
+        return self.grammars.matcher(self.params.grammar, self.params.grammar_after)
 
     def _decisions(self, round_: TracedRound, history: History, seed: int) -> list[Finding]:
         """A token within noise of the top-p or min-p cut may have been on either side of it."""

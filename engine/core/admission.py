@@ -136,10 +136,13 @@ class Admission:
             raise RequestError("prediction_missing", "method 'prediction' needs a prediction")
         if params.method == "grammar" and params.grammar is None:
             raise RequestError("grammar_missing", "method 'grammar' needs a grammar")
+        if params.grammar_after and params.grammar is None:
+            raise RequestError("grammar_missing", "grammar_after needs a grammar")
         for name, ids in (
             ("the prompt", prompt),
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
+            ("grammar_after", params.grammar_after),
             ("the prediction", request.prediction_token_ids or []),
         ):
             if any(not 0 <= token_id < self.vocab_size for token_id in ids):
@@ -167,7 +170,7 @@ class Admission:
                 "speculation_unavailable", "method 'draft_model' cannot draft under a grammar; auto can"
             )
         try:
-            return [self.grammars.matcher(params.grammar) for _ in range(request.n)]
+            return [self.grammars.matcher(params.grammar, params.grammar_after) for _ in range(request.n)]
         except ValueError as error:
             raise RequestError("invalid_grammar", f"the grammar cannot be used: {error}") from error
 

@@ -61,7 +61,7 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
         if wants_logprobs and one.logprobs is not None:
             logprobs += (one.logprobs[row] or [])[: len(emitted)]
     if sequence.matcher is not None and sequence.finish_reason is None:
-        sequence.matcher.advance(token_ids)
+        sequence.matcher.advance(sequence.token_ids[sequence.num_prompt_tokens + sequence.matcher.num_read :])
     traces = result.rounds[-1].traces
     return TokenOutput(
         request_id=sequence.request_id,

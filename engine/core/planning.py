@@ -8,6 +8,8 @@ from engine.core.step import StepPlan, StepResult
 from engine.messages import Source
 
 # The longest drafts where the length is open: tokens without a model cost next to nothing.
+# Tokens that a grammar forces in a later round of a step: there are blocks for them in each.
+MAX_FORCED = 8
 AUTO_LIMITS: dict[Source, int] = {"draft_model": 8, "ngram": 16, "prediction": 32, "grammar": 32, "none": 0}
 
 
@@ -31,7 +33,8 @@ class Lookup(Protocol):
 class DraftChoice:
     """What a decoding sequence drafts in this step: ``num_tokens`` at most, in each of its rounds.
 
-    ``draft_ids``: the drafts themselves, from a source that needs no model; then the step has one round.
+    ``draft_ids``: the drafts themselves, from a source that needs no model; then the step has one round,
+    unless the source is the grammar, which forces up to ``max_forced`` tokens in each later one.
     ``num_missing``: tokens that the draft model's cache must compute before it drafts, the pending token
     apart.
     """
@@ -40,6 +43,7 @@ class DraftChoice:
     num_tokens: int = 0
     num_missing: int = 0
     draft_ids: list[int] = field(default_factory=list)
+    max_forced: int = 0
 
 
 class Planner(Protocol):

@@ -128,9 +128,7 @@ class Scheduler:
                 part.mask = part.sequence.matcher.masks(part.draft_ids)
         needs = _needs(scheduled)
         max_rounds = 1
-        # Masks are those of one round.
-        is_repeatable = not needs & (RowNeeds.PROMPT | RowNeeds.MASK)
-        if rows and len(rows) == len(self.running) and is_repeatable:
+        if rows and len(rows) == len(self.running) and RowNeeds.PROMPT not in needs:
             max_rounds = self._reserve_rounds(rows)
         return StepPlan(scheduled, rows, needs, max_rounds, started)
 
@@ -139,7 +137,7 @@ class Scheduler:
         it; else for one, which has been reserved."""
         max_rounds = self.planner.max_rounds
         if max_rounds > 1:
-            num_tokens = max_rounds * (1 + max(part.num_draft_tokens for part in rows))
+            num_tokens = max_rounds * (1 + max(part.max_num_drafts for part in rows))
             if not all(self._reserve_ahead(part.sequence, num_tokens) for part in rows):
                 return 1
         return max_rounds
@@ -202,6 +200,7 @@ class Scheduler:
         if choice is None:
             choice = self.planner.choose_for_prompt(sequence)
         part = ScheduledSequence(sequence, 1, True, min(choice.num_tokens, budget - 1), choice.source)
+        part.max_forced = choice.max_forced
         if part.num_draft_tokens:
             part.num_catch_up_tokens = min(choice.num_missing, self._catch_up_budget)
             self._catch_up_budget -= part.num_catch_up_tokens
@@ -268,7 +267,7 @@ def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
         bits |= part.sequence.needs._value_
         if part.num_tokens > 1 or part.sequence.wants_prompt_logprobs:
             bits |= RowNeeds.PROMPT._value_
-        if part.mask is not None:
+        if part.sequence.matcher is not None:
             bits |= RowNeeds.MASK._value_
         if part.source == DRAFT_MODEL:
             if part.num_draft_tokens:

@@ -31,7 +31,7 @@ class RowNeeds(Flag):
     BIAS = auto()  # logit_bias, or stop tokens forbidden below min_tokens
     PENALTIES = auto()  # presence, frequency, repetition
     RULES = auto()  # what the checkpoint's generation config forbids or forces
-    MASK = auto()  # tokens allowed by position
+    MASK = auto()  # tokens allowed by position, as a grammar says
     LOGPROBS = auto()
     TRACE = auto()
 

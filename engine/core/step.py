@@ -25,11 +25,12 @@ class ScheduledSequence:
 
     ``completes``: the last known token is among them, so the sequence is a row of the step's rounds.
     ``source`` drafts up to ``num_draft_tokens`` in each round.
-    ``draft_ids`` are drafts that are known already: those of a source without a model.
+    ``draft_ids`` are drafts that are known already, of the first round: those of a source without a model.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
     instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
     chunk too, now. ``mask`` is int32 [num_draft_tokens + 1, words], contiguous: a set bit for each token that
-    is allowed at a position of the first round; None: all are.
+    is allowed at a position of the first round; None: all are. Between rounds masks are renewed, and drafts
+    are up to ``max_forced`` tokens that the grammar forces.
     """
 
     sequence: Sequence
@@ -41,6 +42,12 @@ class ScheduledSequence:
     prefill_draft: bool = True
     draft_ids: list[int] = field(default_factory=list)
     mask: "torch.Tensor | None" = None
+    max_forced: int = 0
+
+    @property
+    def max_num_drafts(self) -> int:
+        """In any round."""
+        return max(self.num_draft_tokens, self.max_forced)
 
 
 @dataclass(slots=True)

@@ -113,10 +113,8 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
     return 1;
 }
 
-/* How much a row drafts in a round: it emits one token more, and the text must hold it. Drafts from outside
- * are those of the first round. */
-static int64_t limit_of(const Rounds *rounds, const Row *row, int64_t round) {
-    if (row->draft_ids && round > 0) return 0;
+/* How much a row drafts in a round: it emits one token more, and the text must hold it. */
+static int64_t limit_of(const Rounds *rounds, const Row *row) {
     const int64_t room = row->max_num_tokens - row->num_tokens - 1;
     const int64_t draft_room = row->draft_ids ? room : rounds->max_draft_len - row->num_tokens;
     int64_t limit = row->num_draft_tokens < room ? row->num_draft_tokens : room;
@@ -126,10 +124,10 @@ static int64_t limit_of(const Rounds *rounds, const Row *row, int64_t round) {
 
 /* Sets num_drafted, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if
  * there is no memory. */
-int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round) {
+int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *of = rounds->rows[row];
-        scratch->limit[row] = limit_of(rounds, of, round);
+        scratch->limit[row] = limit_of(rounds, of);
         scratch->num_drafted[row] = 0;
         if (!of->draft_ids) continue;
         scratch->num_drafted[row] = scratch->limit[row];

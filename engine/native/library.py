@@ -38,6 +38,7 @@ Pointer = ctypes.c_void_p
 Integer = ctypes.c_int64
 Float = ctypes.c_float
 Double = ctypes.c_double
+Constrain = ctypes.CFUNCTYPE(Integer)
 
 
 class Spans(ctypes.Structure):
@@ -126,7 +127,9 @@ class Rounds(ctypes.Structure):
         *((name, Integer) for name in ("num_rows", "num_rounds", "max_drafts", "max_draft_len")),
         ("num_threads", Integer),
         ("seconds", Double),
-        *((name, Pointer) for name in ("rows", "num_drafted", "num_accepted", "phase_seconds")),
+        ("rows", Pointer),
+        ("constrain", Constrain),
+        *((name, Pointer) for name in ("num_drafted", "num_accepted", "phase_seconds")),
     )
 
 

@@ -37,7 +37,7 @@ static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, i
         samples |= is_sampled;
         cuts |= is_sampled && (row->top_k > 0 || row->top_p < 1.0f || row->min_p > 0.0f);
         uses_probs |= row->rule == REJECTION && !row->draft_ids;
-        uses_one_hot |= row->rule == REJECTION && row->draft_ids;
+        uses_one_hot |= row->rule == REJECTION && (row->draft_ids || rounds->constrain);
     }
     /* After the first round the draft model misses two tokens of a row at most. */
     const int64_t num_tokens = (num_missed > rows ? num_missed : rows) + rows + drafts;
@@ -190,6 +190,7 @@ static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64
         const int64_t valid = row->num_tokens + num_accepted;
         row->num_draft_computed = stored < valid ? stored : valid;
     }
+    if (row->draft_ids) row->num_draft_tokens = 0;
     row->num_tokens += num_accepted + 1;
     for (int64_t j = 0; j <= num_accepted; j++) count_token(row, emitted[j]);
     for (int64_t j = 0; j <= num_accepted; j++)
@@ -212,7 +213,8 @@ int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Roun
     for (; round < rounds->num_rounds && !num_ended; round++) {
         if (round_began - began + longest > rounds->seconds) break;
         int64_t *num_accepted = rounds->num_accepted + round * num_rows, num_broken = 0;
-        if (!draft_round(draft_model, rounds, &scratch, round)) break;
+        if (round > 0 && rounds->constrain && !rounds->constrain()) break;
+        if (!draft_round(draft_model, rounds, &scratch)) break;
         const double drafted = now();
         if (!score(target, rounds, &scratch)) break;
         const double scored = now();

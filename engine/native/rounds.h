@@ -22,12 +22,13 @@ typedef struct {
     int64_t num_counted;          /* tokens that they count */
     /* The step's. */
     int64_t num_draft_tokens;     /* to draft in each round, as far as there is room for them */
-    const int64_t *draft_ids;     /* [num_draft_tokens] drafts from outside; NULL: the draft model's */
+    const int64_t *draft_ids;     /* [num_draft_tokens] drafts from outside, of one round; NULL: the draft
+                                     model's */
     int64_t num_blocks, num_draft_blocks;
     const int64_t *blocks, *draft_blocks; /* block tables with room for all rounds */
     int64_t num_masked, mask_words;
-    const uint32_t *mask;         /* [num_masked, mask_words] a bit for each allowed token, by position of the
-                                     first round; NULL: all are allowed */
+    const uint32_t *mask;         /* [num_masked, mask_words] a bit for each allowed token, by position of this
+                                     round; NULL: all are allowed */
     float *logits;                /* [num_rounds, max_drafts + 1, vocab] receives the target's raw logits of
                                      all emitted tokens; NULL: not needed */
     /* The sequence's. */
@@ -46,6 +47,10 @@ typedef struct {
     const float *biases;
 } Row;
 
+/* Called before each round but the first: renews the masks of constrained rows, and their drafts from outside.
+ * 0 if it cannot. */
+typedef int64_t (*Constrain)(void);
+
 typedef struct {
     int64_t num_rows, num_rounds;
     int64_t max_drafts;           /* the longest draft of any row */
@@ -53,6 +58,7 @@ typedef struct {
     int64_t num_threads;
     double seconds;               /* no round begins that would end later, taking as long as the longest */
     Row **rows;
+    Constrain constrain;          /* NULL: no row is constrained */
     /* Results, round by round. */
     int64_t *num_drafted, *num_accepted; /* [num_rounds, num_rows] */
     double *phase_seconds;        /* [num_rounds, 3] of drafting, scoring and verifying */
@@ -88,7 +94,7 @@ void count_token(Row *row, int64_t id);
 void uncount_token(Row *row, int64_t id);
 
 /* draft.c */
-int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch, int64_t round);
+int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch);
 void process_row(const Row *row, const Scratch *scratch, float *probs, const float *logits);
 
 /* memcpy, but either array may be NULL where there is nothing to copy. */

@@ -41,6 +41,7 @@ class NativeRow:
         "_draft_block_ids",
         "_draft_blocks",
         "_draft_ids",
+        "_mask",
         "_num_tokens",
         "_sequence",
         "_token_ids",
@@ -83,6 +84,7 @@ class NativeRow:
         self._blocks = self._draft_blocks = array("q")
         self.num_draft_tokens = 0
         self._draft_ids: array[int] | None = None
+        self._mask: torch.Tensor | None = None
         self._distinct_ids: array[int] | None = None
         self._counts: array[int] | None = None
         if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
@@ -100,8 +102,7 @@ class NativeRow:
         if part.draft_ids or self._draft_ids is not None:
             self._set_draft_ids(part.draft_ids)
         limit = len(part.draft_ids) or part.num_draft_tokens
-        if limit != self.num_draft_tokens:
-            self.num_draft_tokens = row.num_draft_tokens = limit
+        self.num_draft_tokens = row.num_draft_tokens = limit
         if limit == 0 or part.draft_ids:
             return 0
         if sequence.draft_blocks.block_ids != self._draft_block_ids:
@@ -119,11 +120,24 @@ class NativeRow:
         return self._token_ids[first:end].tolist()
 
     def set_mask(self, mask: torch.Tensor | None) -> None:
-        """``mask``: int32 [positions, words], contiguous, as in ``History``; to be kept while C uses it."""
+        """``mask``: int32 [positions, words], contiguous, as in ``History``."""
         assert mask is None or mask.is_contiguous()
-        row = self.row
+        row, self._mask = self.row, mask
         row.mask = None if mask is None else mask.data_ptr()
         row.num_masked, row.mask_words = (0, 0) if mask is None else mask.shape
+
+    def constrain(self, max_forced: int) -> None:
+        """For the round after what C has emitted: the grammar's mask, and up to ``max_forced`` drafts."""
+        sequence, row = self._sequence, self.row
+        matcher = sequence.matcher
+        assert matcher is not None
+        matcher.advance(
+            self._token_ids[sequence.num_prompt_tokens + matcher.num_read : row.num_tokens].tolist()
+        )
+        draft_ids = matcher.forced(max_forced)
+        self._set_draft_ids(draft_ids)
+        self.num_draft_tokens = row.num_draft_tokens = len(draft_ids)
+        self.set_mask(matcher.masks(draft_ids))
 
     def _take_in(self, token_ids: list[int]) -> None:
         """Tokens that C has not emitted. What a sequence has never changes."""

@@ -7,6 +7,7 @@ the phases emit, bit for bit. What C does not support goes by phases.
 
 from array import array
 from ctypes import byref
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from engine.core.sequence import RowNeeds, Sequence
 from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from engine.messages import TokenLogprob
 from engine.native.decoder import NativeDecoder
-from engine.native.library import Rounds
+from engine.native.library import Constrain, Rounds
 from engine.native.rows import INTEGER_BYTES, NativeRow, address, integers
 from engine.runtime.base import Runner
 from engine.sampling.logprobs import token_logprobs
@@ -70,13 +71,12 @@ class NativeRunner:
         num_missing = max(row.update(part) for row, part in zip(rows, plan.rows, strict=True))
         if num_missing > MAX_GROUPED_QUERIES:
             return []
-        max_drafts = max(row.num_draft_tokens for row in rows)
+        max_drafts = max(part.max_num_drafts for part in plan.rows)
         num_rounds = plan.max_rounds
         logits: dict[int, torch.Tensor] = {}
         if RowNeeds.LOGPROBS in plan.needs:
             logits, num_rounds = self._keep_logits(plan, rows, num_rounds, max_drafts)
         if RowNeeds.MASK in plan.needs:
-            num_rounds = 1
             for row, part in zip(rows, plan.rows, strict=True):
                 row.set_mask(part.mask)
         results = _Results(len(rows), num_rounds)
@@ -88,6 +88,7 @@ class NativeRunner:
                 Rounds(
                     *(len(rows), num_rounds, max_drafts, self.max_draft_len, torch.get_num_threads()),
                     *(self.step_seconds, address(pointers)),
+                    _constrain(rows, plan),
                     *results.addresses,
                 )
             ),
@@ -119,6 +120,20 @@ class NativeRunner:
         for number, kept in logits.items():
             rows[number].row.logits = kept.data_ptr()
         return logits, num_rounds
+
+
+def _constrain(rows: list[NativeRow], plan: StepPlan) -> Any:
+    """What C calls between rounds: masks follow what their rows have emitted. An exception becomes 0."""
+    if RowNeeds.MASK not in plan.needs:
+        return Constrain()
+
+    def constrain() -> int:
+        for row, part in zip(rows, plan.rows, strict=True):
+            if part.sequence.matcher is not None:
+                row.constrain(part.max_forced)
+        return 1
+
+    return Constrain(constrain)
 
 
 class _Results:

@@ -31,40 +31,72 @@ class GrammarError(ValueError):
 
 class Matcher:
     """``mask_words`` is the size of a position's mask, in words of 32 tokens. ``end_ids`` end the sequence:
-    they are never drafted, and the matcher does not advance over them."""
+    they are never drafted, and the matcher does not advance over them. ``num_read`` of the tokens that the
+    sequence has emitted are behind it. The grammar starts behind the first occurrence of ``after`` among
+    them: before, everything is allowed."""
 
-    def __init__(self, parser: LLMatcher, vocab_size: int, end_ids: frozenset[int]) -> None:
+    def __init__(self, parser: LLMatcher, vocab_size: int, end_ids: frozenset[int], after: list[int]) -> None:
         self._parser = parser
         self._end_ids = end_ids
         self.mask_words = -(-vocab_size // WORD_BITS)
+        self.num_read = 0
+        self._after = after  # empty once it has occurred
+        self._tail: list[int] = []  # the last tokens, of which it may be the beginning
 
-    def masks(self, draft_ids: list[int]) -> torch.Tensor:
+    def masks(self, draft_ids: list[int]) -> torch.Tensor | None:
         """Tokens allowed at the next position and after each draft, int32 [drafts + 1, words]; the drafts
-        must be allowed. Nothing is allowed where the parser has given up."""
-        masks = torch.zeros(len(draft_ids) + 1, self.mask_words, dtype=torch.int32)
+        must be allowed. Nothing is allowed where the parser has given up. None: all are, everywhere."""
+        start = self._start_in(draft_ids)
+        if start is None:
+            return None
+        masks = torch.full((len(draft_ids) + 1, self.mask_words), -1, dtype=torch.int32)
+        own = masks[start:].zero_()
         # The size is that of one position's mask; all of them are written, and the parser is where it was.
         self._parser.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]  # lacks a stub
-            masks.data_ptr(), masks.element_size() * self.mask_words, draft_ids
+            own.data_ptr(), own.element_size() * self.mask_words, draft_ids[start:]
         )
-        return masks.zero_() if self._parser.is_error() else masks
+        if self._parser.is_error():
+            own.zero_()
+        return masks
 
     def forced(self, limit: int) -> list[int]:
         """Up to ``limit`` tokens that are the only ones allowed, each after those before it."""
+        if limit == 0 or self._after:
+            return []
         return self._before_end(self._parser.compute_ff_tokens()[:limit])
 
     def allowed(self, token_ids: list[int]) -> list[int]:
         """As many of them as could follow, without ending the sequence."""
         token_ids = self._before_end(token_ids)
-        return token_ids[: self._parser.validate_tokens(token_ids)]
+        start = self._start_in(token_ids)
+        if start is None:
+            return token_ids
+        return token_ids[: start + self._parser.validate_tokens(token_ids[start:])]
 
     def advance(self, token_ids: list[int]) -> None:
         """The sequence has emitted them, and goes on."""
-        self._parser.consume_tokens(token_ids)
+        self.num_read += len(token_ids)
+        start = self._start_in(token_ids)
+        if start is None:
+            self._tail = [*self._tail, *token_ids][-len(self._after) :]
+            return
+        self._after = []
+        self._parser.consume_tokens(token_ids[start:])
 
     @property
     def error(self) -> str:
         """Why the parser has given up; empty if it has not."""
         return _error_of(self._parser)
+
+    def _start_in(self, token_ids: list[int]) -> int | None:
+        """How many of the next tokens are free; None: all of them, and the grammar has not started then."""
+        if not self._after:
+            return 0
+        text = [*self._tail, *token_ids]
+        for end in range(len(self._tail) + 1, len(text) + 1):
+            if text[max(0, end - len(self._after)) : end] == self._after:
+                return end - len(self._tail)
+        return None
 
     def _before_end(self, token_ids: list[int]) -> list[int]:
         ends = (place for place, token_id in enumerate(token_ids) if token_id in self._end_ids)
@@ -78,7 +110,8 @@ class Grammars:
         self._load = load
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        # Each at its start, and that of its first sequence.
+        self._compiled: OrderedDict[str, tuple[LLMatcher, LLMatcher]] = OrderedDict()
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -96,14 +129,25 @@ class Grammars:
         with suppress(GrammarError):
             _ = self.tokenizer
 
-    def matcher(self, grammar: str) -> Matcher:
-        """At the start of ``grammar``; ``GrammarError`` if it has none."""
-        parser = self._compiled.pop(grammar, None) or self._compile(grammar)
-        self._compiled[grammar] = parser
+    def matcher(self, grammar: str, after: Iterable[int] = ()) -> Matcher:
+        """At the start of ``grammar``, or before ``after``; ``GrammarError`` if nothing matches it."""
+        kept = self._compiled.pop(grammar, None)
+        if kept is None:
+            start = self._compile(grammar)
+            parser = start.deep_copy()
+            kept = start, parser
+        else:
+            start, first = kept
+            # The lexer of the first sequence knows more states already. What failed stays so.
+            parser = first.deep_copy()
+            if not parser.reset():
+                parser = start.deep_copy()
+        self._compiled[grammar] = kept
         if len(self._compiled) > MAX_KEPT:
             self._compiled.popitem(last=False)
         tokenizer = self.tokenizer
-        return Matcher(parser.deep_copy(), tokenizer.vocab_size, frozenset(tokenizer.eos_tokens))
+        end_ids = frozenset(tokenizer.eos_tokens)
+        return Matcher(parser, tokenizer.vocab_size, end_ids, list(after))
 
     def _compile(self, grammar: str) -> LLMatcher:
         tokenizer = self.tokenizer

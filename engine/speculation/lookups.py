@@ -31,25 +31,28 @@ MAX_STRENGTH = 5
 
 
 class Terms(NamedTuple):
-    """What a draft from known text is measured by: the ``rate`` without it, in tokens per second; the
-    ``seconds`` that one of each length adds to a round; and those of a round that has a step for itself."""
+    """What a draft from known text is measured by: the ``rate`` without it, in tokens per second; the seconds
+    of a round, ``usual``, and those that one of each length adds; and what a round adds that is ``alone`` in
+    its step."""
 
     rate: float
+    usual: float
     seconds: list[float]
     alone: float
 
 
-def make_terms(costs: Costs, plan: Plan, longest: int) -> Terms:
-    """For a row that would draft as in ``plan`` otherwise."""
+def make_terms(costs: Costs, plan: Plan, longest: int, drafts: bool) -> Terms:
+    """For a row in a batch that drafts as in ``plan``, itself only if it ``drafts``."""
     num_rows, _, num_drafted, sizes = plan.shape
     before = costs.model_seconds(Shape(num_rows, MIXED, num_drafted, sizes))
-    rest = tuple(size - 1 for size in sizes)
+    if drafts:
+        num_drafted, sizes = num_drafted - plan.length, tuple(size - 1 for size in sizes)
     seconds = [
-        costs.model_seconds(Shape(num_rows, MIXED, num_drafted - plan.length + length, rest)) - before
+        costs.model_seconds(Shape(num_rows, MIXED, num_drafted + length, sizes)) - before
         for length in range(longest + 1)
     ]
     rounds = costs.rounds_per_step(costs.model_seconds(plan.shape))
-    return Terms(plan.rate, seconds, costs.overhead(num_rows) * (1 - 1 / rounds))
+    return Terms(plan.rate, before, seconds, costs.overhead(num_rows) * (1 - 1 / rounds))
 
 
 @dataclass(slots=True, eq=False)

@@ -4,11 +4,12 @@
 from known text instead. The planner knows sequences and steps, and puts the two together.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
-from engine.core.planning import AUTO_LIMITS, DraftChoice, Lookup
+from engine.core.planning import AUTO_LIMITS, MAX_FORCED, DraftChoice, Lookup
 from engine.core.sequence import Sequence
 from engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
 from engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
@@ -18,6 +19,8 @@ from engine.speculation.policy import Group, Plan, Policy
 
 # What a row drafts that drafts nothing: shared, and never changed.
 NO_DRAFT = DraftChoice()
+# Share of a round that free rows wait for tokens which grammars force on others.
+FORCED_SHARE = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +97,7 @@ class SpeculationPlanner:
                 choices[row.sequence] = self._choice(row, row.fixed_length)
                 self._is_mixed = True
         if self._sources:
-            self._look_up(rows, num_rows, choices)
+            self._look_up(rows, num_rows, plan, choices)
         self._num_chosen = sum([choice.num_tokens for choice in choices.values()])
         self.max_rounds = self._num_rounds(num_rows, plan)
         return choices
@@ -145,7 +148,9 @@ class SpeculationPlanner:
             return 0
         return max(0, len(sequence.token_ids) - 1 - sequence.draft_blocks.num_computed_tokens)
 
-    def _look_up(self, rows: list[Row], num_rows: int, choices: dict[Sequence, DraftChoice]) -> None:
+    def _look_up(
+        self, rows: list[Row], num_rows: int, plan: Plan, choices: dict[Sequence, DraftChoice]
+    ) -> None:
         """Drafts from known text, where they promise more than the draft model's."""
         lookups = [lookup for row in rows for lookup in row.lookups]
         start_some([lookup for lookup in lookups if not lookup.is_asked], self._explorer, self._now)
@@ -155,7 +160,8 @@ class SpeculationPlanner:
         read_all(asked)
         found: list[tuple[Sequence, DraftChoice]] = []
         total, alone = 0.0, 0.0
-        shares_step = all(sequence.matcher is None for sequence in self._decoding)
+        has_free = any(sequence.matcher is None for sequence in self._decoding)
+        forced_seconds = 0.0
         for row in rows:
             sequence, length = row.sequence, row.fixed_length
             for lookup in row.lookups:
@@ -165,28 +171,40 @@ class SpeculationPlanner:
                 limit = length or min(AUTO_LIMITS[source], sequence.num_speculative_tokens)
                 limit = min(limit, sequence.max_num_tokens - len(sequence.token_ids) - 1)
                 num_model = choices[sequence].num_tokens
-                terms = self._terms_for(row, num_rows, num_model)
+                terms = self._terms_for(row, num_rows, num_model, plan)
+                if source == "grammar" and has_free:
+                    most = max(0.0, FORCED_SHARE * terms.usual - forced_seconds)
+                    limit = min(limit, bisect_right(terms.seconds, most) - 1)
                 expected = row.group.acceptance.expected(num_model)
                 saved, token_ids = lookup.ask(limit, terms, expected, is_fixed=length > 0)
                 if length and len(sequence.sources) == 1 and lookup.pending is not None:
                     saved, token_ids = terms.alone, lookup.pending[1]  # whatever it is worth
-                if token_ids:
+                if source == "grammar":
+                    choices[sequence] = DraftChoice(
+                        source, len(token_ids), draft_ids=token_ids, max_forced=min(limit, MAX_FORCED)
+                    )
+                    forced_seconds += terms.seconds[limit]
+                elif token_ids:
                     found.append((sequence, DraftChoice(source, len(token_ids), draft_ids=token_ids)))
-                    total, alone = total + saved, terms.alone if shares_step else 0.0
+                    total, alone = total + saved, terms.alone
+                if token_ids:
                     break
         if found and total >= alone:
             choices.update(found)
             self._is_mixed = self._is_known = True
 
-    def _terms_for(self, row: Row, num_rows: int, length: int) -> Terms:
+    def _terms_for(self, row: Row, num_rows: int, length: int, plan: Plan) -> Terms:
+        """``length`` tokens of the draft model are what the row would draft otherwise; the others' are those
+        of ``plan``, if it drafts none."""
         if self._terms_of != self.policy.num_replans:
             self._terms.clear()
             self._terms_of = self.policy.num_replans
-        key = row.group, num_rows, length
+        key = row.group, num_rows, length, plan.length
         if key not in self._terms:
-            num_drafting = sum([row.uses_model for row in self._chosen]) if length else 0
-            plan = self.policy.fixed(num_rows, Counter({row.group: num_drafting}), length)
-            self._terms[key] = make_terms(self.costs, plan, max(AUTO_LIMITS.values()))
+            if length or not plan.length:
+                num_drafting = sum([row.uses_model for row in self._chosen]) if length else 0
+                plan = self.policy.fixed(num_rows, Counter({row.group: num_drafting}), length)
+            self._terms[key] = make_terms(self.costs, plan, max(AUTO_LIMITS.values()), drafts=length > 0)
         return self._terms[key]
 
     def _num_rounds(self, num_rows: int, plan: Plan) -> int:
@@ -221,16 +239,17 @@ class SpeculationPlanner:
             result.host_seconds,
             result.seconds,
             round_seconds,
-            self._shape(rows),
+            self._shape(rows, rounds),
         )
 
-    def _shape(self, rows: list[ScheduledSequence]) -> Shape:
-        """Of rounds as they were planned."""
+    def _shape(self, rows: list[ScheduledSequence], rounds: list[Round]) -> Shape:
+        """Of rounds as they were planned, and with the drafts that were forced in them."""
         lengths = [part.num_draft_tokens for part in rows if part.source == "draft_model"]
         sizes = [sum([length > i for length in lengths]) for i in range(max(lengths, default=0))]
-        num_drafted = sum([part.num_draft_tokens for part in rows])
-        option = MIXED if self._is_mixed else self.policy.plan.shape.option
-        return Shape(len(rows), option, num_drafted, tuple(sizes))
+        known = [place for place, part in enumerate(rows) if part.source not in ("draft_model", "none")]
+        num_known = sum([one.num_drafted[place] for one in rounds for place in known]) / len(rounds)
+        option = MIXED if self._is_mixed or num_known else self.policy.plan.shape.option
+        return Shape(len(rows), option, sum(lengths) + num_known, tuple(sizes))
 
     def _learn(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
         """Verdicts on the draft model. A row that only caught up has drafted nothing, and teaches nothing."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,9 +48,22 @@ def know_grammars(core: EngineCore) -> EngineCore:
     return core
 
 
-def grammar_planner() -> FixedPlanner:
+def grammar_planner(max_rounds: int = 1) -> FixedPlanner:
     """Forced tokens and n-grams in turn."""
-    return FixedPlanner({"grammar": GrammarProposer(), **lookups(ngram_min_match=1)}, rotates=True)
+    sources = {"grammar": GrammarProposer(), **lookups(ngram_min_match=1)}
+    return FixedPlanner(sources, rotates=True, max_rounds=max_rounds)
+
+
+def allowed(tokenizer: LLTokenizer, params: SamplingParams, text: Text) -> list[bool]:
+    """By a parser of its own for every text: nothing to roll back."""
+    after = tuple(params.grammar_after)
+    starts = [end for end in range(len(after), len(text) + 1) if text[end - len(after) : end] == after]
+    if not starts:
+        return [True] * VOCAB_SIZE
+    parser = LLMatcher(tokenizer, params.grammar)
+    assert parser.consume_tokens(list(text[starts[0] :]))
+    bits = parser.compute_bitmask()[0]
+    return [bool(bits >> token & 1) for token in range(VOCAB_SIZE)]
 
 
 @dataclass(frozen=True)
@@ -61,25 +75,22 @@ class Constrained:
     texts: dict[Text, float]
 
     @classmethod
-    def make(cls, folder: Path, hidden: int = 16) -> "Constrained":
+    def make(cls, folder: Path, hidden: int = 16, **changed: Any) -> "Constrained":
         target = save_random_llama(
             folder, seed=11, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden, eos_token_id=END
         )
-        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.3, grammar=GRAMMAR)
+        given = {"max_tokens": MAX_TOKENS, "temperature": 1.3, "grammar": GRAMMAR}
+        params = SamplingParams(**given | changed)
         model = FreshModel(target, torch.float32, torch.device("cpu"))
         tokenizer = make_tokenizer()
         texts: dict[Text, float] = {}
 
         def enumerate_from(text: Text, probability: float) -> None:
-            if len(text) == MAX_TOKENS or END in text:
+            if len(text) == params.max_tokens or END in text:
                 texts[text] = probability
                 return
-            # A parser of its own for every text: nothing to roll back.
-            parser = LLMatcher(tokenizer, GRAMMAR)
-            assert parser.consume_tokens(list(text))
             logits = model.logits([*PROMPT, *text], VOCAB_SIZE)[-1].double().numpy()
-            bits = parser.compute_bitmask()[0]
-            masked = np.where([bits >> token & 1 for token in range(VOCAB_SIZE)], logits, -np.inf)
+            masked = np.where(allowed(tokenizer, params, text), logits, -np.inf)
             for token, share in enumerate(naive.distribution(masked, params)):
                 if share > 0:
                     enumerate_from((*text, token), probability * share)
@@ -94,9 +105,11 @@ def masked_distribution(
     in_flight: int,
     num_samples: int,
     drafts: bool = True,
+    max_rounds: int = 1,
     **config: object,
 ) -> None:
-    """Texts are distributed as enumerated; with ``drafts`` forced tokens and n-grams are drafted."""
+    """Texts are distributed as enumerated; with ``drafts`` forced tokens and n-grams are drafted. Up to
+    ``max_rounds`` share a step."""
     core = know_grammars(
         make_engine(
             constrained.target,
@@ -109,7 +122,7 @@ def masked_distribution(
         )
     )
     if drafts:
-        use_planner(core, grammar_planner())
+        use_planner(core, grammar_planner(max_rounds))
     params = [structs.replace(constrained.params, seed=seed) for seed in range(num_samples)]
     counts = Counter(map(tuple, run_engine(core, [PROMPT] * num_samples, params)))
     assert counts.keys() <= constrained.texts.keys()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from engine.core.engine import EngineCore
-from engine.core.planning import DraftChoice, Lookup, Planner
+from engine.core.planning import MAX_FORCED, DraftChoice, Lookup, Planner
 from engine.core.sequence import Sequence
 from engine.core.step import StepPlan, StepResult
 from engine.proposers.ngram import NgramProposer
@@ -72,7 +72,10 @@ class FixedPlanner:
         draft_ids = lookup.offers(sequence, room)[1] if room > 0 else []
         if sequence.matcher is not None:
             draft_ids = sequence.matcher.allowed(draft_ids)
-        return DraftChoice(source, len(draft_ids), draft_ids=draft_ids) if draft_ids else None
+        max_forced = MAX_FORCED if source == "grammar" else 0
+        if not draft_ids:
+            return None
+        return DraftChoice(source, len(draft_ids), draft_ids=draft_ids, max_forced=max_forced)
 
     def prefills_draft(self, sequence: Sequence) -> bool:
         return self.prefills

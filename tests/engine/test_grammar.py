@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedChoice, TracedRound
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
-from engine.messages import Failed, Generate, SamplingParams
+from engine.messages import DraftCounts, Failed, Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.proposers import known
 from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
 from engine.sampling.sampler import Drafts
+from engine.speculation import lookups, planner
 from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
 from tests.engine.planners import use_planner
@@ -37,6 +39,12 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
     return Constrained.make(tmp_path_factory.mktemp("native"), hidden=64)
 
 
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
+    """Its grammar starts behind "ab", which n-grams of the prompt offer."""
+    return Constrained.make(tmp_path_factory.mktemp("late"), hidden=64, grammar_after=[2], max_tokens=4)
+
+
 @pytest.mark.parametrize(
     ("drafts", "in_flight", "num_samples"),
     [(True, 1, 300), (True, 8, 1200), (False, 8, 800)],
@@ -50,9 +58,47 @@ def test_distribution_is_the_masked_targets(
 
 
 @pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("max_rounds", [1, 3])
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
-def test_distribution_of_native_rounds(native: Constrained, verification: str) -> None:
-    grammars.masked_distribution(native, verification, 8, 2000, step_seconds=1000.0)
+def test_distribution_of_native_rounds(native: Constrained, verification: str, max_rounds: int) -> None:
+    """Within a step masks are renewed, as are drafts that the grammar forces."""
+    grammars.masked_distribution(native, verification, 8, 2000, max_rounds=max_rounds, step_seconds=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("verification", "in_flight"), [("rejection", 1), ("rejection", 8), ("block", 8), ("coupled", 8)]
+)
+def test_distribution_of_a_grammar_that_starts_late(
+    late: Constrained, verification: str, in_flight: int
+) -> None:
+    grammars.masked_distribution(late, verification, in_flight, 100 * in_flight)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_a_grammar_starts_within_the_rounds_of_a_step(late: Constrained) -> None:
+    grammars.masked_distribution(late, "rejection", 8, 2000, max_rounds=3, step_seconds=1000.0)
+
+
+@pytest.mark.parametrize("after", [[2], [0, 2], [2, 2]])
+def test_a_grammar_starts_exactly_behind_its_tokens(after: list[int]) -> None:
+    """Wherever in a draft they end, however much of them was emitted before it."""
+    tokenizer = grammars.make_tokenizer()
+    params = SamplingParams(max_tokens=1, grammar=GRAMMAR, grammar_after=after)
+    for before in range(4):
+        text = (*[4, 0, 1, 2, 3][:before], *after, 3, 2, 3, 0, 1)
+        naive = [grammars.allowed(tokenizer, params, text[:end]) for end in range(len(text))]
+        for num_emitted in range(len(text)):
+            for num_drafted in range(len(text) - num_emitted):
+                matcher = Grammars(lambda: tokenizer).matcher(GRAMMAR, after)
+                for token in text[:num_emitted]:
+                    matcher.advance([token])
+                draft = [*text[num_emitted : num_emitted + num_drafted]]
+                assert matcher.allowed(draft) == draft
+                masks = matcher.masks(draft)
+                found = [[True] * grammars.VOCAB_SIZE] * (num_drafted + 1)
+                if masks is not None:
+                    found = [[bool(row >> token & 1) for token in range(6)] for [row] in masks.tolist()]
+                assert found == naive[num_emitted : num_emitted + num_drafted + 1]
 
 
 def mask_off_by_one_position(patch: Patch) -> None:
@@ -96,6 +142,22 @@ def mask_after_termination(patch: Patch) -> None:
     patch.setattr(Matcher, "_before_end", lambda self, token_ids: token_ids)
 
 
+def grammar_starts_one_token_late(patch: Patch) -> None:
+    honest = Matcher._start_in
+
+    def start_in(self: Matcher, token_ids: list[int]) -> int | None:
+        start = honest(self, token_ids)
+        return start + 1 if start and start < len(token_ids) else start
+
+    patch.setattr(Matcher, "_start_in", start_in)
+
+
+def test_a_grammar_that_starts_one_token_late_is_caught(late: Constrained, monkeypatch: Patch) -> None:
+    grammar_starts_one_token_late(monkeypatch)
+    with pytest.raises(AssertionError):
+        grammars.masked_distribution(late, "rejection", 8, 1200)
+
+
 @pytest.mark.parametrize(
     "plant",
     [mask_off_by_one_position, matcher_not_rolled_back, known_draft_counted_as_drawn, mask_after_termination],
@@ -130,13 +192,71 @@ def is_whole(text: list[int]) -> bool:
 
 
 @pytest.mark.usefixtures("needs_compiler")
-def test_seeded_texts_are_those_without_drafts(native: Constrained) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("after", [[], [2]])
+def test_seeded_texts_are_those_without_drafts(
+    native: Constrained, after: list[int], temperature: float
+) -> None:
     """Constrained and free rows in the same batch; the planner decides, and rounds share steps."""
-    plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, SEEDED)
+    params = [
+        structs.replace(own, temperature=temperature, grammar_after=after if own.grammar else [])
+        for own in SEEDED
+    ]
+    plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, params)
     core = constrained_engine(native.target, step_seconds=0.02)
-    assert run_engine(core, PROMPTS, SEEDED) == plain
-    assert core.stats.drafts["grammar"].num_accepted_tokens > 0
-    assert all(is_whole(text) for text in plain[1::2])
+    assert run_engine(core, PROMPTS, params) == plain
+    for text in plain[1::2]:
+        start = next((end + 1 for end, token in enumerate(text) if [token] == after), 0)
+        assert len(text) == 12 or (after and 2 not in text) or is_whole(text[start:])
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_free_rows_wait_for_few_forced_tokens(native: Constrained, monkeypatch: Patch) -> None:
+    """Each of which takes half as long as a round here."""
+    honest = planner.make_terms
+
+    def make_terms(*given: Any, **named: Any) -> lookups.Terms:
+        terms = honest(*given, **named)
+        return terms._replace(usual=1.0, seconds=[0.5 * length for length in range(33)], rate=1e-3)
+
+    monkeypatch.setattr(planner, "make_terms", make_terms)
+    num_forced = []
+    for params in ([SEEDED[1], SEEDED[0]], [SEEDED[1], SEEDED[3]]):
+        core = constrained_engine(native.target, step_seconds=0.02)
+        run_engine(core, PROMPTS[:2], params)
+        num_forced.append(core.stats.drafts.get("grammar", DraftCounts()).num_draft_tokens)
+    assert num_forced[0] < 3 < num_forced[1]
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained, temperature: float) -> None:
+    """As do the free ones beside them: what they emit is what they emit one round at a time."""
+    grammar = 'start: ("c" /[ab]/ "abcabc"){4,8}'
+    free = SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True)
+    kinds = [free, structs.replace(free, grammar=grammar, ignore_eos=False)]
+    params = [structs.replace(kinds[seed % 4 == 1], seed=seed) for seed in range(8)]
+    plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, params)
+    core = constrained_engine(native.target, step_seconds=1000.0)
+    fixed = grammars.grammar_planner(max_rounds=5)
+    use_planner(core, fixed)
+    assert run_engine(core, PROMPTS, params) == plain
+    steps = [
+        (len(result.rounds), part.source, [one.num_drafted[row] for one in result.rounds[1:]])
+        for plan, result in fixed.observed
+        for row, part in enumerate(plan.rows)
+        if part.mask is not None
+    ]
+    assert max(num_rounds for num_rounds, _, _ in steps) == 5
+    later = {
+        source: [number for _, own, drafted in steps if own == source for number in drafted]
+        for source in ("grammar", "ngram")
+    }
+    assert max(later["grammar"]) > 0
+    assert not any(later["ngram"])
+    counted = core.stats.drafts["grammar"]
+    assert counted.num_accepted_tokens == counted.num_draft_tokens
+    assert counted.num_draft_tokens > sum(later["grammar"])
 
 
 def make_engine_without_drafts(target: str) -> EngineCore:
@@ -181,6 +301,8 @@ def test_greedy_text_is_the_masked_argmax(constrained: Constrained) -> None:
         ({"grammar": GRAMMAR, "ignore_eos": True}, "unsupported_parameter", "ignore_eos"),
         ({"grammar": GRAMMAR, "method": "draft_model"}, "speculation_unavailable", "draft_model"),
         ({"method": "grammar"}, "grammar_missing", "grammar"),
+        ({"grammar_after": [2]}, "grammar_missing", "grammar_after"),
+        ({"grammar": GRAMMAR, "grammar_after": [6]}, "invalid_token_id", "grammar_after"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -244,15 +366,23 @@ def test_a_tokenizer_needs_an_end() -> None:
         load_tokenizer("nowhere", 6, [])
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block", "coupled", "exact_match"])
-def test_traces_verify(constrained: Constrained, verification: str) -> None:
+@pytest.mark.parametrize(
+    ("verification", "after"),
+    [
+        *[("rejection", []), ("block", []), ("coupled", []), ("exact_match", [])],
+        *[("rejection", [2]), ("block", [2]), ("coupled", [2])],
+    ],
+)
+def test_traces_verify(constrained: Constrained, verification: str, after: list[int]) -> None:
     """Every decision under masks is confirmed; without them the same trace is refuted."""
     how: dict[str, object] = {"verification": verification}
     if verification == "exact_match":
         how = {"temperature": 0.0}
     core = constrained_engine(constrained.target)
     use_planner(core, grammars.grammar_planner())
-    params = structs.replace(constrained.params, trace=True, seed=3, **how)
+    params = structs.replace(
+        constrained.params, trace=True, seed=3, max_tokens=12, grammar_after=after, **how
+    )
     core.add(Generate("traced", PROMPT, params, n=1 if verification == "exact_match" else 8))
     rounds: dict[int, list[TracedRound]] = {}
     seeds: dict[int, int] = {}
@@ -270,4 +400,4 @@ def test_traces_verify(constrained: Constrained, verification: str) -> None:
         return {report.outcome for choice in choices for report in replayer.replay(choice)}
 
     assert Outcome.WRONG not in outcomes(params)
-    assert Outcome.WRONG in outcomes(structs.replace(params, grammar=None))
+    assert Outcome.WRONG in outcomes(structs.replace(params, grammar=None, grammar_after=[]))

@@ -1,8 +1,9 @@
 """Answers to random JSON schemas at temperature 1: every complete one parses and validates.
 
-    python -m tests.integration.random_schemas http://127.0.0.1:8000 500
+    python -m tests.integration.random_schemas http://127.0.0.1:8000 500 [FIRST]
 
-Asks a running server, eight requests at a time, and prints how many answers were complete.
+Asks a running server, eight requests at a time, and prints how many answers were complete. Schemas are
+functions of their numbers, which begin with FIRST (0).
 """
 
 import json
@@ -106,19 +107,20 @@ def ask(url: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return schema, response.json()["choices"][0]
 
 
-def check(url: str, count: int) -> Counter[str]:
-    """Raise ``AssertionError`` for an answer that is not what its schema says; count finish reasons."""
+def check(url: str, count: int, first: int = 0) -> Counter[str]:
+    """Count finish reasons; an answer that is not what its schema says is printed, and counts as invalid."""
     reasons: Counter[str] = Counter()
     with ThreadPoolExecutor(PARALLEL) as pool:
-        for schema, choice in pool.map(lambda number: ask(url, number), range(count)):
-            reasons[choice["finish_reason"]] += 1
-            if choice["finish_reason"] == "stop":
+        for schema, choice in pool.map(lambda number: ask(url, number), range(first, first + count)):
+            reason = choice["finish_reason"]
+            if reason == "stop":
                 value = json.loads(choice["message"]["content"])
-                errors = [error.message for error in Draft202012Validator(schema).iter_errors(value)]
-                assert not errors, (schema, value, errors)
-    assert reasons.keys() <= {"stop", "length"}
+                if not Draft202012Validator(schema).is_valid(value):
+                    reason = "invalid"
+                    print(json.dumps(schema), json.dumps(value))
+            reasons[reason] += 1
     return reasons
 
 
 if __name__ == "__main__":
-    print(dict(check(sys.argv[1], int(sys.argv[2]))))
+    print(dict(check(sys.argv[1], *map(int, sys.argv[2:]))))

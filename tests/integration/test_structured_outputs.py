@@ -53,6 +53,7 @@ def test_responses_are_parsed(server: Server) -> None:
 
 def test_every_complete_answer_to_a_random_schema_is_valid(server: Server) -> None:
     reasons = random_schemas.check(server.url, 40)
+    assert reasons.keys() <= {"stop", "length"}
     assert reasons["stop"] > 20
 
 
