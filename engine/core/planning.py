@@ -7,9 +7,9 @@ from engine.core.sequence import Sequence
 from engine.core.step import StepPlan, StepResult
 from engine.messages import Source
 
-# The longest drafts where the length is open: tokens without a model cost next to nothing.
-# Tokens that a grammar forces in a later round of a step: there are blocks for them in each.
+# The most tokens that a grammar forces in a later round of a step: each round has blocks for them.
 MAX_FORCED = 8
+# The longest drafts where the length is open: tokens without a model cost next to nothing.
 AUTO_LIMITS: dict[Source, int] = {"draft_model": 8, "ngram": 16, "prediction": 32, "grammar": 32, "none": 0}
 
 
