@@ -10,10 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic_settings import CliApp
 
 from loadtest.client import BenchmarkError, Endpoint, Reply
+from loadtest.command import api_key, loads
 from loadtest.counters import DraftCounters, read_counters
 from loadtest.generator import LoadResult, arrivals, closed_loop, open_loop
+from loadtest.options import BenchOptions
 from loadtest.prompts import read_prompts
 from loadtest.report import percentile, print_table
 from loadtest.rows import lag, load_row
@@ -295,6 +298,16 @@ def test_the_command_says_that_no_server_answers(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("flags", [["--concurrency", "0"], ["--rate", "-1"], ["--extra-body", "{"]])
 def test_the_command_refuses_impossible_loads(flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *flags])
-    assert ended.value.code == 2
+    assert main(["bench", *flags]) == 2
+
+
+def test_the_environment_has_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the key: names such as SEED are anybody's."""
+    for name in ("seed", "SEED", "MODEL", "BASE_URL"):
+        monkeypatch.setenv(name, "other")
+    flags = ["--concurrency", "1,4", "--rate", "0.5", "--extra-body", '{"top_k": 3}']
+    options = CliApp.run(BenchOptions, cli_args=flags)
+    assert (options.seed, options.model, options.extra_body) == (0, None, {"top_k": 3})
+    assert [load.name for load in loads(options)] == ["1 client", "4 clients", "0.5 requests/s"]
+    monkeypatch.setenv("OPENAI_API_KEY", "a-key")
+    assert api_key(options) == "a-key"
