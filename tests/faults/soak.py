@@ -49,7 +49,7 @@ class Sample:
 class Soak:
     """What was counted; ``wrong``, ``lost`` and ``leaks`` have to stay empty.
 
-    A request that is refused around a restart says so by its code; ``lost`` are those that end in any other way
+    A request refused around a restart says so by its code. ``lost`` are those that end in any other way
     without an answer.
     """
 
