@@ -24,7 +24,7 @@ from pydantic_settings import CliApp, SettingsConfigDict
 
 from benchmarks.common import note, print_table
 from loadtest.client import BenchmarkError
-from loadtest.command import Bench, Load, api_key, document, draw, loads, open_bench, show
+from loadtest.command import Bench, Load, document, draw, loads, open_bench, show
 from loadtest.generator import new_client
 from loadtest.machine import is_busy
 from loadtest.options import BenchOptions
@@ -128,7 +128,7 @@ class OfflineEngine:
 
 async def run(options: OnlineOptions) -> dict[str, Any]:
     busy = is_busy()
-    async with new_client(api_key(options), options.timeout) as client:
+    async with new_client(options.key or "none", options.timeout) as client:
         bench = await open_bench(options, client)
         engine = OfflineEngine(options, bench.prompts) if options.offline else None
         offline: dict[Load, list[float]] = {}

@@ -6,7 +6,6 @@ own. See ``generator`` for what the two kinds of load mean.
 """
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -118,10 +117,6 @@ class Bench:
         return [result.tokens_per_second for result in self._results[load]]
 
 
-def api_key(options: BenchOptions) -> str:
-    return os.environ.get("OPENAI_API_KEY", "none") if options.api_key is None else options.api_key
-
-
 async def find_model(client: httpx.AsyncClient, base_url: str) -> str:
     try:
         response = await client.get(f"{base_url}/models")
@@ -152,7 +147,7 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     busy = is_busy()
     if busy:
         note("WARNING: the machine was busy before the load began; read latencies with care")
-    async with new_client(api_key(options), options.timeout) as client:
+    async with new_client(options.key or "none", options.timeout) as client:
         bench = await open_bench(options, client)
         for load in with_progress(loads(options) * options.repeats, "Load"):
             await bench.run(load)

@@ -1,5 +1,6 @@
 """Options of the commands that are clients of a running server, ``bench`` and ``top``: flags only."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ class ClientOptions(BaseSettings):
 
     base_url: str = Field("http://127.0.0.1:8000/v1", description="Of the server.")
     api_key: str | None = Field(None, description="Default: OPENAI_API_KEY's value.")
+
+    @property
+    def key(self) -> str:
+        return os.environ.get("OPENAI_API_KEY", "") if self.api_key is None else self.api_key
 
     @classmethod
     def settings_customise_sources(

@@ -6,7 +6,6 @@ Read once a second or so; rates are differences between two readings. Where ther
 
 import json
 import math
-import os
 import sys
 import time
 import urllib.error
@@ -232,8 +231,7 @@ def _watch(client: Client, interval: float) -> None:
 
 def main(flags: list[str]) -> int:
     options = CliApp.run(TopOptions, cli_args=flags)
-    key = os.environ.get("OPENAI_API_KEY", "") if options.api_key is None else options.api_key
-    client = Client(options.base_url, key)
+    client = Client(options.base_url, options.key)
     try:
         if not options.once and sys.stdout.isatty():
             _watch(client, max(0.1, options.interval))

@@ -26,7 +26,7 @@ from server.client.worker_client import WorkerClient
 from server.client.worker_process import Patience
 from server.launch import bind
 from server.metrics import Metrics
-from server.services import Services
+from server.services import Services, TokenizerLoader
 from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 from tests.server.orders import WorkerOrders
@@ -139,7 +139,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def fake_worker_app(
-    model_folder: Path, tokenizer: Tokenizer, *worker_options: str, **settings: Any
+    model_folder: Path, load: TokenizerLoader, *worker_options: str, **settings: Any
 ) -> FastAPI:
     """The application whose lifespan starts the fake worker."""
     configured = Settings(target=str(model_folder), **settings)
@@ -153,7 +153,7 @@ def fake_worker_app(
         worker_command=(sys.executable, "-m", "tests.fake_worker", *worker_options),
         first_backoff_seconds=0.2,
     )
-    return create_app(configured, engine, metrics, load=lambda: tokenizer)
+    return create_app(configured, engine, metrics, load)
 
 
 @contextmanager
@@ -171,7 +171,7 @@ def run_server(
     if not wait:
         orders.die()
     files = ("--log", str(worker_log), "--orders", str(orders.path))
-    app = fake_worker_app(model_folder, tokenizer, *files, *worker_options, **settings)
+    app = fake_worker_app(model_folder, lambda: tokenizer, *files, *worker_options, **settings)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
     loop = ClockedLoop()
     with bind("127.0.0.1", 0) as listener:
