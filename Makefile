@@ -92,10 +92,12 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.installed $@
 
+# The clients need older releases of huggingface-hub and others than those in constraints.txt.
 $(CLIENTS_VENV)/.installed: pyproject.toml constraints.txt tests/clients/requirements.txt | $(CLIENTS_VENV)/bin/python
 	@echo "==> Installing Foretoken and foreign clients into $(CLIENTS_VENV) (the first time takes minutes)"
+	@grep -E '^(torch|transformers)==' constraints.txt > $(CLIENTS_VENV)/constraints.txt
 	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install \
-		-c constraints.txt -r tests/clients/requirements.txt -e .
+		-c $(CLIENTS_VENV)/constraints.txt -r tests/clients/requirements.txt -e .
 	@touch $@
 
 $(SHIP_VENV)/.installed: deploy/requirements.txt | $(SHIP_VENV)/bin/python

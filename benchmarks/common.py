@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from loadtest.machine import BUSY_SHARE, CpuWatch, is_busy, machine, processor_name
 from loadtest.prompts import STORY_OPENINGS, read_prompts
-from loadtest.report import format_cell, note, percentile, print_facts, print_table, save, write_json
+from loadtest.report import format_cell, note, print_facts, print_table, save, write_json
 
 __all__ = [
     "STORY_OPENINGS",
@@ -27,7 +27,6 @@ __all__ = [
     "median_ratio",
     "median_seconds",
     "note",
-    "percentile",
     "print_facts",
     "print_table",
     "processor_name",

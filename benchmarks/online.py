@@ -1,11 +1,10 @@
-"""Load on a server: python -m benchmarks.online --concurrency 1 16 --rate 4
+"""Load on a server: python -m benchmarks.online --concurrency 1,16 --rate 4
 
 ``foretoken bench`` with two additions for measuring Foretoken itself: ``--serve`` starts the server (in its
 own process) and stops it afterwards, and ``--offline`` runs the same prompts through the engine without a
 server, in alternation with the load, to show what HTTP, text and the second process cost.
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -20,32 +19,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import Field
+from pydantic_settings import CliApp, SettingsConfigDict
+
 from benchmarks.common import note, print_table
 from loadtest.client import BenchmarkError
-from loadtest.command import Bench, Load, add_options, document, draw, loads, open_bench, show
+from loadtest.command import Bench, Load, document, draw, loads, open_bench, show
 from loadtest.generator import new_client
 from loadtest.machine import is_busy
+from loadtest.options import BenchOptions
 from loadtest.report import save
 
 ROOT = Path(__file__).parent.parent
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_options(parser)
-    own = parser.add_argument_group("Foretoken itself")
-    own.add_argument("--serve", action="store_true", help="start a server here instead of --base-url")
-    own.add_argument("--offline", action="store_true", help="compare with the engine without a server")
-    own.add_argument("--target", help="of --serve and --offline; default: the bundled pair")
-    own.add_argument("--draft")
-    own.add_argument("--num-speculative-tokens", default="4", help="a number or auto")
-    own.add_argument("--threads", type=int, default=0, help="of the engine; 0: as it chooses")
-    return parser.parse_args()
+class OnlineOptions(BenchOptions):
+    """Foretoken itself"""
+
+    model_config = SettingsConfigDict(cli_exit_on_error=True)
+
+    serve: bool = Field(False, description="Start a server here instead of --base-url.")
+    offline: bool = Field(False, description="Compare with the engine without a server.")
+    target: str | None = Field(None, description="Of --serve and --offline. Default: the bundled pair.")
+    draft: str | None = Field(None, description="Of --serve and --offline.")
+    num_speculative_tokens: str = Field("4", description="A number or auto.")
+    threads: int = Field(0, description="Of the engine; 0: as it chooses.")
 
 
-def engine_settings(options: argparse.Namespace) -> dict[str, Any]:
+def engine_settings(options: OnlineOptions) -> dict[str, Any]:
     """What server and offline engine have in common."""
     settings = {
         "num_speculative_tokens": options.num_speculative_tokens,
@@ -98,7 +99,7 @@ def is_open(port: int) -> bool:
 class OfflineEngine:
     """The engine in this process, which rests while the server works."""
 
-    def __init__(self, options: argparse.Namespace, prompts: Any) -> None:
+    def __init__(self, options: OnlineOptions, prompts: Any) -> None:
         from benchmarks.engine_runs import decode_params
         from engine.build import build_engine
         from engine.config import EngineConfig
@@ -125,9 +126,9 @@ class OfflineEngine:
         return speed
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
+async def run(options: OnlineOptions) -> dict[str, Any]:
     busy = is_busy()
-    async with new_client(options.api_key, options.timeout) as client:
+    async with new_client(options.key or "none", options.timeout) as client:
         bench = await open_bench(options, client)
         engine = OfflineEngine(options, bench.prompts) if options.offline else None
         offline: dict[Load, list[float]] = {}
@@ -158,7 +159,7 @@ def comparison(bench: Bench, load: Load, offline: list[float]) -> dict[str, Any]
 
 
 def main() -> None:
-    options = parse_arguments()
+    options = CliApp.run(OnlineOptions)
     if options.offline and not (options.ignore_eos and options.serve):
         raise SystemExit("--offline needs --serve, and --ignore-eos so that both make the same tokens")
     try:

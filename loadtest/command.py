@@ -5,24 +5,21 @@ in a process of its own and says how late it was itself: numbers of a generator 
 own. See ``generator`` for what the two kinds of load mean.
 """
 
-import argparse
 import asyncio
-import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic_settings import CliApp
 
 from loadtest.client import BenchmarkError, Endpoint
 from loadtest.counters import DraftCounters, read_counters
 from loadtest.generator import LoadResult, Prompts, closed_loop, new_client, open_loop
 from loadtest.machine import is_busy, machine
-from loadtest.options import OneLineParser
+from loadtest.options import BenchOptions
 from loadtest.prompts import read_prompts
 from loadtest.report import note, print_facts, print_table, save, with_progress
 from loadtest.rows import MAX_LAG_SECONDS, lag, load_row
@@ -31,66 +28,6 @@ LEGEND = (
     "Milliseconds, percentiles: first = to the first text, gap = between chunks, token = per token after the "
     "first text, all = the whole request; lag = of this generator, should be near 0"
 )
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000/v1", help="default: %(default)s")
-    add("--api-key", default=os.environ.get("OPENAI_API_KEY", "none"), help="default: OPENAI_API_KEY's value")
-    add("--model", help="default: the first of /v1/models")
-    add("--chat", action="store_true", help="chat completions instead of completions")
-    add(
-        *("--concurrency", "--streams"),
-        type=_positive(int),
-        nargs="*",
-        metavar="N",
-        help="closed loops of N clients (default 1 4 16)",
-    )
-    add(
-        "--rate",
-        type=_positive(float),
-        nargs="*",
-        default=[],
-        metavar="R",
-        help="open loops: R a second",
-    )
-    add(
-        "--requests",
-        type=_positive(int),
-        help="of one load, once (default: 2 a client, 32 for a rate)",
-    )
-    add("--repeats", type=_positive(int), default=5, help="of each load, alternating (default %(default)s)")
-    add("--max-tokens", type=_positive(int), default=128)
-    add("--temperature", type=float, default=0.0)
-    add(
-        "--ignore-eos",
-        action="store_true",
-        help="always --max-tokens tokens; OpenAI's own API refuses it",
-    )
-    add("--extra-body", type=_json, default={}, metavar="JSON", help="added to every request")
-    add("--prompts", type=Path, metavar="FILE", help="one a line, text or JSON; default: story openings")
-    add("--seed", type=int, default=0, help="of the arrivals of open loops")
-    add("--timeout", type=_positive(float), default=600.0, help="seconds without a byte")
-    add("--wait", type=float, default=60.0, help="seconds for a server that is still loading")
-    add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture beside it")
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
-
-
-def _positive(kind: type[int] | type[float]) -> Any:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not value > 0:
-            raise ValueError
-        return value
-
-    parse.__name__ = f"positive {kind.__name__}"
-    return parse
 
 
 @dataclass(frozen=True)
@@ -108,7 +45,7 @@ class Load:
         return f"{self.concurrency} clients" if self.concurrency != 1 else "1 client"
 
 
-def loads(options: argparse.Namespace) -> list[Load]:
+def loads(options: BenchOptions) -> list[Load]:
     concurrency = options.concurrency
     if concurrency is None:
         concurrency = [] if options.rate else [1, 4, 16]
@@ -119,7 +56,7 @@ def loads(options: argparse.Namespace) -> list[Load]:
 class Bench:
     """A connection to one server and what has been measured through it so far."""
 
-    def __init__(self, options: argparse.Namespace, client: httpx.AsyncClient, endpoint: Endpoint) -> None:
+    def __init__(self, options: BenchOptions, client: httpx.AsyncClient, endpoint: Endpoint) -> None:
         self._options, self._client = options, client
         self.endpoint = endpoint
         try:
@@ -193,7 +130,7 @@ async def find_model(client: httpx.AsyncClient, base_url: str) -> str:
         raise BenchmarkError(f"{base_url}/models lists no model; name one with --model") from error
 
 
-async def open_bench(options: argparse.Namespace, client: httpx.AsyncClient) -> Bench:
+async def open_bench(options: BenchOptions, client: httpx.AsyncClient) -> Bench:
     base_url = options.base_url.rstrip("/")
     body = {"max_tokens": options.max_tokens, "temperature": options.temperature, **options.extra_body}
     if options.ignore_eos:
@@ -205,20 +142,20 @@ async def open_bench(options: argparse.Namespace, client: httpx.AsyncClient) -> 
     return bench
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
+async def run(options: BenchOptions) -> dict[str, Any]:
     """The whole benchmark, as the document that is shown and saved."""
     busy = is_busy()
     if busy:
         note("WARNING: the machine was busy before the load began; read latencies with care")
-    async with new_client(options.api_key, options.timeout) as client:
+    async with new_client(options.key or "none", options.timeout) as client:
         bench = await open_bench(options, client)
         for load in with_progress(loads(options) * options.repeats, "Load"):
             await bench.run(load)
         return document(options, bench, busy)
 
 
-def document(options: argparse.Namespace, bench: Bench, busy: bool) -> dict[str, Any]:
-    arguments = {name: str(value) for name, value in vars(options).items() if name != "api_key"}
+def document(options: BenchOptions, bench: Bench, busy: bool) -> dict[str, Any]:
+    arguments = options.model_dump(mode="json", exclude={"api_key"})
     facts = machine() | {"busy": busy, "model": bench.endpoint.model}
     return {"machine": facts, "arguments": arguments, "results": bench.rows()}
 
@@ -244,12 +181,8 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
         axes.tick_params("x", rotation=30)
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = OneLineParser(
-        "foretoken bench", description="Put load on a running OpenAI-compatible server and measure it."
-    )
-    add_options(parser)
-    options = parser.parse_args(argv)
+def main(argv: list[str]) -> int:
+    options = CliApp.run(BenchOptions, cli_args=argv)
     try:
         result = asyncio.run(run(options))
     except BenchmarkError as error:

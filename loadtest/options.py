@@ -1,11 +1,70 @@
-"""How commands that are clients of a server read their options."""
+"""Options of the commands that are clients of a running server, ``bench`` and ``top``: flags only."""
 
-import argparse
-from typing import NoReturn
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """A mistake is one line, without the page of usage."""
+class ClientOptions(BaseSettings):
+    """Server"""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}. See '{self.prog} --help'.\n")
+    model_config = SettingsConfigDict(
+        cli_kebab_case=True, cli_implicit_flags=True, cli_exit_on_error=False, extra="forbid"
+    )
+
+    base_url: str = Field("http://127.0.0.1:8000/v1", description="Of the server.")
+    api_key: str | None = Field(None, description="Default: OPENAI_API_KEY's value.")
+
+    @property
+    def key(self) -> str:
+        return os.environ.get("OPENAI_API_KEY", "") if self.api_key is None else self.api_key
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Not the environment, where names such as SEED or MODEL belong to others."""
+        return (init_settings,)
+
+
+class BenchOptions(ClientOptions):
+    """Put load on a running OpenAI-compatible server and measure it."""
+
+    model: str | None = Field(None, description="Default: the first of /v1/models.")
+    chat: bool = Field(False, description="Chat completions instead of completions.")
+    concurrency: list[PositiveInt] | None = Field(
+        None, description="Closed loops of so many clients. Default: 1,4,16, or none with --rate."
+    )
+    rate: list[PositiveFloat] = Field([], description="Open loops of so many requests a second.")
+    requests: PositiveInt | None = Field(
+        None, description="Requests of one load, once. Default: 2 a client, 32 for a rate."
+    )
+    repeats: PositiveInt = Field(5, description="Repeats of each load, alternating.")
+    max_tokens: PositiveInt = Field(128, description="Tokens of each request at most.")
+    temperature: float = Field(0.0, description="Sent with each request.")
+    ignore_eos: bool = Field(
+        False, description="Always --max-tokens tokens; OpenAI's own API refuses the field."
+    )
+    extra_body: dict[str, Any] = Field({}, description="JSON object that is added to every request.")
+    prompts: Path | None = Field(
+        None, description="File of prompts, one a line, text or JSON. Default: story openings."
+    )
+    seed: int = Field(0, description="Of the arrivals of open loops.")
+    timeout: PositiveFloat = Field(600.0, description="Seconds without a byte after which a request fails.")
+    wait: float = Field(60.0, description="Seconds to wait for a server that is still loading.")
+    save: Path | None = Field(None, description="JSON file to write everything to; a picture goes beside it.")
+
+
+class TopOptions(ClientOptions):
+    """Watch a running server: requests, tokens per second, acceptance, speed-up."""
+
+    interval: float = Field(1.0, ge=0, description="Seconds between readings.")
+    once: bool = Field(False, description="Print one view and end, as where there is no terminal.")

@@ -30,15 +30,6 @@ def with_progress(items: Sequence[T], name: str) -> Iterable[T]:
     return track(items, name, console=out, transient=True, refresh_per_second=1, disable=not out.is_terminal)
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
 def print_facts(facts: Mapping[str, Any]) -> None:
     print("  ".join(f"{key.replace('_', ' ')}: {format_cell(value)}" for key, value in facts.items()))
 

@@ -4,10 +4,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from loadtest.client import BenchmarkError
 from loadtest.counters import DraftCounters
 from loadtest.generator import LoadResult
-from loadtest.report import percentile
 
 # The generator's own lateness, beyond which it measured itself: 99 of 100 sends and wake-ups.
 MAX_LAG_SECONDS = 0.02
@@ -44,7 +45,7 @@ def lag(results: Sequence[LoadResult]) -> float:
     """Seconds by which requests were sent late, or the event loop woke up late: the worse 99th percentile."""
     late = [reply.lag for result in results for reply in result.replies]
     ticks = [tick for result in results for tick in result.ticks]
-    return max(percentile(values, 99) for values in (late, ticks) if values)
+    return max(float(np.percentile(values, 99)) for values in (late, ticks) if values)
 
 
 def _gaps(results: Sequence[LoadResult]) -> Iterable[float]:
@@ -57,6 +58,6 @@ def _gaps(results: Sequence[LoadResult]) -> Iterable[float]:
 def _percentiles(name: str, seconds: Iterable[float | None]) -> dict[str, float | None]:
     values = [value for value in seconds if value is not None]
     return {
-        f"{name}_p{percent}": 1000 * percentile(values, percent) if values else None
+        f"{name}_p{percent}": 1000 * float(np.percentile(values, percent)) if values else None
         for percent in (50, 90, 99)
     }

@@ -12,6 +12,7 @@ from prometheus_client import disable_created_metrics
 from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
+from engine.config import EngineConfig
 from server.client.worker_client import WorkerFailedError
 from server.config import ConfigError, check_flags, describe, load_settings, with_config_file, wrong_usage
 from server.help import command_help, serve_help
@@ -44,7 +45,7 @@ examples:
   foretoken generate "Once upon a time"
   foretoken check --target ./my-model --draft ./my-small-model
   foretoken verify-trace answer.json
-  foretoken bench --base-url http://127.0.0.1:8000/v1 --concurrency 1 16 --rate 4
+  foretoken bench --base-url http://127.0.0.1:8000/v1 --concurrency 1,16 --rate 4
 """
 
 OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -74,9 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return in_terminal("verify-trace", verify_trace, ReplaySettings, flags)
         case ["top", *flags]:
+            from loadtest.options import TopOptions
             from server.top import main as top
 
-            return top(flags)
+            return in_terminal("top", top, TopOptions, flags)
         case ["bench", *flags]:
             return bench(flags)
         case ["--version" | "-V"]:
@@ -112,12 +114,12 @@ def serve(flags: Sequence[str]) -> int:
 def in_terminal(
     name: str, run: Callable[[list[str]], int], options: type[BaseModel], flags: Sequence[str]
 ) -> int:
-    """A command that runs the engine here. It takes the engine's settings of a YAML file, too."""
+    """A command with options of its own; one that runs the engine here takes a YAML file's, too."""
     if {"--help", "-h"} & set(flags):
         print(command_help(name, options), end="")
         return OK
     try:
-        others = with_config_file(flags, os.environ)
+        others = with_config_file(flags, os.environ) if issubclass(options, EngineConfig) else list(flags)
         check_flags(others, options)
         return run(others)
     except ConfigError as error:
@@ -130,6 +132,8 @@ def in_terminal(
 
 
 def bench(flags: Sequence[str]) -> int:
+    from loadtest.options import BenchOptions
+
     try:
         from loadtest.command import main as put_load
     except ModuleNotFoundError as error:
@@ -137,7 +141,7 @@ def bench(flags: Sequence[str]) -> int:
             raise
         _complain("foretoken bench", "httpx is not installed; it comes with: pip install 'foretoken[bench]'")
         return FAILED
-    return put_load(flags)
+    return in_terminal("bench", put_load, BenchOptions, flags)
 
 
 def _complain(command: str, message: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
+from engine.config import EngineConfig
 from server.config import flag_name
 from server.settings import ENV_PREFIX, Settings
 
@@ -31,7 +32,9 @@ COMMAND_INTRODUCTION = """\
 {usage}
 
 {description}
+"""
 
+ENGINE_INTRODUCTION = """
 The engine's options can also be set as FORETOKEN_SOME_NAME in the environment or as some_name in a YAML file
 given with --config.
 """
@@ -66,11 +69,13 @@ def serve_help() -> str:
 
 
 def command_help(command: str, kind: type[BaseModel]) -> str:
-    """Of a command that runs the engine: its own options and those of the engine."""
+    """Of any other command: its own options and those that it shares, with the engine or another command."""
     (description, own), *groups = reversed(list(setting_groups(kind)))
     positional = [name for name, field in own.items() if field.is_required()]
     usage = " ".join(["usage: foretoken", command, *map(str.upper, positional), "[OPTIONS]"])
     introduction = COMMAND_INTRODUCTION.format(usage=usage, description=description)
+    if issubclass(kind, EngineConfig):
+        introduction += ENGINE_INTRODUCTION
     return introduction + _options([("Options", own), *reversed(groups)])
 
 
@@ -133,8 +138,11 @@ def _flag(name: str, field: FieldInfo) -> str:
 def _placeholder(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
-    if get_origin(annotation) is list:
+    origins = {get_origin(part) for part in (annotation, *get_args(annotation))}
+    if list in origins:
         return "A,B,..."
+    if dict in origins:
+        return "JSON"
     words = [word for part in get_args(annotation) for word in get_args(part) if isinstance(word, str)]
     candidates = [annotation, *get_args(annotation), *map(_bare, get_args(annotation))]
     shown = [shown for kind, shown in PLACEHOLDERS.items() if kind in candidates][:1]
@@ -152,5 +160,5 @@ def _shown_default(field: FieldInfo) -> str:
         return field.default.human_readable().replace(".0", "")
     if isinstance(field.default, bool):
         return "on" if field.default else "off"
-    is_nothing = field.default is None or field.default in ("", [])
+    is_nothing = field.default is None or field.default in ("", [], {})
     return "" if is_nothing else str(field.default)

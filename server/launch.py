@@ -73,7 +73,9 @@ def launch(settings: Settings) -> int:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             server = Server(config)
             runner.run(_serve(server, listener, app.state.services))
-            return server.exit_code
+    # The interpreter's last collection would take a second to walk through what transformers has imported.
+    gc.freeze()
+    return server.exit_code
 
 
 def check_models(settings: Settings) -> None:

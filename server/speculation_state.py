@@ -55,7 +55,7 @@ def _by_position(stats: Stats) -> list[PositionAcceptance]:
     counts = zip(stats.draft_tokens_per_position, stats.accepted_tokens_per_position, strict=True)
     return [
         PositionAcceptance(position=position, drafted=drafted, accepted=accepted, rate=accepted / drafted)
-        for position, (drafted, accepted) in enumerate(counts, start=1)
+        for position, (drafted, accepted) in enumerate(counts)
         if drafted
     ]
 

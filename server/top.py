@@ -6,7 +6,6 @@ Read once a second or so; rates are differences between two readings. Where ther
 
 import json
 import math
-import os
 import sys
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic_settings import CliApp
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.terminal import console, printable
-from loadtest.options import OneLineParser
+from loadtest.options import TopOptions
 
 TIMEOUT_SECONDS = 5.0
 NUM_RATES = 60  # readings that the line of tokens per second shows
@@ -229,21 +229,15 @@ def _watch(client: Client, interval: float) -> None:
             time.sleep(interval)
 
 
-def main(flags: Sequence[str]) -> int:
-    parser = OneLineParser("foretoken top", description="Watch a running server.")
-    add = parser.add_argument
-    add("--base-url", default="http://127.0.0.1:8000", help="of the server (default %(default)s)")
-    add("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY's value")
-    add("--interval", type=float, default=1.0, help="seconds between readings (default %(default)s)")
-    add("--once", action="store_true", help="print one view and end; so it is where there is no terminal")
-    options = parser.parse_args(flags)
-    client = Client(options.base_url, options.api_key)
+def main(flags: list[str]) -> int:
+    options = CliApp.run(TopOptions, cli_args=flags)
+    client = Client(options.base_url, options.key)
     try:
         if not options.once and sys.stdout.isatty():
             _watch(client, max(0.1, options.interval))
         history = History()
         history.add(client.read())
-        time.sleep(max(0.0, options.interval))
+        time.sleep(options.interval)
         history.add(client.read())
         console().print(view(history))
     except UnreachableError as error:

@@ -35,11 +35,7 @@ BORDER = (
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
 TORCH_FREE = (
-    "engine.gguf_file",
-    "engine.messages",
-    "engine.config",
-    "engine.heartbeat",
-    "engine.lifeline",
+    *BORDER,
     "engine.spawned",
     "engine.core.engine",
     "engine.core.scheduler",

@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from server.errors import ApiError, ClientDisconnectedError, InvalidRequestError
 
@@ -57,7 +58,10 @@ def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> 
 
 def _framework_message(error: HTTPException, request: Request) -> str:
     if error.status_code == 404:
-        return f"Unknown path: {request.method} {request.url.path}"
+        path = request.url.path
+        with_version = {**request.scope, "path": f"/v1{path}"}
+        is_known = any(route.matches(with_version)[0] != Match.NONE for route in request.app.routes)
+        return f"Unknown path: {request.method} {path}" + (f". Did you mean /v1{path}?" if is_known else "")
     if error.status_code == 405:
         return f"{request.method} is not allowed for {request.url.path}"
     if error.status_code == 408:

@@ -51,7 +51,10 @@ BODY_ERRORS: Responses = {
 
 # Of those that generate.
 GENERATION_ERRORS: Responses = BODY_ERRORS | {
-    429: _error("Too much is waiting: `max_queued_requests` or `max_queued_tokens`.", may_retry=True),
+    429: _error(
+        "Too much is waiting or open: `max_queued_sequences`, `max_queued_tokens`, `max_concurrent_per_key`.",
+        may_retry=True,
+    ),
     504: _error("`request_timeout` passed."),
 }
 

@@ -163,13 +163,13 @@ class Positions {
         const all = (accepted[position] ?? 0) / drafted[position];
         const recentlyDrafted = drafted[position] - (draftedBefore[position] ?? 0);
         const recent = recentlyDrafted ? ((accepted[position] ?? 0) - (acceptedBefore[position] ?? 0)) / recentlyDrafted : null;
-        const bar = element("div", { className: "bar", title: `position ${position + 1}: ${share(recent)} recently, ${share(all)} since the start` });
+        const bar = element("div", { className: "bar", title: `position ${position}: ${share(recent)} recently, ${share(all)} since the start` });
         const fill = element("div", { className: "fill" });
         const mark = element("div", { className: "mark" });
         fill.style.height = `${(recent ?? 0) * 100}%`;
         mark.style.bottom = `${all * 100}%`;
         bar.append(fill, mark);
-        return element("div", { className: "column" }, element("b", {}, String(Math.round((recent ?? all) * 100))), bar, element("span", {}, String(position + 1)));
+        return element("div", { className: "column" }, element("b", {}, String(Math.round((recent ?? all) * 100))), bar, element("span", {}, String(position)));
       }),
     );
     if (!positions.length) this.bars.replaceChildren(element("p", { className: "empty" }, "Nothing has been drafted yet."));

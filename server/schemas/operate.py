@@ -32,7 +32,7 @@ class Version(BaseModel):
 class PositionAcceptance(BaseModel):
     """Of all drafts since the worker started, whatever their method."""
 
-    position: int = Field(description="1 for the first token of a draft.")
+    position: int = Field(description="0 for the first token of a draft, as in the metrics.")
     drafted: int
     accepted: int
     rate: float

@@ -3,16 +3,19 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
-from engine.commands import check
+from engine.commands import check, check_speed
 from engine.commands.check_exactness import chi_square
 from engine.commands.check_speed import Costs, Speed
+from engine.messages import SamplingParams
 from engine.proposers.translated.pairing import compare_tokenizers
 from engine.sampling import sampler as sampler_module
 from engine.sampling.verify import RowVerdict, Verdict
@@ -44,10 +47,31 @@ def test_an_exact_pair_passes(models: Models, capsys: pytest.CaptureFixture[str]
     assert {speed["temperature"] for speed in report["speeds"]} == {0, 1}
     for speed in report["speeds"]:
         assert 0 < speed["acceptance_rate"] < 1
-        assert speed["acceptance_length"] > 1
+        assert 1 < speed["acceptance_length"] <= speed["num_speculative_tokens"] + 1
         assert all(0 <= share <= 1 for share in speed["acceptance_by_position"])
         assert len(speed["acceptance_by_position"]) == speed["num_speculative_tokens"]
     assert "no tokenizer" in report["tokenizers"]["verdict"]
+
+
+def test_all_rounds_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One output may stand for several rounds. A draft of three tokens emits four in a round at most."""
+
+    def in_one_step(_: object, prompts: list[list[int]], params: SamplingParams) -> list[SimpleNamespace]:
+        length = params.num_speculative_tokens or 0
+        return [SimpleNamespace(num_rounds=-(-params.max_tokens // (length + 1))) for _ in prompts]
+
+    monkeypatch.setattr(check_speed, "outputs", in_one_step)
+    clock = count()
+
+    def snapshot() -> SimpleNamespace:
+        seconds = {"draft": next(clock), "score": next(clock)}
+        return SimpleNamespace(
+            draft_tokens_per_position=[], accepted_tokens_per_position=[], phase_seconds=seconds
+        )
+
+    core: Any = SimpleNamespace(snapshot=snapshot, admission=SimpleNamespace(room=lambda _: 96))
+    (speed,) = check_speed.measure(core, [[1]], [3], 0.0, repeats=1, seconds=1.0)
+    assert speed.acceptance_length == 4
 
 
 def test_the_report_for_people(models: Models, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,8 @@ import httpx
 
 from tests.faults.watched import CASES, COMPLETIONS, MODEL, ServerError, Watched, descriptors, watched
 
-# What a request may be told while a worker dies and the next one loads.
-ALLOWED_ERRORS = {"worker_lost", "not_ready", "queue_full"}
+# Errors of requests that a worker's death ends, and of those that come while the next one loads.
+AROUND_RESTARTS = ("worker_lost", "not_ready")
 LEAVING_SHARE = 0.15
 SAMPLE_SECONDS = 1.0
 # Of the server's memory, between the second and the last third of the time.
@@ -47,7 +47,11 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What was counted; ``wrong``, ``lost`` and ``leaks`` have to stay empty."""
+    """What was counted; ``wrong``, ``lost`` and ``leaks`` have to stay empty.
+
+    A request refused around a restart says so by its code. ``lost`` are those that end in any other way
+    without an answer.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -59,12 +63,15 @@ class Soak:
     def summary(self) -> dict[str, Any]:
         sizes = [sample.server_mb for sample in self.samples]
         return {
-            "requests": dict(self.outcomes),
+            "answered": self.outcomes["answered"],
+            "left": self.outcomes["left"],
+            "refused_around_restarts": {code: self.outcomes[code] for code in AROUND_RESTARTS},
             "wrong": len(self.wrong),
             "lost": len(self.lost),
             "leaks": self.leaks,
             "kills": self.kills,
             "server_mb": [round(min(sizes)), round(max(sizes))] if sizes else [],
+            "server_growth": round(memory_growth(sizes), 4),
         }
 
     @property
@@ -127,7 +134,7 @@ def _client(server: Watched, drawn: random.Random, result: Soak, stop: threading
             texts = server.ask(CASES[number], stream=drawn.random() < 0.5)
         except ServerError as error:
             result.outcomes[str(error)] += 1
-            if str(error) not in ALLOWED_ERRORS:
+            if str(error) not in AROUND_RESTARTS:
                 result.lost.append(f"{name}: {error}")
             time.sleep(0.1)
         except httpx.HTTPError as error:

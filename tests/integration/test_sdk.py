@@ -169,7 +169,7 @@ def test_speculation_says_everything(server: Server, sdk: openai.OpenAI) -> None
     assert state["on"] == state["why"].startswith("on: ")
     assert 0 <= state["draft_length"] <= 32
     positions = state["acceptance_by_position"]
-    assert [entry["position"] for entry in positions][:4] == [1, 2, 3, 4]
+    assert [entry["position"] for entry in positions][:4] == [0, 1, 2, 3]
     assert all(0 <= entry["accepted"] <= entry["drafted"] for entry in positions)
     assert 0 < state["acceptance_rate"] < 1
     assert set(state["phase_seconds"]) == {"draft", "score", "verify", "host"}

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
+from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.app import create_app
@@ -25,7 +26,7 @@ from server.client.worker_client import WorkerClient
 from server.client.worker_process import Patience
 from server.launch import bind
 from server.metrics import Metrics
-from server.services import Services
+from server.services import Services, TokenizerLoader
 from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 from tests.server.orders import WorkerOrders
@@ -137,6 +138,24 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"gave up waiting for {what}")
 
 
+def fake_worker_app(
+    model_folder: Path, load: TokenizerLoader, *worker_options: str, **settings: Any
+) -> FastAPI:
+    """The application whose lifespan starts the fake worker."""
+    configured = Settings(target=str(model_folder), **settings)
+    metrics = Metrics(configured.metrics_prefix, configured.model_name)
+    engine = WorkerClient(
+        configured.engine_config(),
+        metrics,
+        limits=QueueLimits.of(configured),
+        patience=Patience(configured.heartbeat_timeout, configured.step_timeout),
+        max_restarts=configured.max_worker_restarts,
+        worker_command=(sys.executable, "-m", "tests.fake_worker", *worker_options),
+        first_backoff_seconds=0.2,
+    )
+    return create_app(configured, engine, metrics, load)
+
+
 @contextmanager
 def run_server(
     model_folder: Path,
@@ -152,19 +171,7 @@ def run_server(
     if not wait:
         orders.die()
     files = ("--log", str(worker_log), "--orders", str(orders.path))
-    command = (sys.executable, "-m", "tests.fake_worker", *files, *worker_options)
-    configured = Settings(target=str(model_folder), **settings)
-    metrics = Metrics(configured.metrics_prefix, configured.model_name)
-    engine = WorkerClient(
-        configured.engine_config(),
-        metrics,
-        limits=QueueLimits.of(configured),
-        patience=Patience(configured.heartbeat_timeout, configured.step_timeout),
-        max_restarts=configured.max_worker_restarts,
-        worker_command=command,
-        first_backoff_seconds=0.2,
-    )
-    app = create_app(configured, engine, metrics, load=lambda: tokenizer)
+    app = fake_worker_app(model_folder, lambda: tokenizer, *files, *worker_options, **settings)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
     loop = ClockedLoop()
     with bind("127.0.0.1", 0) as listener:

@@ -253,6 +253,8 @@ def test_bad_bodies(server: RunningServer, content: bytes, content_type: str, st
 def test_unknown_paths_and_methods(server: RunningServer) -> None:
     assert server.get("/v1/nothing").status_code == 404
     assert error_of(server.get("/v1/nothing"))["code"] == "not_found"
+    assert "Did you mean /v1/completions?" in error_of(server.post("/completions", {}))["message"]
+    assert "Did you mean" not in error_of(server.get("/v1/nothing"))["message"]
     response = server.get(COMPLETIONS)
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"

@@ -105,6 +105,9 @@ def test_tokenizing_lets_other_threads_run(tokenizer: Tokenizer) -> None:
     text = "tell me a story " * 60_000
     pause, duration = longest_pause(lambda: tokenizer.encode(text, add_special_tokens=True))
     assert pause < duration / 2, f"{pause:.3f} of {duration:.3f} s"
+    token_ids = 4 * tokenizer.encode(text, add_special_tokens=True)
+    pause, duration = longest_pause(lambda: tokenizer.decode(token_ids, skip_special_tokens=True))
+    assert pause < duration / 2, f"{pause:.3f} of {duration:.3f} s"
 
 
 def test_large_answers_are_written_in_pieces() -> None:

@@ -44,9 +44,9 @@ def test_auto_tells_what_it_measured() -> None:
     assert state.policy["costs"] == {"score": [0.01]}
     assert state.acceptance_rate == 0.5
     assert [(entry.position, entry.rate) for entry in state.acceptance_by_position] == [
-        (1, 0.8),
-        (2, 0.4),
-        (3, 0.2),
+        (0, 0.8),
+        (1, 0.4),
+        (2, 0.2),
     ]
 
 

@@ -1,16 +1,20 @@
 """Life with a worker process: disconnects, crashes, restarts, failed loads, and exact metrics."""
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from server.text.tokenizer import Tokenizer
 from tests.fake_worker import QUEUE_SECONDS
 from tests.server.conftest import StartServer
-from tests.server.running import MODEL, RunningServer, wait_for
+from tests.server.running import MODEL, PATIENCE_SECONDS, RunningServer, fake_worker_app, wait_for
 from tests.server.wire import events
 
 COMPLETIONS = "/v1/completions"
@@ -162,6 +166,31 @@ def test_port_is_open_while_the_models_load(start_server: StartServer) -> None:
         server.worker.go_on()
         server.wait_until_ready()
         assert server.metric("foretoken_ready") == 1
+
+
+async def test_a_tokenizer_that_loads_longer_than_the_worker(
+    model_folder: Path, tokenizer: Tokenizer
+) -> None:
+    may_load = threading.Event()
+
+    def load() -> Tokenizer:
+        may_load.wait(PATIENCE_SECONDS)
+        return tokenizer
+
+    app = fake_worker_app(model_folder, load)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client,
+    ):
+        await app.state.services.engine.wait_until_ready()
+        answer = await client.get("/ready")
+        assert answer.status_code == 503
+        assert answer.json() == {"status": "loading", "reason": "The tokenizer is loading."}
+        gauge = 'foretoken_ready{model_name="tiny-model"}'
+        assert f"{gauge} 0.0" in (await client.get("/metrics")).text
+        may_load.set()
+        await app.state.services.wait_until_ready()
+        assert f"{gauge} 1.0" in (await client.get("/metrics")).text
 
 
 @pytest.mark.parametrize(
