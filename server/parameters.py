@@ -47,8 +47,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "moderation": (),
     "n_predict": (),
     "no_repeat_ngram_size": (0,),
-    "parallel_tool_calls": (True, False),
-    "reasoning_effort": ("none",),
     "regex": (),
     "repeat_penalty": (1,),
     "return_tokens_as_token_ids": (False,),
@@ -57,8 +55,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tfs_z": (1,),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_a": (0,),
     "truncation_side": ("left",),
     "typical_p": (1,),
@@ -74,6 +70,7 @@ CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "reasoning_effort": ("none",),
 }
 
 # The same for fields that only other endpoints have.
@@ -81,6 +78,9 @@ UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     **CHAT_FIELDS,
     "max_completion_tokens": (),
     "messages": (),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "top_logprobs": (0,),
 }
 UNSUPPORTED_IN_CHATS: Mapping[str, tuple[object, ...]] = {
@@ -104,7 +104,6 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "prompt": (),
     "prompt_logprobs": (),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "truncation": ("disabled",),
@@ -114,7 +113,6 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": (),
-    "tool_calls": ([],),
 }
 
 # Fields of a message that only repeat an earlier answer.
@@ -187,6 +185,8 @@ def _check_message(message: Message, prefix: str) -> list[str]:
             param=f"{prefix}content",
             code="missing_required_parameter",
         )
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequestError("Only an assistant calls tools.", param=f"{prefix}tool_calls")
     if isinstance(message.content, list):
         for position, part in enumerate(message.content):
             if isinstance(part, OtherPart):

@@ -14,6 +14,7 @@ from server.schemas.common import SamplingRequest
 from server.schemas.completion import CompletionRequest
 from server.services import Model, Services
 from server.settings import Settings
+from server.text.message_reader import MessageFormat
 from server.text.prompt import TokenPrompt
 
 # Endpoint, as metrics name it -> prefix of its ids.
@@ -29,6 +30,7 @@ def start_generation(
     key: str,
     prediction: list[int] | None = None,
     grammar: str | None = None,
+    message: MessageFormat | None = None,
 ) -> GenerationContext:
     settings, n = services.settings, choices_per_prompt(body)
     check_prediction(prediction, model.worker)
@@ -51,6 +53,7 @@ def start_generation(
         include_stop_string=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
+        message=message,
         report_trace=body.speculation is not None and body.speculation.trace,
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)

@@ -11,6 +11,7 @@ from server.schemas.answer import SpeculationReport, TokenOrigin, is_none
 from server.schemas.common import SamplingRequest
 from server.schemas.logprobs import ChatTokenLogprob
 from server.schemas.structured import TextOptions
+from server.schemas.tools import MAX_TOOLS, FlatTool, FlatToolChoice, FunctionDefinition
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
@@ -104,6 +105,14 @@ class ResponsesRequest(SamplingRequest):
     instructions: str | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
     text: TextOptions | None = Field(None, description="What the text must be. Default: any text.")
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that the model may call, written out by the chat template."
+    )
+    tool_choice: FlatToolChoice | None = Field(
+        None,
+        description="Whether to call: `none`, `auto` (the default), `required`, or a function by its name.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls at once. Default true.")
     include: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         None, description=f"Only `{INCLUDE_LOGPROBS}`."
     )
@@ -113,6 +122,10 @@ class ResponsesRequest(SamplingRequest):
     metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = Field(
         None, description="Repeated in the answer, not kept."
     )
+
+    @property
+    def functions(self) -> list[FunctionDefinition]:
+        return list(self.tools or [])
 
     @property
     def wants_logprobs(self) -> bool:

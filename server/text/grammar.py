@@ -21,6 +21,7 @@ from server.schemas.structured import (
     StructuredOutputs,
 )
 from server.settings import RequestSettings
+from server.text.tools import ToolUse
 
 # Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
 # overrides it.
@@ -37,17 +38,21 @@ class Wanted(NamedTuple):
     source: Any
 
 
-async def structured_grammar(request: SamplingRequest, settings: RequestSettings) -> str | None:
-    """The grammar that the request's text must match; None for any text.
+async def structured_grammar(
+    request: SamplingRequest, settings: RequestSettings, tools: ToolUse | None = None
+) -> str | None:
+    """The grammar that the request's text must match, tool calls included; None for any text.
 
     Raises ``InvalidRequestError`` with the reason if there is no such text or it cannot be found out within
     the limits.
     """
     wanted = _wanted(request)
+    if tools is not None:
+        wanted = _with_tools(tools, wanted)
     if not wanted:
         if request.speculation is not None and request.speculation.method == "grammar":
             raise InvalidRequestError(
-                "speculation.method 'grammar' needs a structured output.", param="speculation.method"
+                "speculation.method 'grammar' needs a structured output or tools.", param="speculation.method"
             )
         return None
     if len(wanted) > 1:
@@ -63,6 +68,14 @@ async def structured_grammar(request: SamplingRequest, settings: RequestSettings
         raise _invalid(
             wanted[0], f"it took more than {settings.grammar_timeout:g} seconds to read (grammar_timeout)"
         ) from None
+
+
+def _with_tools(tools: ToolUse, wanted: list[Wanted]) -> list[Wanted]:
+    """A schema is for answers that call nothing; other formats cannot stand beside calls."""
+    if any(each.param.startswith("structured_outputs") for each in wanted):
+        return [*wanted, Wanted("tools", "grammar", "")]
+    schema = {"x-guidance": JSON_OPTIONS} | wanted[0].source if wanted else None
+    return [Wanted("tools", "grammar", tools.grammar(schema))]
 
 
 def _wanted(request: SamplingRequest) -> list[Wanted]:
@@ -102,12 +115,13 @@ def _check_others(request: SamplingRequest) -> None:
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request, name):
             raise UnsupportedParameterError(
-                f"'{name}' is not supported with a structured output, which decides where the text ends.",
+                f"'{name}' is not supported with a structured output or tools, which decide where it ends.",
                 param=name,
             )
     if request.speculation is not None and request.speculation.method == "draft_model":
         raise UnsupportedParameterError(
-            "A draft model does not draft structured outputs; speculation.method 'auto' uses what does.",
+            "A draft model does not draft structured outputs or tool calls; speculation.method 'auto' uses "
+            "what does.",
             param="speculation.method",
         )
 

@@ -7,8 +7,15 @@ a long prompt takes a while to encode.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from server.errors import ContextLengthError, InvalidRequestError, RequestTooLargeError
-from server.schemas.chat import ChatRequest, Message
+from pydantic_core import from_json
+
+from server.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    UnsupportedParameterError,
+)
+from server.schemas.chat import ChatRequest, Message, TemplateFields
 from server.schemas.common import GenerationRequest, TextPart
 from server.schemas.completion import CompletionRequest
 from server.schemas.responses import InputMessage, InputText, ResponsesRequest
@@ -58,7 +65,7 @@ def chat_prompt(
 ) -> TokenPrompt:
     messages = request.messages if isinstance(request, ChatRequest) else input_messages(request)
     name = request.prompt_field
-    options = request.template_options() if isinstance(request, ChatRequest) else {}
+    options = template_options(request, tokenizer) if isinstance(request, ChatRequest) else {}
     text = render_chat(messages, tokenizer, param=name, options=options)
     check_characters(len(text), limits, name)
     if request.truncate_prompt_tokens is None:
@@ -95,9 +102,38 @@ def render_chat(
 ) -> str:
     """The conversation as the model's template writes it; ``param`` is the request's field at fault."""
     try:
-        return tokenizer.apply_chat_template([_template_message(message) for message in messages], options)
+        return tokenizer.apply_chat_template(_template_messages(messages), options)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), param=param) from error
+
+
+def template_options(request: TemplateFields, tokenizer: Tokenizer) -> dict[str, Any]:
+    """``UnsupportedParameterError`` for a variable that the chat template does not use."""
+    variables = tokenizer.templates.variables
+    for name in request.chat_template_kwargs or {}:
+        if name not in variables:
+            raise UnsupportedParameterError(
+                f"This model's chat template does not use '{name}'.", param=f"chat_template_kwargs.{name}"
+            )
+    return request.template_options() | effort_options(request.reasoning_effort, tokenizer)
+
+
+def effort_options(
+    effort: str | None, tokenizer: Tokenizer, param: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """Template variables for it. ``none`` is fine for a model that does not reason."""
+    variables = tokenizer.templates.variables
+    if effort is None:
+        return {}
+    if "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    if effort != "none":
+        raise UnsupportedParameterError("This model's chat template does not use it.", param=param)
+    if tokenizer.templates.reasoning_marks is None:
+        return {}
+    if "enable_thinking" not in variables:
+        raise UnsupportedParameterError("This model's reasoning cannot be switched off.", param=param)
+    return {"enable_thinking": False}
 
 
 def input_messages(request: ResponsesRequest) -> list[Message]:
@@ -164,11 +200,34 @@ def _token_prompt(
     return TokenPrompt(token_ids, text)
 
 
+def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Answers of tools get the name of what was called, which some templates write."""
+    names: dict[str, str] = {}
+    written = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls or []}
+        fields = _template_message(message)
+        if message.role == "tool" and message.tool_call_id in names:
+            fields.setdefault("name", names[message.tool_call_id])
+        written.append(fields)
+    return written
+
+
 def _template_message(message: Message) -> dict[str, Any]:
-    """What templates expect: plain text, and 'system' for OpenAI's newer name of the same role."""
+    """What templates expect: plain text, arguments as an object, and 'system' for OpenAI's newer name of the
+    same role."""
     fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
     fields["role"] = "system" if message.role == "developer" else message.role
     fields["content"] = _plain_text(message)
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": from_json(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
     return fields
 
 
