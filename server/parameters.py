@@ -14,7 +14,8 @@ from server.errors import InvalidRequestError, UnknownParameterError, Unsupporte
 from server.schemas.chat import ChatRequest, Message, OtherPart
 from server.schemas.common import SamplingRequest
 from server.schemas.completion import CompletionRequest
-from server.schemas.responses import INCLUDE_LOGPROBS, InputMessage, InputText, ResponsesRequest
+from server.schemas.response_items import InputCallOutput, InputText, OtherInput
+from server.schemas.responses import INCLUDE_LOGPROBS, InputMessage, ResponsesRequest
 
 # Field -> values that ask for nothing. Null never asks for anything.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -117,7 +118,7 @@ UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
 
 # Fields of a message that only repeat an earlier answer.
 HARMLESS_IN_MESSAGE = frozenset({"annotations", "refusal"})
-HARMLESS_IN_INPUT = frozenset({"id", "phase", "status"})
+HARMLESS_IN_INPUT = frozenset({"id", "phase", "status", "summary"})
 HARMLESS_IN_INPUT_TEXT = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
 
@@ -203,13 +204,23 @@ def _check_input(request: ResponsesRequest) -> list[str]:
         return unknown
     for position, item in enumerate(request.input):
         prefix = f"input.{position}."
-        if not isinstance(item, InputMessage):
+        if isinstance(item, OtherInput):
             raise _unsupported(f"{prefix}type")
         unknown += _check(_extra(item, HARMLESS_IN_INPUT), {}, prefix)
-        for number, part in enumerate([] if isinstance(item.content, str) else item.content):
-            if not isinstance(part, InputText):
-                raise _unsupported(f"{prefix}content.{number}.type")
-            unknown += _check(_extra(part, HARMLESS_IN_INPUT_TEXT), {}, f"{prefix}content.{number}.")
+        match item:
+            case InputMessage():
+                unknown += _check_parts(item.content, f"{prefix}content.")
+            case InputCallOutput():
+                unknown += _check_parts(item.output, f"{prefix}output.")
+    return unknown
+
+
+def _check_parts(content: str | list[InputText | OtherInput], prefix: str) -> list[str]:
+    unknown: list[str] = []
+    for number, part in enumerate([] if isinstance(content, str) else content):
+        if not isinstance(part, InputText):
+            raise _unsupported(f"{prefix}{number}.type")
+        unknown += _check(_extra(part, HARMLESS_IN_INPUT_TEXT), {}, f"{prefix}{number}.")
     return unknown
 
 

@@ -53,16 +53,9 @@ async def create_chat_completion(
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
     grammar = await structured_grammar(body, services.settings, tools)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
+    message = message_format(tools, model.tokenizer, prompt)
     context = start_generation(
-        "chat.completions",
-        body,
-        [prompt],
-        model,
-        services,
-        key,
-        prediction,
-        grammar,
-        message_format(tools, model.tokenizer, prompt),
+        "chat.completions", body, [prompt], model, services, key, prediction, grammar, message
     )
     return await respond(request, context, ChatWriter(context, body), headers)
 

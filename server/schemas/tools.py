@@ -2,8 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import from_json
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError, from_json
 
 from server.schemas.answer import is_none
 from server.schemas.strict import StrictModel
@@ -24,17 +24,28 @@ class FunctionDefinition(StrictModel):
     )
 
 
-class Tool(StrictModel):
+def _only_functions(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise PydanticCustomError("tool_type", "Tools of type '{kind}' are not supported", {"kind": kind})
+    return value
+
+
+class ChatTool(StrictModel):
     """As chats name it."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FlatTool(FunctionDefinition):
+class ResponsesTool(FunctionDefinition):
     """The same, as `/v1/responses` names it."""
 
     type: Literal["function"]
+
+
+Tool = Annotated[ChatTool, BeforeValidator(_only_functions)]
+FlatTool = Annotated[ResponsesTool, BeforeValidator(_only_functions)]
 
 
 class NamedFunction(StrictModel):
@@ -82,13 +93,16 @@ def _json_object(text: str) -> str:
     return text or "{}"
 
 
+ArgumentsText = Annotated[str, AfterValidator(_json_object)]
+
+
 class CalledFunction(BaseModel):
     """``arguments``: JSON, as text."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     name: str
-    arguments: Annotated[str, AfterValidator(_json_object)]
+    arguments: ArgumentsText
 
 
 class GivenCall(BaseModel):

@@ -16,15 +16,15 @@ def whole_message(parts: Sequence[Part]) -> AssistantMessage:
                 calls.append(ToolCall(id=part.id, function=FunctionCall(name=part.name, arguments="")))
             case Arguments():
                 calls[-1].function.arguments += part.text
-    content = joined("content", parts)
+    content = text_of("content", parts)
     return AssistantMessage(
         content=None if calls and not content else content,
-        reasoning_content=joined("reasoning", parts) or None,
+        reasoning_content=text_of("reasoning", parts) or None,
         tool_calls=calls or None,
     )
 
 
-def joined(kind: str, parts: Sequence[Part]) -> str:
+def text_of(kind: str, parts: Sequence[Part]) -> str:
     return "".join(part.text for part in parts if isinstance(part, TextPart) and part.kind == kind)
 
 
@@ -52,7 +52,7 @@ class DeltaWriter:
                     more = ToolCallDelta(index=index, function=FunctionDelta(arguments=""))
                     calls.setdefault(index, more).function.arguments += part.text
         return Delta(
-            content=joined("content", parts) or None,
-            reasoning_content=joined("reasoning", parts) or None,
+            content=text_of("content", parts) or None,
+            reasoning_content=text_of("reasoning", parts) or None,
             tool_calls=list(calls.values()) or None,
         )

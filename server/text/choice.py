@@ -12,7 +12,7 @@ from engine.messages import PredictionUse, RoundTrace, TokenLogprob, TokenOutput
 from server.schemas.answer import FinishReason, TokenOrigin
 from server.text.detokenizer import Detokenizer
 from server.text.logprobs import ScoredToken
-from server.text.message_reader import MessageReader, Part
+from server.text.message_reader import MessageReader, Part, joined
 from server.text.origins import OriginReader
 
 
@@ -47,7 +47,7 @@ class ChoiceDelta:
             prompt_scored=self.prompt_scored,
             num_rounds=self.num_rounds + later.num_rounds,
             stop_reason=later.stop_reason,
-            parts=self.parts + later.parts,
+            parts=joined(self.parts, later.parts),
         )
 
 
@@ -70,7 +70,7 @@ class FinishedChoice:
         self.stop_reason = delta.stop_reason
         self.scored += delta.scored
         self.origins += delta.origins
-        self.parts += delta.parts
+        self.parts = joined(self.parts, delta.parts)
         self.prompt_scored = self.prompt_scored or delta.prompt_scored
 
 
@@ -219,9 +219,9 @@ class ChoiceReader:
         """The parts that ``text`` completes; a choice that ends by itself with calls ends because of them."""
         if self._message is None or self._reasoning is None:
             return []
-        parts = self._message.push(text)
+        parts = joined([], self._message.push(text))
         if self.finish_reason is not None:
-            parts += self._message.finish()
+            parts = joined(parts, self._message.finish())
         self._reasoning.add(offsets)
         if self.finish_reason == "stop" and self._message.num_calls:
             self.finish_reason = "tool_calls"

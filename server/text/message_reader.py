@@ -36,6 +36,20 @@ Part = TextPart | CallStart | Arguments
 Steps = Generator[Part | None, None, None]
 
 
+def joined(parts: list[Part], later: list[Part]) -> list[Part]:
+    """One after the other, without a cut through a text."""
+    result = list(parts)
+    for part in later:
+        last = result[-1] if result else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart) and part.kind == last.kind:
+            result[-1] = TextPart(part.kind, last.text + part.text)
+        elif isinstance(part, Arguments) and isinstance(last, Arguments):
+            result[-1] = Arguments(last.text + part.text)
+        else:
+            result.append(part)
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
     """``calls``: None if the model may not call anything. ``schemas``: of the tools' arguments, by name.
