@@ -29,7 +29,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     drafts; ``auto``: in each round the source that is expected to give most), ``num_speculative_tokens`` and
     ``verification`` None: the engine's own setting. ``origins``: outputs say what each round gave.
     ``grammar``: what the whole output must match, in llguidance's notation: Lark, or what
-    ``LLMatcher.grammar_from_regex`` and ``grammar_from_json_schema`` return.
+    ``LLMatcher.grammar_from_regex`` and ``grammar_from_json_schema`` return. ``grammar_after``: only what
+    follows the first occurrence of these tokens in the output; what comes before is free, and so is an output
+    that ends without them.
     """
 
     max_tokens: int
@@ -53,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     trace: bool = False
     origins: bool = False
     grammar: str | None = None
+    grammar_after: list[int] = []
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):

@@ -30,7 +30,7 @@ from server.text.choice import ChoiceDelta, FinishedChoice
 from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, chat_logprobs
 from server.text.prompt import chat_prompt, predicted_tokens
-from server.text.tools import message_format, tool_use
+from server.text.tools import find_reasoning, message_format, tool_use
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
@@ -51,9 +51,10 @@ async def create_chat_completion(
     limits = prompt_limits(services, model.worker)
     tools = tool_use(body, model.tokenizer)
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
-    grammar = await structured_grammar(body, services.settings, tools)
+    reasoning = find_reasoning(model.tokenizer, prompt)
+    grammar = await structured_grammar(body, services.settings, tools, reasoning)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
-    message = message_format(tools, model.tokenizer, prompt)
+    message = message_format(tools, reasoning)
     context = start_generation(
         "chat.completions", body, [prompt], model, services, key, prediction, grammar, message
     )

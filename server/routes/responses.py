@@ -38,7 +38,7 @@ from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, chat_logprobs
 from server.text.message_reader import TextPart
 from server.text.prompt import chat_prompt
-from server.text.tools import message_format, tool_use
+from server.text.tools import find_reasoning, message_format, tool_use
 
 EVENT_STREAM = (
     "Named events whose data is JSON with a `type`, from `response.created` to `response.completed`, "
@@ -67,8 +67,9 @@ async def create_response(
     limits = prompt_limits(services, model.worker)
     tools = tool_use(body, model.tokenizer)
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
-    grammar = await structured_grammar(body, services.settings, tools)
-    message = message_format(tools, model.tokenizer, prompt)
+    reasoning = find_reasoning(model.tokenizer, prompt)
+    grammar = await structured_grammar(body, services.settings, tools, reasoning)
+    message = message_format(tools, reasoning)
     context = start_generation(
         "responses", body, [prompt], model, services, key, grammar=grammar, message=message
     )

@@ -96,7 +96,8 @@ class MessageReader:
 
     def _read(self) -> Steps:
         yield from self._read_reasoning()
-        self.reasoning_end = self._num_read
+        if self.reasoning_end is None:
+            self.reasoning_end = 0
         calls = self._form.calls
         if calls is None:
             yield from self._read_text("content", "")

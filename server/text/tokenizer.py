@@ -52,18 +52,21 @@ class Tokenizer:
             )
         else:
             stream = TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
-        shown = self.special_ids(marks) if skip_special_tokens else {}
+        shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
         if shown:
             return MarkedTextStream(stream, {token_id: text for text, token_id in shown.items()})
         return stream
 
-    def special_ids(self, texts: Sequence[str]) -> dict[str, int]:
-        """Of the special tokens that are part of ``texts``."""
-        special = self.vocabulary.special
-        return {mark: token_id for mark, token_id in special.items() if any(mark in text for text in texts)}
+    def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """Of the tokens that are part of ``texts`` and that llguidance takes for no text."""
+        return _part_of(texts, self.vocabulary.special | self.vocabulary.tags)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return self.templates.render(messages, {"add_generation_prompt": True} | dict(options))
+
+
+def _part_of(texts: Sequence[str], token_ids: Mapping[str, int]) -> dict[str, int]:
+    return {token: token_id for token, token_id in token_ids.items() if any(token in text for text in texts)}
 
 
 class ChatTemplates:

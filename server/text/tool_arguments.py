@@ -12,7 +12,10 @@ PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>", re.DOTALL)
 
 def is_plain_text(schema: Any) -> bool:
     """Whether values of the schema are written as they are."""
-    return isinstance(schema, dict) and schema.get("type") == "string"
+    if not isinstance(schema, dict) or schema.get("type") != "string":
+        return False
+    choices = schema.get("enum", [])
+    return isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
 
 
 def properties_of(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from server.errors import InvalidRequestError, UnsupportedParameterError
 from server.schemas.chat import ChatRequest
 from server.schemas.responses import ResponsesRequest
 from server.schemas.tools import FunctionDefinition
-from server.text.families import CallFormat
+from server.text.families import CallFormat, ReasoningMarks
 from server.text.message_reader import MessageFormat
 from server.text.prompt import TokenPrompt
 from server.text.tokenizer import Tokenizer
-from server.text.tool_grammar import arguments_schema, call_grammar
+from server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ToolUse:
 
     functions: list[FunctionDefinition]
     calls: CallFormat
-    special_ids: dict[str, int]
+    token_ids: dict[str, int]
     required: bool
     parallel: bool
 
@@ -29,7 +29,7 @@ class ToolUse:
         return call_grammar(
             self.functions,
             self.calls,
-            self.special_ids,
+            self.token_ids,
             required=self.required,
             parallel=self.parallel,
             schema=schema,
@@ -59,18 +59,40 @@ def tool_use(request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> T
     return ToolUse(
         functions=[each for each in functions if named in (None, each.name)],
         calls=calls,
-        special_ids=tokenizer.special_ids(calls.literals),
+        token_ids=tokenizer.grammar_ids(calls.literals),
         required=choice != "auto",
         parallel=named is None and request.parallel_tool_calls is not False,
     )
 
 
-def message_format(use: ToolUse | None, tokenizer: Tokenizer, prompt: TokenPrompt) -> MessageFormat:
-    marks = tokenizer.templates.reasoning_marks
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How a model reasons before it answers. ``is_open``: the prompt has begun it."""
+
+    marks: ReasoningMarks
+    token_ids: dict[str, int]
+    is_open: bool
+
+    def before(self, grammar: str) -> tuple[str, list[int]]:
+        """``grammar`` for what follows the reasoning, and the tokens after which it starts."""
+        return after_reasoning(grammar, self.marks, self.token_ids, is_open=self.is_open)
+
+
+def find_reasoning(tokenizer: Tokenizer, prompt: TokenPrompt) -> Reasoning | None:
+    """None for a model that is not known to reason, and where the prompt has ended it."""
+    marks, text = tokenizer.templates.reasoning_marks, prompt.text.rstrip()
+    if marks is None or text.endswith(marks.close):
+        return None
+    return Reasoning(
+        marks, tokenizer.grammar_ids([marks.open, marks.close]), text.endswith(marks.open.rstrip())
+    )
+
+
+def message_format(use: ToolUse | None, reasoning: Reasoning | None) -> MessageFormat:
     return MessageFormat(
-        reasoning=marks,
+        reasoning=reasoning.marks if reasoning else None,
         calls=use.calls if use else None,
-        is_reasoning=marks is not None and prompt.text.rstrip().endswith(marks.open.rstrip()),
+        is_reasoning=reasoning is not None and reasoning.is_open,
         schemas={each.name: arguments_schema(each) for each in use.functions} if use else {},
     )
 

@@ -31,6 +31,12 @@ class Vocabulary:
             for token_id, token in fast.get_added_tokens_decoder().items()
             if token.special
         }
+        # Added tokens such as <tool_call>, which are text.
+        self.tags = {
+            token.content: token_id
+            for token_id, token in fast.get_added_tokens_decoder().items()
+            if token.content.startswith("<") and token.content.endswith(">")
+        }
         self._special_ids = set(self.special.values())
         # Token id -> byte, for vocabularies with byte fallback.
         self.fallback_bytes: dict[int, bytes] = {}
