@@ -27,7 +27,7 @@ class FunctionDefinition(StrictModel):
 def _only_functions(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise PydanticCustomError("tool_type", "Tools of type '{kind}' are not supported", {"kind": kind})
+        raise PydanticCustomError("unsupported", "Tools of type '{kind}' are not supported", {"kind": kind})
     return value
 
 

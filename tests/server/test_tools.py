@@ -171,7 +171,7 @@ def test_grammars(speaking: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "invalid_type"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0", "unsupported_parameter"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "missing_required_parameter"),
         ({"tools": [tool("a b")]}, "tools.0.function.name", "invalid_value"),
         ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters", "invalid_type"),
