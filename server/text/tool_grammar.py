@@ -15,11 +15,17 @@ from server.text.tool_arguments import is_plain_text, properties_of
 
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PARAMETER_END = "\n</parameter>\n"
+SPEAKS_OF_OTHERS = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
-    return NO_PARAMETERS if function.parameters is None else {"type": "object"} | function.parameters
+    """Functions take what they declare: other names are allowed only by a schema that speaks of them."""
+    parameters = function.parameters
+    if parameters is None:
+        return NO_PARAMETERS
+    is_closed = "properties" in parameters and not parameters.keys() & SPEAKS_OF_OTHERS
+    return {"type": "object"} | ({"additionalProperties": False} if is_closed else {}) | parameters
 
 
 def call_grammar(

@@ -129,6 +129,15 @@ def test_a_schema_for_answers_without_calls(name: str) -> None:
     assert calls_of(form, drawn(grammar, made, 1, form.first))
 
 
+@pytest.mark.parametrize(
+    ("more", "is_allowed"), [({}, False), ({"additionalProperties": True}, True), ({"allOf": []}, True)]
+)
+def test_functions_take_what_they_declare(more: dict[str, Any], is_allowed: bool) -> None:
+    parameters = {"properties": {"a": {"type": "integer"}}} | more
+    schema = arguments_schema(FunctionDefinition(name="f", parameters=parameters))
+    assert Draft202012Validator(schema).is_valid({"b": 1}) is is_allowed
+
+
 def test_strict_tools_hold_no_unsupported_keyword() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "format": "odd"}}}
     for strict in (None, False, True):
