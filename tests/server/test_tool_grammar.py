@@ -11,11 +11,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from server.schemas.tools import FunctionDefinition
 from server.text.chat_message import whole_message
-from server.text.families import CALL_FORMATS, CallFormat
+from server.text.families import CALL_FORMATS, REASONING_MARKS, CallFormat
 from server.text.message_reader import MessageFormat, MessageReader
 from server.text.tokenizer import ChatTemplates
 from server.text.tokenizer import Tokenizer as ServerTokenizer
-from server.text.tool_grammar import arguments_schema, call_grammar
+from server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
 from tests.server.tiny_tokenizer import byte_characters
 
 FORMATS = {each.name: each for each in CALL_FORMATS}
@@ -127,6 +127,34 @@ def test_a_schema_for_answers_without_calls(name: str) -> None:
     )
     Draft202012Validator(schema).validate(json.loads(drawn(grammar, made, 1, '{"a')))
     assert calls_of(form, drawn(grammar, made, 1, form.first))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        LLMatcher.grammar_from_regex("ab"),
+        LLMatcher.grammar_from_lark('start: "ab"'),
+        LLMatcher.grammar_from_json_schema({"const": 1}),
+    ],
+)
+def test_a_grammar_starts_after_the_reasoning(grammar: str, is_open: bool) -> None:
+    """After the closing token, at once, or, if the prompt has not opened it, without any."""
+    answer = "1" if "const" in grammar else "ab"
+    made = Tokenizer.from_str(tokenizer(FORMATS["hermes"], special=False).to_str())
+    made.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
+    marks = REASONING_MARKS[0]
+    ids = ServerTokenizer(made, ChatTemplates(None)).grammar_ids([marks.open, marks.close])
+    whole, after = after_reasoning(grammar, marks, ids, is_open=is_open)
+    assert after == ([ids["</think>"]] if is_open else [])
+    parser = LLMatcher(LLTokenizer(made.to_str(), eos_token=made.token_to_id(EOS)), whole, log_level=0)
+    thought = "" if is_open else "<think>ab <tool_call>{1</think>"
+    texts = {thought + answer: True, f"{thought}\n\n{answer}": True, answer: True}
+    texts |= {f"{thought}x": False, "<think>x": False, f"{thought}x{answer}": False}
+    for text, matches in texts.items():
+        matcher, tokens = parser.deep_copy(), made.encode(text).ids
+        is_whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert is_whole is matches, text
 
 
 @pytest.mark.parametrize(
