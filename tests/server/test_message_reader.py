@@ -11,7 +11,7 @@ from server.text.message_reader import MessageFormat, MessageReader, Part, joine
 
 FORMATS = {each.name: each for each in CALL_FORMATS}
 SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
-ARGUMENTS = {"city": 'São "Paulo" {[\n\\', "days": 3}
+ARGUMENTS = {"city": 'São "Paulo {[\n\\', "days": 3}
 PARALLEL = [name for name, form in FORMATS.items() if form.later is not None]
 
 
