@@ -20,6 +20,7 @@ from server.metrics import Metrics, RequestTimer
 from server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
 from server.text.detokenizer import Detokenizer
+from server.text.message_reader import MessageFormat, MessageReader
 from server.text.prompt import TokenPrompt
 from server.text.tokenizer import Tokenizer
 
@@ -46,6 +47,7 @@ class Job:
     skip_special_tokens: bool
     echo: bool
     report_trace: bool = False
+    message: MessageFormat | None = None
 
     @property
     def num_choices(self) -> int:
@@ -208,6 +210,7 @@ class Generation:
             total_tokens=prompt + self._num_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens)),
             completion_tokens_details=CompletionTokensDetails(
+                reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
                 accepted_prediction_tokens=sum(choice.predicted.num_accepted for choice in self.choices),
                 rejected_prediction_tokens=sum(choice.predicted.num_rejected for choice in self.choices),
             ),
@@ -254,7 +257,10 @@ class Generation:
 
 def _reader(job: Job, index: int, tokenizer: Tokenizer) -> ChoiceReader:
     detokenizer = Detokenizer(
-        tokenizer.stream(skip_special_tokens=job.skip_special_tokens),
+        tokenizer.stream(
+            skip_special_tokens=job.skip_special_tokens,
+            marks=job.message.literals if job.message is not None else (),
+        ),
         job.stop_strings,
         include_stop_string=job.include_stop_string,
         min_tokens=job.params.min_tokens,
@@ -266,4 +272,5 @@ def _reader(job: Job, index: int, tokenizer: Tokenizer) -> ChoiceReader:
         text_start=len(job.prompt_of(index).text) if job.echo else 0,
         stop_token_ids=job.params.stop_token_ids,
         prediction_length=len(job.prediction_token_ids or ()),
+        message=None if job.message is None else MessageReader(job.message),
     )

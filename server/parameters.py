@@ -14,7 +14,8 @@ from server.errors import InvalidRequestError, UnknownParameterError, Unsupporte
 from server.schemas.chat import ChatRequest, Message, OtherPart
 from server.schemas.common import SamplingRequest
 from server.schemas.completion import CompletionRequest
-from server.schemas.responses import INCLUDE_LOGPROBS, InputMessage, InputText, ResponsesRequest
+from server.schemas.response_items import InputCallOutput, InputText, OtherInput
+from server.schemas.responses import INCLUDE_LOGPROBS, InputMessage, ResponsesRequest
 
 # Field -> values that ask for nothing. Null never asks for anything.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -47,8 +48,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "moderation": (),
     "n_predict": (),
     "no_repeat_ngram_size": (0,),
-    "parallel_tool_calls": (True, False),
-    "reasoning_effort": ("none",),
     "regex": (),
     "repeat_penalty": (1,),
     "return_tokens_as_token_ids": (False,),
@@ -57,8 +56,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tfs_z": (1,),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_a": (0,),
     "truncation_side": ("left",),
     "typical_p": (1,),
@@ -74,6 +71,7 @@ CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "reasoning_effort": ("none",),
 }
 
 # The same for fields that only other endpoints have.
@@ -81,6 +79,9 @@ UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     **CHAT_FIELDS,
     "max_completion_tokens": (),
     "messages": (),
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "top_logprobs": (0,),
 }
 UNSUPPORTED_IN_CHATS: Mapping[str, tuple[object, ...]] = {
@@ -104,7 +105,6 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "prompt": (),
     "prompt_logprobs": (),
-    "reasoning": ({}, {"effort": None}, {"effort": "none"}, {"effort": None, "summary": None}),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "truncation": ("disabled",),
@@ -114,12 +114,11 @@ UNSUPPORTED_IN_RESPONSES: Mapping[str, tuple[object, ...]] = {
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": (),
-    "tool_calls": ([],),
 }
 
 # Fields of a message that only repeat an earlier answer.
 HARMLESS_IN_MESSAGE = frozenset({"annotations", "refusal"})
-HARMLESS_IN_INPUT = frozenset({"id", "phase", "status"})
+HARMLESS_IN_INPUT = frozenset({"id", "phase", "status", "summary"})
 HARMLESS_IN_INPUT_TEXT = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
 
@@ -187,6 +186,8 @@ def _check_message(message: Message, prefix: str) -> list[str]:
             param=f"{prefix}content",
             code="missing_required_parameter",
         )
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequestError("Only an assistant calls tools.", param=f"{prefix}tool_calls")
     if isinstance(message.content, list):
         for position, part in enumerate(message.content):
             if isinstance(part, OtherPart):
@@ -203,13 +204,23 @@ def _check_input(request: ResponsesRequest) -> list[str]:
         return unknown
     for position, item in enumerate(request.input):
         prefix = f"input.{position}."
-        if not isinstance(item, InputMessage):
+        if isinstance(item, OtherInput):
             raise _unsupported(f"{prefix}type")
         unknown += _check(_extra(item, HARMLESS_IN_INPUT), {}, prefix)
-        for number, part in enumerate([] if isinstance(item.content, str) else item.content):
-            if not isinstance(part, InputText):
-                raise _unsupported(f"{prefix}content.{number}.type")
-            unknown += _check(_extra(part, HARMLESS_IN_INPUT_TEXT), {}, f"{prefix}content.{number}.")
+        match item:
+            case InputMessage():
+                unknown += _check_parts(item.content, f"{prefix}content.")
+            case InputCallOutput():
+                unknown += _check_parts(item.output, f"{prefix}output.")
+    return unknown
+
+
+def _check_parts(content: str | list[InputText | OtherInput], prefix: str) -> list[str]:
+    unknown: list[str] = []
+    for number, part in enumerate([] if isinstance(content, str) else content):
+        if not isinstance(part, InputText):
+            raise _unsupported(f"{prefix}{number}.type")
+        unknown += _check(_extra(part, HARMLESS_IN_INPUT_TEXT), {}, f"{prefix}{number}.")
     return unknown
 
 

@@ -24,6 +24,7 @@ _FRAMEWORK_CODES = {
 _VALIDATION_CODES = {
     "missing": "missing_required_parameter",
     "extra_forbidden": "unknown_parameter",
+    "unsupported": "unsupported_parameter",
 }
 
 

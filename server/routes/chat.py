@@ -1,5 +1,6 @@
 """``POST /v1/chat/completions``: check, render the chat template, submit, answer."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -14,7 +15,6 @@ from server.routes.context import GenerationContext
 from server.routes.submit import start_generation
 from server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
 from server.schemas.chat import (
-    AssistantMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -25,10 +25,12 @@ from server.schemas.chat import (
 from server.schemas.examples import CHATS
 from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
+from server.text.chat_message import DeltaWriter, whole_message
 from server.text.choice import ChoiceDelta, FinishedChoice
 from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, chat_logprobs
 from server.text.prompt import chat_prompt, predicted_tokens
+from server.text.tools import find_reasoning, message_format, tool_use
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
@@ -47,10 +49,15 @@ async def create_chat_completion(
     model, key = services.model(), api_key_of(request.scope)
     check_room(body, 1, services, key)
     limits = prompt_limits(services, model.worker)
+    tools = tool_use(body, model.tokenizer)
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
-    grammar = await structured_grammar(body, services.settings)
+    reasoning = find_reasoning(model.tokenizer, prompt)
+    grammar = await structured_grammar(body, services.settings, tools, reasoning)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
-    context = start_generation("chat.completions", body, [prompt], model, services, key, prediction, grammar)
+    message = message_format(tools, reasoning)
+    context = start_generation(
+        "chat.completions", body, [prompt], model, services, key, prediction, grammar, message
+    )
     return await respond(request, context, ChatWriter(context, body), headers)
 
 
@@ -72,12 +79,13 @@ class ChatWriter(ChunkWriter):
     async def chunks(self) -> AsyncIterator[ChatChunk]:
         context = self._context
         seen: set[int] = set()
+        calls: defaultdict[int, DeltaWriter] = defaultdict(DeltaWriter)
         async for delta in context.generation.deltas():
             if delta.index not in seen:
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
-            choice = self._chunk_choice(delta)
-            if delta.text or delta.finish_reason or choice.token_ids or choice.origins:
+            choice = self._chunk_choice(delta, calls[delta.index].delta(delta.parts))
+            if delta.parts or delta.finish_reason or choice.token_ids or choice.origins:
                 yield ChatChunk(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:
             yield ChatChunk(**context.header(), choices=[], **context.totals())
@@ -94,7 +102,7 @@ class ChatWriter(ChunkWriter):
     def _whole_choice(self, choice: FinishedChoice) -> ChatChoice:
         return ChatChoice(
             index=choice.index,
-            message=AssistantMessage(content=choice.text),
+            message=whole_message(choice.parts),
             logprobs=self._logprobs(choice.scored),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
@@ -102,10 +110,10 @@ class ChatWriter(ChunkWriter):
             origins=self._context.origins(choice.origins),
         )
 
-    def _chunk_choice(self, delta: ChoiceDelta) -> ChatChunkChoice:
+    def _chunk_choice(self, delta: ChoiceDelta, message: Delta) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=delta.index,
-            delta=Delta(content=delta.text or None),
+            delta=message,
             logprobs=self._logprobs(delta.scored) if delta.scored else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,

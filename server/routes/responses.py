@@ -1,7 +1,7 @@
 """``POST /v1/responses``: OpenAI's newer endpoint, as far as it is text in and text out, nothing stored."""
 
-import uuid
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
@@ -14,6 +14,7 @@ from server.http.openapi import answer_or_stream
 from server.http.sse import typed_event
 from server.routes.checks import check_request, check_room, prompt_limits
 from server.routes.context import GenerationContext
+from server.routes.response_items import Event, OutputItems
 from server.routes.submit import start_generation
 from server.routes.writer import respond
 from server.schemas.answer import TokenOrigin
@@ -23,8 +24,8 @@ from server.schemas.responses import (
     FailureDetails,
     IncompleteDetails,
     InputTokensDetails,
-    OutputMessage,
-    OutputText,
+    OutputTokensDetails,
+    ReasoningOptions,
     ResponsesAnswer,
     ResponsesRequest,
     ResponsesUsage,
@@ -35,7 +36,9 @@ from server.services import ServicesDep
 from server.text.choice import FinishedChoice
 from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, chat_logprobs
+from server.text.message_reader import TextPart
 from server.text.prompt import chat_prompt
+from server.text.tools import find_reasoning, message_format, tool_use
 
 EVENT_STREAM = (
     "Named events whose data is JSON with a `type`, from `response.created` to `response.completed`, "
@@ -62,9 +65,14 @@ async def create_response(
     model, key = services.model(), api_key_of(request.scope)
     check_room(body, 1, services, key)
     limits = prompt_limits(services, model.worker)
+    tools = tool_use(body, model.tokenizer)
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
-    grammar = await structured_grammar(body, services.settings)
-    context = start_generation("responses", body, [prompt], model, services, key, grammar=grammar)
+    reasoning = find_reasoning(model.tokenizer, prompt)
+    grammar = await structured_grammar(body, services.settings, tools, reasoning)
+    message = message_format(tools, reasoning)
+    context = start_generation(
+        "responses", body, [prompt], model, services, key, grammar=grammar, message=message
+    )
     return await respond(request, context, ResponsesWriter(context, body), headers)
 
 
@@ -74,104 +82,84 @@ class ResponsesWriter:
     def __init__(self, context: GenerationContext, body: ResponsesRequest) -> None:
         self._context = context
         self._body = body
-        self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_events = 0
 
     def whole(self, choices: list[FinishedChoice]) -> ResponsesAnswer:
-        return self._finished(choices[0])
+        (choice,) = choices
+        items = OutputItems()
+        for part in choice.parts:
+            exhaust(items.add(part))
+        exhaust(self._close(items, choice))
+        return self._finished(choice, items)
 
     async def events(self) -> AsyncIterator[bytes]:
-        choice = FinishedChoice(0)
+        choice, items = FinishedChoice(0), OutputItems()
+        scored: list[ScoredToken] = []  # of tokens whose text is out, but not yet told of
+        origins: list[TokenOrigin] = []
         async for delta in self._context.generation.deltas():
             if self._num_events == 0:
-                for event in self._opening():
-                    yield event
+                started = self._answer("in_progress").model_dump(mode="json")
+                yield self._event("response.created", response=started)
+                yield self._event("response.in_progress", response=started)
             choice.add(delta)
-            if delta.text or delta.scored or delta.origins:
-                yield self._text_event(
-                    "delta",
-                    delta=delta.text,
-                    logprobs=_as_json(self._logprobs(delta.scored)),
-                    **_origins_as_json(self._context.origins(delta.origins)),
-                )
-        for event in self._closing(choice):
-            yield event
+            scored += delta.scored
+            origins += delta.origins
+            parts = delta.parts
+            if (scored or origins) and not parts and items.is_in_message:
+                parts = [TextPart("content", "")]
+            for part in parts:
+                for kind, fields in items.add(
+                    part, self._logprobs(scored), self._context.origins(list(origins))
+                ):
+                    yield self._event(kind, **fields)
+                if isinstance(part, TextPart) and part.kind == "content":
+                    scored.clear()
+                    origins.clear()
+        for kind, fields in self._close(items, choice):
+            yield self._event(kind, **fields)
+        answer = self._finished(choice, items)
+        yield self._event(f"response.{answer.status}", response=answer.model_dump(mode="json"))
 
     def failure(self, error: ApiError) -> bytes:
         failed = self._answer("failed", error=FailureDetails(message=error.message))
         return self._event("response.failed", response=failed.model_dump(mode="json"))
-
-    def _opening(self) -> list[bytes]:
-        started = self._answer("in_progress").model_dump(mode="json")
-        item = self._item("in_progress", []).model_dump(mode="json")
-        return [
-            self._event("response.created", response=started),
-            self._event("response.in_progress", response=started),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._part_event("added", OutputText(text="")),
-        ]
-
-    def _closing(self, choice: FinishedChoice) -> list[bytes]:
-        answer = self._finished(choice)
-        (item,) = answer.output
-        (part,) = item.content
-        return [
-            self._text_event(
-                "done",
-                text=part.text,
-                logprobs=_as_json(part.logprobs),
-                **_origins_as_json(part.origins),
-            ),
-            self._part_event("done", part),
-            self._event("response.output_item.done", output_index=0, item=item.model_dump(mode="json")),
-            self._event(f"response.{answer.status}", response=answer.model_dump(mode="json")),
-        ]
-
-    def _text_event(self, what: str, **fields: Any) -> bytes:
-        return self._event(f"response.output_text.{what}", **self._place(), **fields)
-
-    def _part_event(self, what: str, part: OutputText) -> bytes:
-        return self._event(
-            f"response.content_part.{what}", **self._place(), part=part.model_dump(mode="json")
-        )
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = typed_event({"type": kind, "sequence_number": self._num_events, **fields})
         self._num_events += 1
         return event
 
-    def _finished(self, choice: FinishedChoice) -> ResponsesAnswer:
-        is_complete = choice.finish_reason == "stop"
-        part = OutputText(
-            text=choice.text,
-            logprobs=self._logprobs(choice.scored),
-            origins=self._context.origins(choice.origins),
+    def _close(self, items: OutputItems, choice: FinishedChoice) -> Iterator[Event]:
+        return items.close(
+            "incomplete" if choice.finish_reason == "length" else "completed",
+            self._logprobs(choice.scored),
+            self._context.origins(choice.origins),
         )
+
+    def _finished(self, choice: FinishedChoice, items: OutputItems) -> ResponsesAnswer:
+        is_complete = choice.finish_reason != "length"
         usage = self._context.generation.usage()
         return self._answer(
             "completed" if is_complete else "incomplete",
             incomplete_details=None if is_complete else IncompleteDetails(),
-            output=[self._item("completed" if is_complete else "incomplete", [part])],
+            output=items.items,
             usage=ResponsesUsage(
                 input_tokens=usage.prompt_tokens,
                 input_tokens_details=InputTokensDetails(
                     cached_tokens=usage.prompt_tokens_details.cached_tokens
                 ),
                 output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputTokensDetails(
+                    reasoning_tokens=usage.completion_tokens_details.reasoning_tokens
+                ),
                 total_tokens=usage.total_tokens,
             ),
             foretoken=self._context.report(),
         )
 
-    def _item(self, status: Any, content: list[OutputText]) -> OutputMessage:
-        return OutputMessage(id=self._item_id, status=status, content=content)
-
     def _answer(self, status: Status, **fields: Any) -> ResponsesAnswer:
         """What every answer repeats of the request, and ``fields``."""
-        body, asked = self._body, self._body.model_extra or {}
+        body = self._body
         params = self._context.generation.job.params  # with the defaults filled in
         return ResponsesAnswer(
             id=self._context.generation.job.id,
@@ -181,10 +169,12 @@ class ResponsesWriter:
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
             model=body.model,
-            parallel_tool_calls=asked.get("parallel_tool_calls") is not False,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=params.temperature,
             text=body.text or TextOptions(),
-            tool_choice=asked.get("tool_choice") or "auto",
+            reasoning=body.reasoning or ReasoningOptions(),
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
             top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,
             user=body.user,
@@ -198,10 +188,6 @@ class ResponsesWriter:
         return chat_logprobs(scored, self._body.top_logprobs or 0, vocabulary).content
 
 
-def _origins_as_json(origins: list[TokenOrigin] | None) -> dict[str, Any]:
-    """A field of an event, or none."""
-    return {} if origins is None else {"origins": [entry.model_dump(mode="json") for entry in origins]}
-
-
-def _as_json(logprobs: list[ChatTokenLogprob]) -> list[dict[str, Any]]:
-    return [entry.model_dump(mode="json") for entry in logprobs]
+def exhaust(events: Iterator[Event]) -> None:
+    """For what they do to the items."""
+    deque(events, maxlen=0)

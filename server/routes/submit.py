@@ -14,6 +14,8 @@ from server.schemas.common import SamplingRequest
 from server.schemas.completion import CompletionRequest
 from server.services import Model, Services
 from server.settings import Settings
+from server.text.grammar import NO_GRAMMAR, Grammar
+from server.text.message_reader import MessageFormat
 from server.text.prompt import TokenPrompt
 
 # Endpoint, as metrics name it -> prefix of its ids.
@@ -28,13 +30,14 @@ def start_generation(
     services: Services,
     key: str,
     prediction: list[int] | None = None,
-    grammar: str | None = None,
+    grammar: Grammar = NO_GRAMMAR,
+    message: MessageFormat | None = None,
 ) -> GenerationContext:
     settings, n = services.settings, choices_per_prompt(body)
     check_prediction(prediction, model.worker)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = build_sampling_params(body, num_prompt_tokens=longest, worker=model.worker, limits=settings)
-    params = structs.replace(params, grammar=grammar)
+    params = structs.replace(params, grammar=grammar.text, grammar_after=grammar.after)
     check_answer_size(body, params, [len(prompt.token_ids) for prompt in prompts], n, settings)
     job = Job(
         id=f"{ID_PREFIXES[endpoint]}{uuid.uuid4().hex}",
@@ -51,6 +54,7 @@ def start_generation(
         include_stop_string=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
+        message=message,
         report_trace=body.speculation is not None and body.speculation.trace,
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)

@@ -16,7 +16,7 @@ from server.schemas.chat import TemplateFields
 from server.schemas.examples import DETOKENIZE, TOKENIZE
 from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from server.services import Model, Services, ServicesDep
-from server.text.prompt import PromptLimits, check_characters, check_token_ids, render_chat
+from server.text.prompt import PromptLimits, check_characters, check_token_ids, render_chat, template_options
 from server.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["tokenize"], route_class=JsonRoute)
@@ -94,7 +94,7 @@ def _encode(body: TokenizeRequest, tokenizer: Tokenizer, limits: PromptLimits) -
         body.messages,
         tokenizer,
         param="messages",
-        options=body.template_options(),
+        options=template_options(body, tokenizer),
     )
     check_characters(len(text), limits, "messages")
     return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))

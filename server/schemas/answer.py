@@ -5,8 +5,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from engine.messages import FinishReason
+from engine.messages import FinishReason as EngineFinishReason
 from server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
+
+FinishReason = EngineFinishReason | Literal["tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):

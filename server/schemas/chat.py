@@ -7,6 +7,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from server.schemas.answer import Answer, Choice, is_none
 from server.schemas.common import GenerationRequest, TextPart, kind_of_content
 from server.schemas.logprobs import ChatLogprobs, PromptLogprobs
+from server.schemas.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    GivenCall,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+)
 
 
 class OtherPart(BaseModel):
@@ -52,6 +61,9 @@ class Message(BaseModel):
     reasoning_content: str | None = Field(
         None, description="The same: what the model thought before an earlier answer."
     )
+    tool_calls: Annotated[list[GivenCall], Field(fail_fast=True)] | None = Field(
+        None, description="What an assistant's message has called."
+    )
 
 
 # What transformers takes beside a template's own variables; those may be anything else.
@@ -71,6 +83,13 @@ def _not_reserved(values: dict[str, Any]) -> dict[str, Any]:
 
 class TemplateFields(BaseModel):
     """How the chat template writes the messages."""
+
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that the model may call, written out by the chat template."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For templates that use it; `none` also sets `enable_thinking` to false."
+    )
 
     add_generation_prompt: bool | None = Field(
         None, description="End with the beginning of the answer. Default true, unless continue_final_message."
@@ -95,11 +114,16 @@ class TemplateFields(BaseModel):
         """As transformers' ``apply_chat_template`` takes them."""
         is_open = bool(self.continue_final_message)
         asked = self.add_generation_prompt
-        return (self.chat_template_kwargs or {}) | {
-            "add_generation_prompt": not is_open if asked is None else asked,
-            "continue_final_message": is_open,
-            "documents": self.documents,
-        }
+        tools = {"tools": [tool.model_dump(exclude_none=True) for tool in self.tools]} if self.tools else {}
+        return (
+            (self.chat_template_kwargs or {})
+            | tools
+            | {
+                "add_generation_prompt": not is_open if asked is None else asked,
+                "continue_final_message": is_open,
+                "documents": self.documents,
+            }
+        )
 
 
 class ChatRequest(TemplateFields, GenerationRequest):
@@ -115,6 +139,21 @@ class ChatRequest(TemplateFields, GenerationRequest):
         None, ge=0, description="With logprobs: the likeliest tokens too, this many at each position."
     )
 
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="Whether to call: `none`, `auto` (the default), `required`, or a function by its name.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls at once. Default true.")
+
+    @property
+    def functions(self) -> list[FunctionDefinition]:
+        return [tool.function for tool in self.tools or []]
+
+    def template_options(self) -> dict[str, Any]:
+        """Without the tools if none may be called."""
+        options = super().template_options()
+        return options | {"tools": None} if self.tool_choice == "none" else options
+
     logprobs_switch: ClassVar[str] = "logprobs: true"
 
     @property
@@ -124,8 +163,10 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = Field(None, exclude_if=is_none)
+    tool_calls: list[ToolCall] | None = Field(None, exclude_if=is_none)
 
 
 class Delta(BaseModel):
@@ -133,6 +174,8 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = Field(None, exclude_if=is_none)
     content: str | None = Field(None, exclude_if=is_none)
+    reasoning_content: str | None = Field(None, exclude_if=is_none)
+    tool_calls: list[ToolCallDelta] | None = Field(None, exclude_if=is_none)
 
 
 class ChatChoice(Choice):

@@ -5,73 +5,43 @@ Events of a stream hold these same parts; ``server.routes.responses`` writes the
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag
 
-from server.schemas.answer import SpeculationReport, TokenOrigin, is_none
+from server.schemas.answer import SpeculationReport, is_none
 from server.schemas.common import SamplingRequest
-from server.schemas.logprobs import ChatTokenLogprob
+from server.schemas.response_items import (
+    InputCall,
+    InputCallOutput,
+    InputContent,
+    InputItem,
+    InputReasoning,
+    OtherInput,
+    OutputItem,
+)
+from server.schemas.strict import StrictModel
 from server.schemas.structured import TextOptions
+from server.schemas.tools import MAX_TOOLS, FlatTool, FlatToolChoice, FunctionDefinition
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class InputText(BaseModel):
-    """A text part: what a user or the model said."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-class OtherInput(BaseModel):
-    """An image, a file, a tool call...: parsed so that it can be refused by name."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-
-
-def _kind_of_part(value: Any) -> str:
-    is_text = isinstance(value, dict) and value.get("type", "input_text") in ("input_text", "output_text")
-    return "text" if is_text else "other"
-
-
-def _kind_of_content(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "string"
-    return "parts" if isinstance(value, list) else None
-
-
-InputPart = Annotated[
-    Annotated[InputText, Tag("text")] | Annotated[OtherInput, Tag("other")], Discriminator(_kind_of_part)
-]
-
-
-class InputMessage(BaseModel):
+class InputMessage(InputItem):
     """A message. The output of an earlier answer can be given back as it is."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="Who speaks; `developer` is written as `system`."
     )
-    content: Annotated[
-        Annotated[str, Tag("string")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("parts")],
-        Discriminator(
-            _kind_of_content,
-            custom_error_type="content_type",
-            custom_error_message="Input should be a string or a list of text parts",
-        ),
-    ] = Field(description="A string, or text parts, which are joined by newlines.")
+    content: InputContent = Field(description="A string, or text parts, which are joined by newlines.")
 
 
 def _kind_of_item(value: Any) -> str:
-    is_message = not isinstance(value, dict) or value.get("type") in (None, "message")
-    return "message" if is_message else "other"
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in (None, "message"):
+        return "message"
+    return kind if kind in ("function_call", "function_call_output", "reasoning") else "other"
 
 
 def _kind_of_input(value: Any) -> str | None:
@@ -80,10 +50,21 @@ def _kind_of_input(value: Any) -> str | None:
     return "items" if isinstance(value, list) else None
 
 
-InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")] | Annotated[OtherInput, Tag("other")],
+AnyInput = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[OtherInput, Tag("other")],
     Discriminator(_kind_of_item),
 ]
+
+
+class ReasoningOptions(StrictModel):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="For chat templates that use it; `none` also sets `enable_thinking` to false."
+    )
+    summary: None = Field(None, description="Only null: reasoning is given as it is.")
 
 
 class ResponsesRequest(SamplingRequest):
@@ -94,16 +75,25 @@ class ResponsesRequest(SamplingRequest):
 
     input: Annotated[
         Annotated[str, Tag("string")]
-        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("items")],
+        | Annotated[list[AnyInput], Field(min_length=1, fail_fast=True), Tag("items")],
         Discriminator(
             _kind_of_input,
             custom_error_type="input_type",
-            custom_error_message="Input should be a string or a list of messages",
+            custom_error_message="Input should be a string or a list of messages and items",
         ),
     ] = Field(description="What the user says, or the conversation so far.")
     instructions: str | None = Field(None, description="A system message in front of the input.")
     max_output_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
     text: TextOptions | None = Field(None, description="What the text must be. Default: any text.")
+    reasoning: ReasoningOptions | None = Field(None, description="How much to reason.")
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that the model may call, written out by the chat template."
+    )
+    tool_choice: FlatToolChoice | None = Field(
+        None,
+        description="Whether to call: `none`, `auto` (the default), `required`, or a function by its name.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls at once. Default true.")
     include: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         None, description=f"Only `{INCLUDE_LOGPROBS}`."
     )
@@ -115,24 +105,12 @@ class ResponsesRequest(SamplingRequest):
     )
 
     @property
+    def functions(self) -> list[FunctionDefinition]:
+        return list(self.tools or [])
+
+    @property
     def wants_logprobs(self) -> bool:
         return INCLUDE_LOGPROBS in (self.include or [])
-
-
-class OutputText(BaseModel):
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: list[Any] = Field([], description="Always empty.")
-    logprobs: list[ChatTokenLogprob] = []
-    origins: list[TokenOrigin] | None = Field(None, exclude_if=is_none)
-
-
-class OutputMessage(BaseModel):
-    id: str
-    type: Literal["message"] = "message"
-    status: Literal["in_progress", "completed", "incomplete"]
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText]
 
 
 class InputTokensDetails(BaseModel):
@@ -175,16 +153,16 @@ class ResponsesAnswer(BaseModel):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None = None
-    reasoning: dict[str, None] = {"effort": None, "summary": None}
+    reasoning: ReasoningOptions
     service_tier: Literal["default"] = "default"
     store: Literal[False] = False
     temperature: float
     text: TextOptions
-    tool_choice: str
-    tools: list[Any] = []
+    tool_choice: FlatToolChoice
+    tools: list[FlatTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

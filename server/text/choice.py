@@ -8,10 +8,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from engine.messages import FinishReason, PredictionUse, RoundTrace, TokenLogprob, TokenOutput
-from server.schemas.answer import TokenOrigin
+from engine.messages import PredictionUse, RoundTrace, TokenLogprob, TokenOutput
+from server.schemas.answer import FinishReason, TokenOrigin
 from server.text.detokenizer import Detokenizer
 from server.text.logprobs import ScoredToken
+from server.text.message_reader import MessageReader, Part, joined
 from server.text.origins import OriginReader
 
 
@@ -20,7 +21,8 @@ class ChoiceDelta:
     """What one or several rounds added to a choice.
 
     ``text`` may be empty while it is held back; ``scored`` and ``origins`` are of the tokens whose text it
-    completes, if they were asked for, while ``token_ids`` are those of the rounds.
+    completes, if they were asked for, while ``token_ids`` are those of the rounds. ``parts``: of the message
+    that the text makes up, if it is one.
     """
 
     index: int
@@ -32,6 +34,7 @@ class ChoiceDelta:
     prompt_scored: list[TokenLogprob | None] | None = None
     num_rounds: int = 0
     stop_reason: str | int | None = None
+    parts: list[Part] = field(default_factory=list)
 
     def __add__(self, later: Self) -> "ChoiceDelta":
         return ChoiceDelta(
@@ -44,6 +47,7 @@ class ChoiceDelta:
             prompt_scored=self.prompt_scored,
             num_rounds=self.num_rounds + later.num_rounds,
             stop_reason=later.stop_reason,
+            parts=joined(self.parts, later.parts),
         )
 
 
@@ -57,6 +61,7 @@ class FinishedChoice:
     origins: list[TokenOrigin] = field(default_factory=list)
     prompt_scored: list[TokenLogprob | None] | None = None
     stop_reason: str | int | None = None
+    parts: list[Part] = field(default_factory=list)
 
     def add(self, delta: ChoiceDelta) -> None:
         self.text += delta.text
@@ -65,6 +70,7 @@ class FinishedChoice:
         self.stop_reason = delta.stop_reason
         self.scored += delta.scored
         self.origins += delta.origins
+        self.parts = joined(self.parts, delta.parts)
         self.prompt_scored = self.prompt_scored or delta.prompt_scored
 
 
@@ -103,6 +109,24 @@ class PredictionCount:
         return self._length - len(self._appeared) if self._is_used else 0
 
 
+class ReasoningCount:
+    """Tokens of a message's reasoning, its marks included: those that begin before its end."""
+
+    def __init__(self, message: MessageReader) -> None:
+        self._message = message
+        self._offsets: list[int] | None = []  # while the end is not known
+        self.num_tokens = 0
+
+    def add(self, offsets: Sequence[int]) -> None:
+        if self._offsets is None:
+            return
+        self._offsets += offsets
+        end = self._message.reasoning_end
+        if end is not None:
+            self.num_tokens = sum(offset < end for offset in self._offsets)
+            self._offsets = None
+
+
 class ChoiceReader:
     """``text_start`` is where the choice's own text starts: after the echoed prompt."""
 
@@ -115,6 +139,7 @@ class ChoiceReader:
         text_start: int,
         stop_token_ids: Container[int] = (),
         prediction_length: int = 0,
+        message: MessageReader | None = None,
     ) -> None:
         self.index = index
         self.finish_reason: FinishReason | None = None
@@ -129,6 +154,8 @@ class ChoiceReader:
         self.num_rounds = 0
         self._unshown: list[ScoredToken] = []
         self._origins = OriginReader()
+        self._message = message
+        self._reasoning = None if message is None else ReasoningCount(message)
 
     def read(self, outputs: Sequence[TokenOutput]) -> ChoiceDelta:
         """Turn one output or more into text. Not to be called after ``finish_reason`` is set.
@@ -161,6 +188,7 @@ class ChoiceReader:
             elif output.finish_reason == "stop" and output.token_ids[-1] in self._stop_token_ids:
                 stop_reason = output.token_ids[-1]
         self._remember(output, len(offsets))
+        parts = self._read_message(text, offsets)
         return ChoiceDelta(
             index=self.index,
             text=text,
@@ -171,7 +199,12 @@ class ChoiceReader:
             prompt_scored=output.prompt_logprobs,
             num_rounds=output.num_rounds,
             stop_reason=stop_reason,
+            parts=parts,
         )
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._reasoning is None else self._reasoning.num_tokens
 
     def read_prompt(self, output: TokenOutput) -> ChoiceDelta:
         """The output of a request for no tokens: only what it says about the prompt counts."""
@@ -181,6 +214,18 @@ class ChoiceReader:
     def end_without_tokens(self, prompt_scored: list[TokenLogprob | None] | None = None) -> ChoiceDelta:
         self.finish_reason = "length"
         return ChoiceDelta(self.index, "", [], "length", prompt_scored=prompt_scored)
+
+    def _read_message(self, text: str, offsets: list[int]) -> list[Part]:
+        """The parts that ``text`` completes; a choice that ends by itself with calls ends because of them."""
+        if self._message is None or self._reasoning is None:
+            return []
+        parts = joined([], self._message.push(text))
+        if self.finish_reason is not None:
+            parts = joined(parts, self._message.finish())
+        self._reasoning.add(offsets)
+        if self.finish_reason == "stop" and self._message.num_calls:
+            self.finish_reason = "tool_calls"
+        return parts
 
     def _remember(self, output: TokenOutput, num_tokens: int) -> None:
         self.seed = output.seed

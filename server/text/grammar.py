@@ -6,6 +6,7 @@ beside the event loop.
 
 import asyncio
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits
@@ -21,6 +22,7 @@ from server.schemas.structured import (
     StructuredOutputs,
 )
 from server.settings import RequestSettings
+from server.text.tools import Reasoning, ToolUse
 
 # Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
 # overrides it.
@@ -30,32 +32,50 @@ LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class Wanted(NamedTuple):
-    """``source``: a schema as an object or its text, a regular expression, choices or a grammar."""
+    """``source``: a schema as an object or its text, a regular expression, choices or a grammar; of tools,
+    what writes their grammar."""
 
     param: str
     kind: str
     source: Any
 
 
-async def structured_grammar(request: SamplingRequest, settings: RequestSettings) -> str | None:
-    """The grammar that the request's text must match; None for any text.
+class Grammar(NamedTuple):
+    """As ``SamplingParams`` has it: what follows the tokens ``after`` matches ``text``."""
+
+    text: str | None
+    after: list[int]
+
+
+NO_GRAMMAR = Grammar(None, [])
+
+
+async def structured_grammar(
+    request: SamplingRequest,
+    settings: RequestSettings,
+    tools: ToolUse | None = None,
+    reasoning: Reasoning | None = None,
+) -> Grammar:
+    """What the request's text must match, tool calls included and reasoning excepted.
 
     Raises ``InvalidRequestError`` with the reason if there is no such text or it cannot be found out within
     the limits.
     """
     wanted = _wanted(request)
+    if tools is not None:
+        wanted = _with_tools(tools, wanted)
     if not wanted:
         if request.speculation is not None and request.speculation.method == "grammar":
             raise InvalidRequestError(
-                "speculation.method 'grammar' needs a structured output.", param="speculation.method"
+                "speculation.method 'grammar' needs a structured output or tools.", param="speculation.method"
             )
-        return None
+        return NO_GRAMMAR
     if len(wanted) > 1:
         names = " and ".join(each.param for each in wanted)
         raise InvalidRequestError(f"{names} exclude each other.", param=wanted[1].param)
     _check_others(request)
     try:
-        return await asyncio.wait_for(
+        grammar = await asyncio.wait_for(
             asyncio.to_thread(on_deep_stack, lambda: _checked_grammar(wanted[0], settings.max_grammar_size)),
             settings.grammar_timeout,
         )
@@ -63,6 +83,15 @@ async def structured_grammar(request: SamplingRequest, settings: RequestSettings
         raise _invalid(
             wanted[0], f"it took more than {settings.grammar_timeout:g} seconds to read (grammar_timeout)"
         ) from None
+    return Grammar(grammar, []) if reasoning is None else Grammar(*reasoning.before(grammar))
+
+
+def _with_tools(tools: ToolUse, wanted: list[Wanted]) -> list[Wanted]:
+    """A schema is for answers that call nothing; other formats cannot stand beside calls."""
+    if any(each.param.startswith("structured_outputs") for each in wanted):
+        return [*wanted, Wanted("tools", "tools", tools)]
+    schema = {"x-guidance": JSON_OPTIONS} | wanted[0].source if wanted else None
+    return [Wanted("tools", "tools", partial(tools.grammar, schema))]
 
 
 def _wanted(request: SamplingRequest) -> list[Wanted]:
@@ -102,22 +131,23 @@ def _check_others(request: SamplingRequest) -> None:
     for name in ("min_tokens", "ignore_eos"):
         if getattr(request, name):
             raise UnsupportedParameterError(
-                f"'{name}' is not supported with a structured output, which decides where the text ends.",
+                f"'{name}' is not supported with a structured output or tools, which decide where it ends.",
                 param=name,
             )
     if request.speculation is not None and request.speculation.method == "draft_model":
         raise UnsupportedParameterError(
-            "A draft model does not draft structured outputs; speculation.method 'auto' uses what does.",
+            "A draft model does not draft structured outputs or tool calls; speculation.method 'auto' uses "
+            "what does.",
             param="speculation.method",
         )
 
 
 def _checked_grammar(wanted: Wanted, max_size: int) -> str:
-    source = wanted.source
-    size = len(source if isinstance(source, str) else json.dumps(source, ensure_ascii=False))
-    if size > max_size:
-        raise _invalid(wanted, f"it has {size} characters, more than {max_size} (max_grammar_size)")
     try:
+        source = wanted.source() if wanted.kind == "tools" else wanted.source
+        size = len(source if isinstance(source, str) else json.dumps(source, ensure_ascii=False))
+        if size > max_size:
+            raise ValueError(f"it has {size} characters, more than {max_size} (max_grammar_size)")
         grammar = _grammar(wanted.kind, source)
     except ValueError as error:
         raise _invalid(wanted, str(error)) from error

@@ -7,11 +7,26 @@ a long prompt takes a while to encode.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from server.errors import ContextLengthError, InvalidRequestError, RequestTooLargeError
-from server.schemas.chat import ChatRequest, Message
+from pydantic_core import from_json
+
+from server.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    RequestTooLargeError,
+    UnsupportedParameterError,
+)
+from server.schemas.chat import ChatRequest, Message, TemplateFields
 from server.schemas.common import GenerationRequest, TextPart
 from server.schemas.completion import CompletionRequest
-from server.schemas.responses import InputMessage, InputText, ResponsesRequest
+from server.schemas.response_items import (
+    InputCall,
+    InputCallOutput,
+    InputReasoning,
+    InputText,
+    OtherInput,
+)
+from server.schemas.responses import InputMessage, ResponsesRequest
+from server.schemas.tools import CalledFunction, GivenCall
 from server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
@@ -58,7 +73,10 @@ def chat_prompt(
 ) -> TokenPrompt:
     messages = request.messages if isinstance(request, ChatRequest) else input_messages(request)
     name = request.prompt_field
-    options = request.template_options() if isinstance(request, ChatRequest) else {}
+    if isinstance(request, ChatRequest):
+        options = template_options(request, tokenizer)
+    else:
+        options = response_options(request, tokenizer)
     text = render_chat(messages, tokenizer, param=name, options=options)
     check_characters(len(text), limits, name)
     if request.truncate_prompt_tokens is None:
@@ -94,10 +112,56 @@ def render_chat(
     messages: Sequence[Message], tokenizer: Tokenizer, *, param: str, options: Mapping[str, Any]
 ) -> str:
     """The conversation as the model's template writes it; ``param`` is the request's field at fault."""
+    for position, message in enumerate(messages):
+        if message.tool_calls and "tool_calls" not in tokenizer.templates.source:
+            where = f".{position}.tool_calls" if param == "messages" else ""
+            raise UnsupportedParameterError(
+                "This model's chat template does not write tool calls.", param=param + where
+            )
     try:
-        return tokenizer.apply_chat_template([_template_message(message) for message in messages], options)
+        return tokenizer.apply_chat_template(_template_messages(messages), options)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), param=param) from error
+
+
+def template_options(request: TemplateFields, tokenizer: Tokenizer) -> dict[str, Any]:
+    """``UnsupportedParameterError`` for a variable that the chat template does not use."""
+    variables = tokenizer.templates.variables
+    for name in request.chat_template_kwargs or {}:
+        if name not in variables:
+            raise UnsupportedParameterError(
+                f"This model's chat template does not use '{name}'.", param=f"chat_template_kwargs.{name}"
+            )
+    return request.template_options() | effort_options(request.reasoning_effort, tokenizer)
+
+
+def response_options(request: ResponsesRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The same for ``/v1/responses``."""
+    tools = [
+        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+        for tool in request.tools or []
+        if request.tool_choice != "none"
+    ]
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    return {"tools": tools or None} | effort_options(effort, tokenizer, "reasoning.effort")
+
+
+def effort_options(
+    effort: str | None, tokenizer: Tokenizer, param: str = "reasoning_effort"
+) -> dict[str, Any]:
+    """Template variables for it. ``none`` is fine for a model that does not reason."""
+    variables = tokenizer.templates.variables
+    if effort is None:
+        return {}
+    if "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    if effort != "none":
+        raise UnsupportedParameterError("This model's chat template does not use it.", param=param)
+    if tokenizer.templates.reasoning_marks is None:
+        return {}
+    if "enable_thinking" not in variables:
+        raise UnsupportedParameterError("This model's reasoning cannot be switched off.", param=param)
+    return {"enable_thinking": False}
 
 
 def input_messages(request: ResponsesRequest) -> list[Message]:
@@ -105,14 +169,39 @@ def input_messages(request: ResponsesRequest) -> list[Message]:
     messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
     if isinstance(request.input, str):
         return [*messages, Message(role="user", content=request.input)]
-    items = [item for item in request.input if isinstance(item, InputMessage)]
-    return [*messages, *(Message(role=item.role, content=_input_text(item)) for item in items)]
+    thought = ""  # before the item that follows
+    for item in request.input:
+        match item:
+            case InputMessage():
+                messages.append(Message(role=item.role, content=_input_text(item.content)))
+            case InputReasoning():
+                thought = "\n".join(part.text for part in item.content or [])
+                continue
+            case InputCall():
+                call = GivenCall(
+                    id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)
+                )
+                # An assistant's text and calls are items of their own here, and one message for templates.
+                if not messages or messages[-1].role != "assistant" or thought:
+                    messages.append(Message(role="assistant", content=""))
+                messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+            case InputCallOutput():
+                if not any(call.id == item.call_id for each in messages for call in each.tool_calls or []):
+                    raise InvalidRequestError(
+                        f"No call with the id '{item.call_id}' comes before its output.", param="input"
+                    )
+                content = _input_text(item.output)
+                messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
+        if thought and messages[-1].role == "assistant":
+            messages[-1].reasoning_content = thought
+        thought = ""
+    return messages
 
 
-def _input_text(item: InputMessage) -> str:
-    if isinstance(item.content, str):
-        return item.content
-    return "\n".join(part.text for part in item.content if isinstance(part, InputText))
+def _input_text(content: str | list[InputText | OtherInput]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content if isinstance(part, InputText))
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -164,11 +253,34 @@ def _token_prompt(
     return TokenPrompt(token_ids, text)
 
 
+def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Answers of tools get the name of what was called, which some templates write."""
+    names: dict[str, str] = {}
+    written = []
+    for message in messages:
+        names |= {call.id: call.function.name for call in message.tool_calls or []}
+        fields = _template_message(message)
+        if message.role == "tool" and message.tool_call_id in names:
+            fields.setdefault("name", names[message.tool_call_id])
+        written.append(fields)
+    return written
+
+
 def _template_message(message: Message) -> dict[str, Any]:
-    """What templates expect: plain text, and 'system' for OpenAI's newer name of the same role."""
+    """What templates expect: plain text, arguments as an object, and 'system' for OpenAI's newer name of the
+    same role."""
     fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
     fields["role"] = "system" if message.role == "developer" else message.role
     fields["content"] = _plain_text(message)
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": from_json(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
     return fields
 
 

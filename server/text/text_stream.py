@@ -5,10 +5,12 @@ UTF-8 does that to the whole run of ``<0x0A>`` tokens around it, so bytes above 
 """
 
 import codecs
+from collections.abc import Mapping
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
+from server.text.detokenizer import TextStream
 from server.text.vocabulary import Vocabulary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -84,6 +86,20 @@ class ByteFallbackTextStream:
     def _leave_bytes(self) -> str:
         self._is_inside_bytes = False
         return self._utf8.decode(b"", final=True)
+
+
+class MarkedTextStream:
+    """Another stream, with the text of some special tokens that it leaves out."""
+
+    def __init__(self, stream: TextStream, marks: Mapping[int, str]) -> None:
+        self._stream = stream
+        self._marks = marks
+
+    def step(self, token_id: int) -> str:
+        return self._stream.step(token_id) + self._marks.get(token_id, "")
+
+    def flush(self) -> str:
+        return self._stream.flush()
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:

@@ -5,6 +5,7 @@ renders templates. transformers is slow to import, so ``load_tokenizer`` does it
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from engine.gguf_file import load_pretrained_tokenizer
 from server.text.detokenizer import TextStream
-from server.text.text_stream import ByteFallbackTextStream, TokenTextStream
+from server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
+from server.text.text_stream import ByteFallbackTextStream, MarkedTextStream, TokenTextStream
 from server.text.vocabulary import Vocabulary
 
 # A folder with a tokenizer has at least one of them.
@@ -28,10 +30,10 @@ class Tokenizer:
 
     def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
         self.vocabulary = Vocabulary(fast)
+        self.templates = templates
         # Characters of the longest token, as the vocabulary writes it: no fewer than its text has.
         self.longest_token = max(map(len, fast.get_vocab()), default=1)
         self._fast = fast
-        self._templates = templates
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # As a batch of one: ``encode`` holds the interpreter's lock for as long as it takes.
@@ -42,15 +44,29 @@ class Tokenizer:
         (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def stream(self, *, skip_special_tokens: bool) -> TextStream:
+    def stream(self, *, skip_special_tokens: bool, marks: Sequence[str] = ()) -> TextStream:
+        """Special tokens that are part of ``marks`` are text in any case."""
         if self.vocabulary.fallback_bytes:
-            return ByteFallbackTextStream(
+            stream: TextStream = ByteFallbackTextStream(
                 self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens
             )
-        return TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
+        else:
+            stream = TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
+        shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
+        if shown:
+            return MarkedTextStream(stream, {token_id: text for text, token_id in shown.items()})
+        return stream
+
+    def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
+        """Of the tokens that are part of ``texts`` and that llguidance takes for no text."""
+        return _part_of(texts, self.vocabulary.special | self.vocabulary.tags)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        return self._templates.render(messages, {"add_generation_prompt": True} | dict(options))
+        return self.templates.render(messages, {"add_generation_prompt": True} | dict(options))
+
+
+def _part_of(texts: Sequence[str], token_ids: Mapping[str, int]) -> dict[str, int]:
+    return {token: token_id for token, token_id in token_ids.items() if any(token in text for text in texts)}
 
 
 class ChatTemplates:
@@ -59,6 +75,33 @@ class ChatTemplates:
     def __init__(self, hf_tokenizer: Any, override: str | None = None) -> None:
         self._hf_tokenizer = hf_tokenizer
         self._override = override
+
+    @cached_property
+    def source(self) -> str:
+        """Of all templates that the model has; empty if it has none."""
+        templates = self._override or self._hf_tokenizer.chat_template or ""
+        return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """That the template uses, beside those that it sets itself."""
+        from jinja2 import TemplateSyntaxError, meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        try:
+            environment = _compile_jinja_template(self.source).environment
+            return frozenset(meta.find_undeclared_variables(environment.parse(self.source)))
+        except TemplateSyntaxError:
+            return frozenset()  # rendering says what is wrong
+
+    @cached_property
+    def call_format(self) -> CallFormat | None:
+        """Of the tool calls that the template writes; None if that is not known."""
+        return find_call_format(self.source) if "tools" in self.variables else None
+
+    @cached_property
+    def reasoning_marks(self) -> ReasoningMarks | None:
+        return find_reasoning_marks(self.source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError

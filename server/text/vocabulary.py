@@ -26,9 +26,18 @@ class Vocabulary:
         }
         self._decoder_types = set(_decoder_types(fast))
         self._known: dict[int, bytes | None] = {}
-        self._special = {
-            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
+        self.special = {
+            token.content: token_id
+            for token_id, token in fast.get_added_tokens_decoder().items()
+            if token.special
         }
+        # Added tokens such as <tool_call>, which are text.
+        self.tags = {
+            token.content: token_id
+            for token_id, token in fast.get_added_tokens_decoder().items()
+            if token.content.startswith("<") and token.content.endswith(">")
+        }
+        self._special_ids = set(self.special.values())
         # Token id -> byte, for vocabularies with byte fallback.
         self.fallback_bytes: dict[int, bytes] = {}
         if "ByteFallback" in self._decoder_types:
@@ -42,7 +51,7 @@ class Vocabulary:
         return self._known[token_id]
 
     def is_without_text(self, token_id: int, *, skip_special_tokens: bool) -> bool:
-        return (skip_special_tokens and token_id in self._special) or self.bytes_of(token_id) is None
+        return (skip_special_tokens and token_id in self._special_ids) or self.bytes_of(token_id) is None
 
     def text_of(self, token_id: int, mark: str = "") -> str:
         r"""The token's text; ``mark`` and ``\xf0\x9f`` for part of a character; ``token_id:7`` for no token.

@@ -1,12 +1,13 @@
 """LangChain's ``ChatOpenAI`` and ``OpenAI``: whole answers, streams, batches, usage, log-probabilities."""
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
 
 from tests.clients.conftest import MODEL, Server
 
@@ -121,3 +122,34 @@ def test_errors_are_the_sdks(server: Server) -> None:
         chat(server).with_config(configurable={}).bind(model="another").invoke(MESSAGES)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         chat(server).bind(temperature=9).invoke(MESSAGES)
+
+
+class Weather(BaseModel):
+    """The weather somewhere."""
+
+    city: str = Field(max_length=12)
+    unit: Literal["C", "F"]
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize("use_responses_api", [False, True])
+def test_structured_output(server: Server, method: Any, use_responses_api: bool) -> None:
+    model = chat(server, use_responses_api=use_responses_api, max_tokens=200)
+    assert isinstance(model.with_structured_output(Weather, method=method).invoke(MESSAGES), Weather)
+
+
+@pytest.mark.parametrize("use_responses_api", [False, True])
+def test_bound_tools(server: Server, use_responses_api: bool) -> None:
+    """One call, whole and streamed; its result goes back, and an answer in words comes."""
+    model = chat(server, use_responses_api=use_responses_api, max_tokens=200)
+    calling = model.bind_tools([Weather], tool_choice="required", parallel_tool_calls=False)
+    answer = calling.invoke(MESSAGES)
+    (call,) = answer.tool_calls
+    Weather.model_validate(call["args"])
+    whole, *chunks = calling.stream(MESSAGES)
+    for chunk in chunks:
+        whole += chunk
+    assert isinstance(whole, AIMessage)
+    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [("Weather", call["args"])]
+    result = ToolMessage("Rain", tool_call_id=call["id"] or "")
+    assert model.bind_tools([Weather], tool_choice="none").invoke([*MESSAGES, answer, result]).text

@@ -103,7 +103,7 @@ def test_raw_responses(sdk: openai.OpenAI, said: str) -> None:
     ("request_", "kind", "code", "param"),
     [
         ({"temperature": 3}, openai.BadRequestError, "invalid_value", "temperature"),
-        ({"tools": [{"type": "x"}]}, openai.BadRequestError, "unsupported_parameter", "tools"),
+        ({"tools": [{"type": "x"}]}, openai.BadRequestError, "unsupported_parameter", "tools.0"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),
         ({"model": "gpt-9"}, openai.NotFoundError, "model_not_found", "model"),
     ],

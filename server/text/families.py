@@ -1,0 +1,119 @@
+"""How families of models write tool calls and reasoning, as data; each is recognised by its chat template.
+
+``server.text.message_reader`` reads answers by it, ``server.text.tool_grammar`` constrains them.
+"""
+
+import secrets
+import string
+from dataclasses import dataclass
+from typing import Literal
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """``first`` and ``later`` are what stands before the names of calls, from where the call can be told from
+    text; ``trigger``, with which ``first`` begins, is where it can only be a call. ``opening`` texts start
+    a channel that is part of the content and are no text themselves."""
+
+    name: str
+    template_marks: tuple[str, ...]
+    trigger: str
+    first: str
+    later: str | None  # None: the family writes one call only
+    before_arguments: str
+    end: str
+    last: str = ""
+    at_start: bool = False  # a call is the whole answer
+    arguments: Literal["json", "tags"] = "json"
+    call_id_prefix: str = "call_"
+    call_id_length: int = 24
+
+    @property
+    def literals(self) -> list[str]:
+        return [self.first, self.later or "", self.before_arguments, self.end, self.last]
+
+    def new_call_id(self) -> str:
+        return self.call_id_prefix + "".join(secrets.choice(ALPHANUMERIC) for _ in range(self.call_id_length))
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """What stands around an answer's reasoning."""
+
+    open: str
+    close: str
+
+
+# The first format applies that has all of its marks in the template.
+CALL_FORMATS = (
+    CallFormat(
+        name="qwen_tags",  # Qwen3-Coder, Qwen3.5
+        template_marks=("<tool_call>", "<function=", "<parameter="),
+        trigger="<tool_call>",
+        first="<tool_call>\n<function=",
+        later="\n<tool_call>\n<function=",
+        before_arguments=">\n",
+        end="</function>\n</tool_call>",
+        arguments="tags",
+    ),
+    CallFormat(
+        name="hermes",  # Hermes, Qwen2.5, Qwen3
+        template_marks=("<tool_call>", '"arguments"'),
+        trigger="<tool_call>",
+        first='<tool_call>\n{"name": "',
+        later='\n<tool_call>\n{"name": "',
+        before_arguments='", "arguments": ',
+        end="}\n</tool_call>",
+    ),
+    CallFormat(
+        name="llama3",
+        template_marks=("<|start_header_id|>", '"parameters": '),
+        trigger='{"name": "',
+        first='{"name": "',
+        later=None,
+        before_arguments='", "parameters": ',
+        end="}",
+        at_start=True,
+    ),
+    CallFormat(
+        name="mistral",
+        template_marks=("[TOOL_CALLS]", "[ARGS]"),
+        trigger="[TOOL_CALLS]",
+        first="[TOOL_CALLS]",
+        later="[TOOL_CALLS]",
+        before_arguments="[ARGS]",
+        end="",
+        call_id_prefix="",
+        call_id_length=9,
+    ),
+    CallFormat(
+        name="mistral_list",  # before 2025
+        template_marks=("[TOOL_CALLS]",),
+        trigger="[TOOL_CALLS]",
+        first='[TOOL_CALLS][{"name": "',
+        later=', {"name": "',
+        before_arguments='", "arguments": ',
+        end="}",
+        last="]",
+        call_id_prefix="",
+        call_id_length=9,
+    ),
+)
+
+REASONING_MARKS = (
+    ReasoningMarks("<think>", "</think>"),
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("<|channel>thought\n", "<channel|>"),
+)
+
+
+def find_call_format(template: str) -> CallFormat | None:
+    found = (each for each in CALL_FORMATS if all(mark in template for mark in each.template_marks))
+    return next(found, None)
+
+
+def find_reasoning_marks(template: str) -> ReasoningMarks | None:
+    return next((each for each in REASONING_MARKS if each.close in template), None)

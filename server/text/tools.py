@@ -1,0 +1,108 @@
+"""What a request lets the model call, and how its answer is read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from server.errors import InvalidRequestError, UnsupportedParameterError
+from server.schemas.chat import ChatRequest
+from server.schemas.responses import ResponsesRequest
+from server.schemas.tools import FunctionDefinition
+from server.text.families import CallFormat, ReasoningMarks
+from server.text.message_reader import MessageFormat
+from server.text.prompt import TokenPrompt
+from server.text.tokenizer import Tokenizer
+from server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The functions that an answer may call, or must if ``required``."""
+
+    functions: list[FunctionDefinition]
+    calls: CallFormat
+    token_ids: dict[str, int]
+    required: bool
+    parallel: bool
+
+    def grammar(self, schema: Any = None) -> str:
+        """``schema``: of an answer that calls nothing; None for any text."""
+        return call_grammar(
+            self.functions,
+            self.calls,
+            self.token_ids,
+            required=self.required,
+            parallel=self.parallel,
+            schema=schema,
+        )
+
+
+def tool_use(request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> ToolUse | None:
+    """None where nothing can be called. ``InvalidRequestError`` for a choice that there is not, and for a
+    model whose chat template does not write tools."""
+    functions, choice = request.functions, request.tool_choice or "auto"
+    if not functions:
+        if choice not in ("none", "auto"):
+            raise InvalidRequestError("tool_choice is only allowed with tools.", param="tool_choice")
+        return None
+    names = [function.name for function in functions]
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            raise InvalidRequestError(f"There are two tools named '{name}'.", param=f"tools.{position}")
+    if choice == "none":
+        return None
+    named = None if isinstance(choice, str) else choice.name
+    if named is not None and named not in names:
+        raise InvalidRequestError(
+            f"tool_choice names '{named}', which is not among the tools.", param="tool_choice"
+        )
+    calls = _call_format(tokenizer)
+    return ToolUse(
+        functions=[each for each in functions if named in (None, each.name)],
+        calls=calls,
+        token_ids=tokenizer.grammar_ids(calls.literals),
+        required=choice != "auto",
+        parallel=named is None and request.parallel_tool_calls is not False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How a model reasons before it answers. ``is_open``: the prompt has begun it."""
+
+    marks: ReasoningMarks
+    token_ids: dict[str, int]
+    is_open: bool
+
+    def before(self, grammar: str) -> tuple[str, list[int]]:
+        """``grammar`` for what follows the reasoning, and the tokens after which it starts."""
+        return after_reasoning(grammar, self.marks, self.token_ids, is_open=self.is_open)
+
+
+def find_reasoning(tokenizer: Tokenizer, prompt: TokenPrompt) -> Reasoning | None:
+    """None for a model that is not known to reason, and where the prompt has ended it."""
+    marks, text = tokenizer.templates.reasoning_marks, prompt.text.rstrip()
+    if marks is None or text.endswith(marks.close):
+        return None
+    return Reasoning(
+        marks, tokenizer.grammar_ids([marks.open, marks.close]), text.endswith(marks.open.rstrip())
+    )
+
+
+def message_format(use: ToolUse | None, reasoning: Reasoning | None) -> MessageFormat:
+    return MessageFormat(
+        reasoning=reasoning.marks if reasoning else None,
+        calls=use.calls if use else None,
+        is_reasoning=reasoning is not None and reasoning.is_open,
+        schemas={each.name: arguments_schema(each) for each in use.functions} if use else {},
+    )
+
+
+def _call_format(tokenizer: Tokenizer) -> CallFormat:
+    templates = tokenizer.templates
+    if "tools" not in templates.variables:
+        raise UnsupportedParameterError("This model's chat template does not write tools.", param="tools")
+    if templates.call_format is None:
+        raise UnsupportedParameterError(
+            "How this model's chat template writes tool calls is not known here.", param="tools"
+        )
+    return templates.call_format
