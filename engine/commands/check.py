@@ -38,7 +38,7 @@ from engine.core.engine import EngineCore
 from engine.messages import SamplingParams, Verification
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
-from engine.models.loader import resolve_device, resolve_dtype
+from engine.models.loader import draft_source, load_options
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
 from engine.terminal import Stages, console, printable, stages, table
@@ -162,15 +162,8 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
 def _expected(
     settings: CheckSettings, tokenizer: Any | None, text: str
 ) -> tuple[list[int], SamplingParams, Law]:
-    device = resolve_device(settings.device)
     assert settings.target is not None
-    target = FreshModel(
-        settings.target,
-        resolve_dtype(settings.dtype, device),
-        device,
-        trust_remote_code=settings.trust_remote_code,
-        allow_pickle=settings.allow_pickle,
-    )
+    target = FreshModel(settings.target, load_options(settings))
     # The shorter the prompt, the more samples there are time for; what follows is as good a test.
     prompt = _encode(tokenizer, text, 0, target.vocab_size)[:NUM_TESTED_PROMPT_TOKENS]
     return prompt, *expected_law(target, prompt, settings.samples)
@@ -187,9 +180,8 @@ def _tokenizers(core: EngineCore, settings: CheckSettings) -> TokenizerResult | 
     if core.draft is None:
         return None
     assert settings.target is not None
-    assert settings.draft is not None
     sizes = core.target.vocab_size, core.draft.vocab_size
-    return pair_models(settings.target, settings.draft, *sizes).result
+    return pair_models(settings.target, draft_source(settings)[0], *sizes).result
 
 
 def _speeds(

@@ -4,6 +4,8 @@ What ``engine.commands.replay`` and ``engine.commands.check`` compare the engine
 call computes the whole text anew.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -11,30 +13,16 @@ from engine.messages import SamplingParams
 from engine.models.base import eos_token_ids
 from engine.models.generation_rules import decoder_start_ids, generation_rules
 from engine.models.loader import load_causal_model
+from engine.models.options import LoadOptions
 from engine.sampling.adjust import History, adjust_logits
 from engine.sampling.processors import SamplingTensors, to_probs
 from engine.sampling.rules import NO_RULES
 
 
 class FreshModel:
-    def __init__(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        trust_remote_code: bool = False,
-        allow_pickle: bool = False,
-    ) -> None:
-        self.model = load_causal_model(
-            path,
-            dtype,
-            device,
-            attention="eager",
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
-        )
-        self.device = device
+    def __init__(self, path: str, options: LoadOptions) -> None:
+        self.model = load_causal_model(path, replace(options, device_map=None), attention="eager")
+        self.device = options.device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.eos_token_ids = eos_token_ids(self.model.generation_config, self.model.config)
         self.has_encoder = bool(self.model.config.is_encoder_decoder)

@@ -31,6 +31,7 @@ from engine.models.in_place_attention import InPlaceAttention, find_kernel
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
 from engine.models.linear import Linear, make_linear
 from engine.models.model_runner import ModelRunner
+from engine.models.options import LoadOptions
 from engine.models.weights import Checkpoint
 from engine.native.decoder import NativeDecoder
 from engine.native.layer_parts import NativeKernels, serves
@@ -180,13 +181,13 @@ class Llama(Model):
 
 
 def load_llama(
-    skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, native_kernels: bool, narrow: bool
+    skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions
 ) -> Llama | None:
-    """``skeleton`` is transformers' module on the meta device. ``narrow``: keep 16 bits on a CPU where that
-    loses nothing. None if tensors are missing, or the logits are not those of transformers' layers."""
-    kernels = _kernels(skeleton, facts) if native_kernels else None
+    """``skeleton`` is transformers' module on the meta device. None if tensors are missing, or the logits are
+    not those of transformers' layers."""
+    kernels = _kernels(skeleton, facts) if options.native_kernels else None
     for library in (kernels, None) if kernels is not None else (None,):
-        reader = _Reader(skeleton, checkpoint, facts, library, narrow)
+        reader = _Reader(skeleton, checkpoint, facts, library, options.narrow)
         if not reader.is_complete:
             return None
         weights, expected = reader.read()

@@ -5,6 +5,7 @@ What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError`` th
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
+from engine.config import SELF_DRAFTS, EngineConfig
 from engine.gguf_file import GgufError, is_gguf
 from engine.models import cross_attention
 from engine.models.attention import ATTENTION_NAME
@@ -23,6 +25,7 @@ from engine.models.errors import ModelLoadError
 from engine.models.gguf import check_complete, generation_config, load_module, open_gguf
 from engine.models.linear import replace_linears
 from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from engine.models.options import LoadOptions
 from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.models.self_check import self_check
 from engine.models.weights import Checkpoint
@@ -31,6 +34,9 @@ from engine.native.linear import linear_library
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NOT_QUANTISED = (
+    "{} cannot be quantised: that needs a Llama-shaped model on a CPU, in float32, and a C compiler"
+)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -48,75 +54,74 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    device_map: str | dict[str, str | int] | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    native_kernels: bool = True,
-    narrow: bool = True,
-    check: bool = True,
-    quantize: str = "none",
-) -> Model:
-    """The model at ``path`` by the fastest way that computes what transformers' own module does.
+def load_options(config: EngineConfig) -> LoadOptions:
+    """For the target and drafts of their own; ``ModelLoadError`` if the device is not there."""
+    device = resolve_device(config.device)
+    return LoadOptions(
+        dtype=resolve_dtype(config.dtype, device),
+        device=device,
+        device_map=config.device_map,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+        native_kernels=config.native_kernels,
+        # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
+        narrow=config.dtype == "auto",
+        self_check=config.self_check,
+        quantize=config.quantize,
+    )
 
-    With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say. ``narrow``: on a
-    CPU keep weights in 16 bits where that loses nothing. ``check``: refuse a model that over our cache
-    deviates from itself. ``quantize``: to int8 or int4, or ``none``.
-    """
-    if quantize != "none" and (is_gguf(path) or device_map is not None or not narrow or not native_kernels):
+
+def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:
+    """The draft's checkpoint, and how it is loaded."""
+    options = load_options(config)
+    assert config.target is not None
+    assert config.draft is not None
+    if config.draft not in SELF_DRAFTS:
+        return config.draft, options
+    # Whatever the target computes in, only few bits make a draft of it.
+    return config.target, replace(options, quantize=SELF_DRAFTS[config.draft], narrow=True)
+
+
+def load_model(path: str, options: LoadOptions) -> Model:
+    """The model at ``path`` by the fastest way that computes what transformers' own module does."""
+    if options.quantize != "none" and not (
+        options.narrow and options.native_kernels and options.device_map is None
+    ):
         raise ModelLoadError(
-            f"quantize {quantize} needs a float checkpoint, dtype auto, native_kernels and no device_map: "
-            f"{path} cannot be quantised"
+            f"{path} cannot be quantised: that needs dtype auto, native_kernels and no device_map"
         )
     if is_gguf(path):
-        return _load_gguf(path, dtype, device, device_map is None, native_kernels, narrow)
-    check_folder(path, allow_pickle=allow_pickle)
+        return _load_gguf(path, options)
+    check_folder(path, allow_pickle=options.allow_pickle)
     path = _expanded(path)
-    if device_map is None and not trust_remote_code:
-        llama = _by_name(path, dtype, device, allow_pickle, native_kernels, narrow, quantize)
-        if llama is not None and (quantize == "none" or llama.is_quantised):
+    if options.device_map is None and not options.trust_remote_code:
+        llama = _by_name(path, options)
+        if llama is not None and (options.quantize == "none" or llama.is_quantised):
             return llama
-    if quantize != "none":
-        raise ModelLoadError(
-            f"{path} cannot be quantised: that needs a Llama-shaped model on a CPU, in float32, and a C "
-            "compiler"
-        )
-    model = load_decoder(
-        path,
-        dtype,
-        device,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        native_kernels=native_kernels,
-        narrow=narrow,
-    )
+    if options.quantize != "none":
+        raise ModelLoadError(NOT_QUANTISED.format(path))
+    model = load_decoder(path, options)
     # Families of encoder-decoder models are known by name; what they share with generate() is tested.
     if not isinstance(model, DecoderModel):
         return model
-    if check:
+    if options.self_check:
         self_check(model)
-    if model.is_quantised and device_map is None and is_llama(model.module):
-        return take_llama(model.module, model.facts, native_kernels, probe_logits(model)) or model
+    if model.is_quantised and options.device_map is None and is_llama(model.module):
+        return take_llama(model.module, model.facts, options.native_kernels, probe_logits(model)) or model
     return model
 
 
-def _load_gguf(
-    path: str, dtype: torch.dtype, device: torch.device, is_whole: bool, native_kernels: bool, narrow: bool
-) -> Model:
-    """``narrow``: on a CPU weights stay quantised; else they are dequantised to ``dtype``."""
-    if not is_whole:
+def _load_gguf(path: str, options: LoadOptions) -> Model:
+    if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     try:
-        checkpoint = open_gguf(path)
-        skeleton = _skeleton(checkpoint.config, dtype)
-        check_complete(skeleton, checkpoint)
-        facts = ModelFacts(checkpoint.config, generation_config(checkpoint), count(skeleton), dtype, device)
-        llama = load_llama(skeleton, checkpoint, facts, native_kernels, narrow)
+        file = open_gguf(path)
+        skeleton = _skeleton(file.config, options.dtype)
+        check_complete(skeleton, file)
+        facts = ModelFacts(
+            file.config, generation_config(file), count(skeleton), options.dtype, options.device
+        )
+        llama = load_llama(skeleton, _quantised(file, options), facts, options)
     except ModelLoadError:
         raise
     except GgufError as error:
@@ -125,8 +130,16 @@ def _load_gguf(
         raise ModelLoadError(explain(path, error)) from error
     if llama is None:
         raise ModelLoadError(f"{path} cannot be served: its logits are not those of transformers' model")
-    checkpoint.release()
+    if options.quantize != "none" and not llama.is_quantised:
+        raise ModelLoadError(NOT_QUANTISED.format(path))
+    file.release()
     return llama
+
+
+def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
+    if options.quantize == "none":
+        return checkpoint
+    return QuantisedCheckpoint(checkpoint, LAYER_TYPES[options.quantize])
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:
@@ -135,28 +148,20 @@ def _skeleton(config: Any, dtype: torch.dtype) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def _by_name(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    allow_pickle: bool,
-    native_kernels: bool,
-    narrow: bool,
-    quantize: str,
-) -> Llama | None:
+def _by_name(path: str, options: LoadOptions) -> Llama | None:
     """A Llama-shaped model straight from its files; None for any other, and for what has to be explained."""
     try:
         config = AutoConfig.from_pretrained(path)
         if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
             return None
-        skeleton = _skeleton(config, dtype)
-        checkpoint = Checkpoint.find(path, allow_pickle)
+        skeleton = _skeleton(config, options.dtype)
+        checkpoint = Checkpoint.find(path, options.allow_pickle)
         if checkpoint is None or not is_llama(skeleton):
             return None
-        if quantize != "none":
-            checkpoint = QuantisedCheckpoint(checkpoint, LAYER_TYPES[quantize])
-        facts = ModelFacts(config, _generation_config(path, skeleton), count(skeleton), dtype, device)
-        return load_llama(skeleton, checkpoint, facts, native_kernels, narrow)
+        facts = ModelFacts(
+            config, _generation_config(path, skeleton), count(skeleton), options.dtype, options.device
+        )
+        return load_llama(skeleton, _quantised(checkpoint, options), facts, options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         logger.info("%s is left to transformers to load: %s", path, error)
         return None
@@ -169,31 +174,15 @@ def _generation_config(path: str, skeleton: Any) -> Any:
         return skeleton.generation_config
 
 
-def load_decoder(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    device_map: str | dict[str, str | int] | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    native_kernels: bool = True,
-    narrow: bool = True,
-) -> DecoderModel | EncoderDecoderModel:
-    """The model at ``path`` by transformers' module, with linear layers of our own on a CPU."""
-    module = load_causal_model(
-        path,
-        dtype,
-        device,
-        ATTENTION_NAME,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
+def load_decoder(path: str, options: LoadOptions) -> DecoderModel | EncoderDecoderModel:
+    """The model in the folder or repository ``path`` by transformers' module, with linear layers of our own
+    on a CPU."""
+    module = _load_module(path, options, ATTENTION_NAME)
     device = module.get_input_embeddings().weight.device
-    facts = ModelFacts(module.config, module.generation_config, count(module), dtype, device)
-    if device.type == "cpu" and dtype == torch.float32 and device_map is None:
-        replace_linears(module, linear_library() if native_kernels else None, narrow)
+    facts = ModelFacts(module.config, module.generation_config, count(module), options.dtype, device)
+    if device.type == "cpu" and options.dtype == torch.float32 and options.device_map is None:
+        library = linear_library() if options.native_kernels else None
+        replace_linears(module, library, options.narrow)
     served = EncoderDecoderModel if module.config.is_encoder_decoder else DecoderModel
     return served(module, facts)
 
@@ -206,26 +195,20 @@ def _expanded(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
-def load_causal_model(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-    *,
-    device_map: str | dict[str, str | int] | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-) -> Any:
+def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
     if is_gguf(path):
         try:
-            return load_module(open_gguf(path), dtype, device, attention)
+            return load_module(open_gguf(path), options.dtype, options.device, attention)
         except GgufError as error:
             raise ModelLoadError(str(error)) from error
-    check_folder(path, allow_pickle=allow_pickle)
-    path = _expanded(path)
+    check_folder(path, allow_pickle=options.allow_pickle)
+    return _load_module(_expanded(path), options, attention)
+
+
+def _load_module(path: str, options: LoadOptions, attention: str) -> Any:
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
         auto_model: Any = AutoModelForCausalLM
         if config.is_encoder_decoder:
             auto_model = AutoModelForSeq2SeqLM
@@ -233,11 +216,11 @@ def load_causal_model(
         model, found = auto_model.from_pretrained(
             path,
             config=config,
-            dtype=dtype,
+            dtype=options.dtype,
             attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=None if allow_pickle else True,
-            device_map=device_map,
+            trust_remote_code=options.trust_remote_code,
+            use_safetensors=None if options.allow_pickle else True,
+            device_map=options.device_map,
             output_loading_info=True,
         )
     except ModelLoadError:
@@ -253,10 +236,10 @@ def load_causal_model(
     if missing := sorted(found["missing_keys"]):
         raise ModelLoadError(f"{path} lacks weights of the model: {', '.join(missing[:3])}")
     model.eval().requires_grad_(False)
-    if device_map is not None:
+    if options.device_map is not None:
         _refuse_offload(path, getattr(model, "hf_device_map", {}))
         return model
-    return model if hasattr(model, "hf_quantizer") else model.to(device)
+    return model if hasattr(model, "hf_quantizer") else model.to(options.device)
 
 
 def _refuse_offload(path: str, placement: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
 from msgspec import structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.core.engine import EngineCore
 from engine.messages import SamplingParams
 from engine.models.fresh import FreshModel
+from engine.models.options import LoadOptions
 from engine.proposers.grammar import GrammarProposer
 from engine.sampling.grammar import Grammars
 from tests import naive
@@ -66,7 +66,7 @@ class Constrained:
             folder, seed=11, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden, eos_token_id=END
         )
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.3, grammar=GRAMMAR)
-        model = FreshModel(target, torch.float32, torch.device("cpu"))
+        model = FreshModel(target, LoadOptions())
         tokenizer = make_tokenizer()
         texts: dict[Text, float] = {}
 

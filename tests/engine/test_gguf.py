@@ -25,6 +25,7 @@ from engine.models.errors import ModelLoadError
 from engine.models.llama import Llama
 from engine.models.loader import load_causal_model, load_model
 from engine.models.model_runner import ModelRunner
+from engine.models.options import LoadOptions
 from engine.native.decoder import NativeDecoder
 from engine.native.quantised import TYPES, QuantisedEmbeddings, QuantisedLinear
 from engine.native.runner import NativeRunner
@@ -59,7 +60,7 @@ NUM_TOKENS = 40
 
 
 def load(path: Path, narrow: bool = True) -> Llama:
-    model = load_model(str(path), torch.float32, CPU, narrow=narrow)
+    model = load_model(str(path), LoadOptions(narrow=narrow))
     assert isinstance(model, Llama)
     return model
 
@@ -88,7 +89,7 @@ def test_dequantised_files_are_the_model_they_were_made_from(name: str, tmp_path
     model = load(path, narrow=False)
     assert not isinstance(model.weights.head, QuantisedLinear)
     assert torch.allclose(logits_in(model, [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
-    reference = load_causal_model(str(path), torch.float32, CPU, "eager")
+    reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
 
 
@@ -144,7 +145,7 @@ def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
     expected = expected_logits(module)
     assert not torch.allclose(without, expected, atol=1e-2)
     assert torch.allclose(logits_in(load(path, narrow=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
-    reference = load_causal_model(str(path), torch.float32, CPU, "eager")
+    reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
 
 
@@ -246,7 +247,7 @@ def test_checkpoints_quantised_at_load_are_the_file_of_that_type(
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     module.save_pretrained(folder)
-    model = load_model(str(folder), torch.float32, CPU, quantize=quantize)
+    model = load_model(str(folder), LoadOptions(quantize=quantize))
     assert isinstance(model, Llama)
     assert model.is_quantised
     assert torch.equal(logits_in(model, [len(IDS)]), logits_in(load(path), [len(IDS)]))
@@ -255,8 +256,8 @@ def test_checkpoints_quantised_at_load_are_the_file_of_that_type(
 def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     path, folder = tmp_path / "model.gguf", tmp_path / "folder"
     save_gguf(path, CONFIGS["llama"]).save_pretrained(folder)
-    for place, settings in ((path, {}), (folder, {"narrow": False}), (folder, {"native_kernels": False})):
+    for place, settings in ((path, {"narrow": False}), (folder, {"narrow": False}), (folder, {"native_kernels": False})):
         with pytest.raises(ModelLoadError, match="cannot be quantised"):
-            load_model(str(place), torch.float32, CPU, quantize="int8", **settings)
+            load_model(str(place), LoadOptions(quantize="int8", **settings))
     with pytest.raises(ModelLoadError, match="needs a Llama-shaped model on a CPU, in float32"):
-        load_model(str(folder), torch.bfloat16, CPU, quantize="int8")
+        load_model(str(folder), LoadOptions(torch.bfloat16, quantize="int8"))
