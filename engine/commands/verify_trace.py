@@ -19,7 +19,7 @@ from engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from engine.config import EngineConfig
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
-from engine.models.loader import load_options
+from engine.models.loader import draft_source, load_options
 from engine.sampling.grammar import GrammarError, Grammars, load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
@@ -61,7 +61,7 @@ def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
     options = load_options(settings)
     assert settings.target is not None  # filled in by EngineConfig
     target = FreshModel(settings.target, options)
-    draft = FreshModel(settings.draft, options) if settings.draft else None
+    draft = FreshModel(*draft_source(settings)) if settings.draft else None
     grammars = Grammars(partial(load_tokenizer, settings.target, target.vocab_size, target.eos_token_ids))
     tolerance = settings.tolerance or TOLERANCES[str(options.dtype)]
     return Replayer(target, draft, answer.params, tolerance, grammars)

@@ -134,21 +134,6 @@ def generation_config(checkpoint: GgufCheckpoint) -> Any:
     return GenerationConfig(eos_token_id=sorted(ids) or None, **given)
 
 
-def load_module(checkpoint: GgufCheckpoint, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    """transformers' module with dequantised weights."""
-    module = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype, attn_implementation=attention)
-    names = checkpoint.names.keys() & module.state_dict().keys()
-    check_complete(module, checkpoint)
-    for name in names:
-        (tensor,) = checkpoint.read([name]).values()
-        module.load_state_dict({name: tensor.to(dtype)}, strict=False, assign=True)
-    module.tie_weights()
-    if (factors := checkpoint.rotary_factors()) is not None:
-        module.model.rotary_emb.inv_freq /= factors
-    module.generation_config = generation_config(checkpoint)
-    return module.eval().requires_grad_(False).to(device)
-
-
 def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
     """Every parameter is there, and of the shape that it must have."""
     path, tied = checkpoint.file.path, checkpoint.config.tie_word_embeddings

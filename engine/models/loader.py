@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
@@ -22,10 +23,11 @@ from engine.models.checkpoint import check_folder, explain
 from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.gguf import check_complete, generation_config, load_module, open_gguf
+from engine.models.gguf import check_complete, generation_config, open_gguf
 from engine.models.linear import replace_linears
 from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
 from engine.models.options import LoadOptions
+from engine.models.packed import PackedCheckpoint, PackingError, open_packed
 from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.models.self_check import self_check
 from engine.models.weights import Checkpoint
@@ -111,6 +113,17 @@ def load_model(path: str, options: LoadOptions) -> Model:
     return model
 
 
+def load_quantised(path: str, options: LoadOptions) -> Llama | None:
+    """The model at ``path`` if our kernels serve it with quantised weights."""
+    if not options.narrow or options.device_map is not None or not options.native_kernels:
+        return None
+    is_packed = is_gguf(path) or _find_packed(_expanded(path), options) is not None
+    if options.quantize == "none" and not is_packed:
+        return None
+    model = load_model(path, options)
+    return model if isinstance(model, Llama) and model.is_quantised else None
+
+
 def _load_gguf(path: str, options: LoadOptions) -> Model:
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
@@ -152,16 +165,21 @@ def _by_name(path: str, options: LoadOptions) -> Llama | None:
     """A Llama-shaped model straight from its files; None for any other, and for what has to be explained."""
     try:
         config = AutoConfig.from_pretrained(path)
-        if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
+        if config.model_type not in FAMILIES:
             return None
         skeleton = _skeleton(config, options.dtype)
-        checkpoint = Checkpoint.find(path, options.allow_pickle)
+        if getattr(config, "quantization_config", None):
+            checkpoint, _ = _find_packed(path, options) or (None, None)
+        else:
+            checkpoint = Checkpoint.find(path, options.allow_pickle)
         if checkpoint is None or not is_llama(skeleton):
             return None
         facts = ModelFacts(
             config, _generation_config(path, skeleton), count(skeleton), options.dtype, options.device
         )
         return load_llama(skeleton, _quantised(checkpoint, options), facts, options)
+    except PackingError as error:
+        raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         logger.info("%s is left to transformers to load: %s", path, error)
         return None
@@ -199,11 +217,54 @@ def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
     if is_gguf(path):
         try:
-            return load_module(open_gguf(path), options.dtype, options.device, attention)
+            file = open_gguf(path)
+            check_complete(_skeleton(file.config, options.dtype), file)
         except GgufError as error:
             raise ModelLoadError(str(error)) from error
+        return _dequantised(file, file.config, generation_config(file), options, attention)
     check_folder(path, allow_pickle=options.allow_pickle)
-    return _load_module(_expanded(path), options, attention)
+    path = _expanded(path)
+    if (packed := _find_packed(path, options)) is not None:
+        checkpoint, config = packed
+        generation = _generation_config(path, _skeleton(config, options.dtype))
+        return _dequantised(checkpoint, config, generation, options, attention)
+    return _load_module(path, options, attention)
+
+
+def _find_packed(path: str, options: LoadOptions) -> tuple[PackedCheckpoint, Any] | None:
+    """The checkpoint and its config, if its 4-bit weights are of a kind that we read ourselves."""
+    if options.device.type != "cpu" or options.device_map is not None or options.trust_remote_code:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(path)
+        quantization = getattr(config, "quantization_config", None)
+        if config.model_type not in FAMILIES or not quantization:
+            return None
+        source = Checkpoint.find(path, options.allow_pickle)
+        packed = None if source is None else open_packed(source, quantization)
+    except PackingError as error:
+        raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
+    except (OSError, ValueError, SafetensorError):
+        return None  # ``_load_module`` has words for it
+    return None if packed is None else (packed, config)
+
+
+def _dequantised(
+    checkpoint: Checkpoint, config: Any, generation: Any, options: LoadOptions, attention: str
+) -> Any:
+    """transformers' module with the weights that ``checkpoint`` stands for."""
+    with init_empty_weights(include_buffers=False):
+        module: Any = AutoModelForCausalLM.from_config(
+            config, dtype=options.dtype, attn_implementation=attention
+        )
+    for name in [name for name, _ in module.named_parameters() if name in checkpoint.files]:
+        (tensor,) = checkpoint.read([name]).values()
+        module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
+    module.tie_weights()
+    if (factors := checkpoint.rotary_factors()) is not None:
+        module.model.rotary_emb.inv_freq /= factors
+    module.generation_config = generation
+    return module.eval().requires_grad_(False).to(options.device)
 
 
 def _load_module(path: str, options: LoadOptions, attention: str) -> Any:

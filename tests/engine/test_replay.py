@@ -35,9 +35,11 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def traced(target: str, draft: str | None, n: int = 1, **params: Any) -> dict[str, Any]:
+def traced(
+    target: str, draft: str | None, n: int = 1, dtype: str = "float32", **params: Any
+) -> dict[str, Any]:
     """The ``foretoken`` object of an answer, as the server writes it."""
-    core = make_engine(target, draft)
+    core = make_engine(target, draft, dtype=dtype)
     sampling = SamplingParams(**{"max_tokens": 30, "trace": True, "seed": 5, **params})
     for number, prompt in enumerate(PROMPTS):
         core.add(Generate(f"answer-{number}", prompt, sampling, n))

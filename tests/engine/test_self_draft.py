@@ -1,5 +1,6 @@
 """The target's own weights in fewer bits as its draft: the target's text, under every rule."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 from pydantic import ValidationError
 from transformers import LlamaConfig
 
+from engine.commands import check, verify_trace
 from engine.commands.check_exactness import check_law, expected_law
+from engine.commands.check_speed import Costs, Speed
 from engine.config import EngineConfig
 from engine.core.engine import EngineCore
 from engine.messages import SamplingParams, Verification
@@ -19,6 +22,7 @@ from engine.models.options import LoadOptions
 from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.native.quantised import TYPES, QuantisedLinear
 from engine.native.runner import NativeRunner
+from tests.engine.test_replay import traced
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_random_llama
 
@@ -116,3 +120,57 @@ def test_what_cannot_draft_for_itself_is_refused(folder: str) -> None:
         EngineConfig(target=folder, draft="self:int3")
     with pytest.raises(ModelLoadError, match="cannot be quantised"):
         make_engine(folder, "self:int4", native_kernels=False)
+
+
+def test_a_trace_of_quantised_models_verifies(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(files / "Q8_0.gguf")
+    answer = traced(target, "self:int4", dtype="auto")
+    file = tmp_path / "answer.json"
+    file.write_text(json.dumps(answer))
+    arguments = [str(file), "--target", target, "--device", "cpu", "--draft"]
+    assert verify_trace.main([*arguments, "self:int4"]) == 0
+    assert "confirmed" in capsys.readouterr().out
+    assert verify_trace.main([*arguments, target]) == 1  # it did not draft that
+
+
+CHECK = ["--device", "cpu", "--samples", "400", "--seconds", "1e-9", "--repeats", "1", "--json"]
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = check.main([*arguments, *CHECK])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("draft", ["none", "self:int4"])
+def test_check_certifies_a_quantised_target(
+    draft: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, report = checked(capsys, "--target", str(files / "Q8_0.gguf"), "--draft", draft)
+    assert code == 0
+    assert report["dtype"] == "float32"
+    assert (report["greedy"]["differences"], report["greedy"]["near_ties"]) == ([], 0)
+    weights = report["weights"]
+    assert weights["served"] != weights["reference"]
+    assert weights["served"] == pytest.approx(weights["reference"], abs=0.1)
+    assert bool(report["own_draft"]) == (draft == "none")
+    assert ("--draft self:int4 would" in report["verdict"]) == (draft == "none")
+
+
+def test_check_of_a_float_target_compares_no_weights(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = checked(capsys, "--target", folder, "--draft", "none")
+    assert code == 0
+    assert report["weights"] is None
+    assert 0.5 < report["own_draft"][0]["acceptance_rate"] < 1
+
+
+def test_recommendations() -> None:
+    speeds = [
+        Speed(temperature, length, 0.5, 2, [0.5], 10, 10, ratio, ratio, Costs(0.1, 1, 0.1))
+        for temperature, length, ratio in ((0, 2, 1.2), (1, 2, 1.3), (0, 4, 1.0), (1, 4, 1.0))
+    ]
+    words = check._recommendation(speeds)
+    assert words == "; --draft self:int4 would pay: 1.25 times as fast at 2 tokens"
+    assert "would not pay (1.00 times as fast at 4 tokens at best)" in check._recommendation(speeds[2:])
+    assert check._recommendation([]) == ""
