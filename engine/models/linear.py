@@ -17,7 +17,7 @@ from torch.backends import mkldnn
 from transformers.pytorch_utils import Conv1D
 
 from engine.native.linear import NativeLinear, half_scale
-from engine.native.quantised import QuantisedLinear, can_stack
+from engine.native.quantised import QuantisedEmbeddings, QuantisedLinear, can_stack
 
 # Below this many weights a module's own overhead outweighs what packing saves; oneDNN's fixed cost is some
 # 10 microseconds.
@@ -134,13 +134,27 @@ class LinearModule(nn.Module):
         return rows.view(*x.shape[:-1], self.out_features)
 
 
+class QuantisedEmbeddingModule(nn.Module):
+    """Stands in for an embedding of transformers' whose weights stay quantised."""
+
+    def __init__(self, module: nn.Module, embeddings: QuantisedEmbeddings) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.scale = float(getattr(module, "scalar_embed_scale", 1.0))  # Gemma's
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = self.embeddings.look_up(token_ids.reshape(-1)) * self.scale
+        return rows.view(*token_ids.shape, -1)
+
+
 def replace_linears(model: nn.Module, library: ctypes.CDLL | None, narrow: bool) -> None:
     """Pack every large linear layer below ``model``, one at a time, so that memory never doubles."""
     for name, child in list(model.named_children()):
         if type(child) in (nn.Linear, Conv1D):
             weight = _weight(child)
             smallest = MIN_ONE_DNN_WEIGHTS if library is None else MIN_NATIVE_WEIGHTS
-            if _is_packed(weight) and weight.numel() >= smallest:
+            is_large = _is_packed(weight) and weight.numel() >= smallest
+            if is_large or hasattr(child, "blocks"):
                 setattr(model, name, LinearModule(child, library, narrow))
         else:
             replace_linears(child, library, narrow)

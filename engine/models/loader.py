@@ -4,6 +4,7 @@ Chooses device and dtype, and the way: Llama-shaped models by name (``llama``), 
 What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError`` that says so in a sentence.
 """
 
+import ctypes
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.gguf import check_complete, generation_config, open_gguf
-from engine.models.linear import replace_linears
+from engine.models.linear import LinearModule, QuantisedEmbeddingModule, replace_linears
 from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
 from engine.models.options import LoadOptions
 from engine.models.packed import PackedCheckpoint, PackingError, open_packed
@@ -32,6 +33,7 @@ from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.models.self_check import self_check
 from engine.models.weights import Checkpoint
 from engine.native.linear import linear_library
+from engine.native.quantised import QuantisedEmbeddings, QuantisedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +115,7 @@ def load_model(path: str, options: LoadOptions) -> Model:
     return model
 
 
-def load_quantised(path: str, options: LoadOptions) -> Llama | None:
+def load_quantised(path: str, options: LoadOptions) -> Llama | DecoderModel | None:
     """The model at ``path`` if our kernels serve it with quantised weights."""
     if not options.narrow or options.device_map is not None or not options.native_kernels:
         return None
@@ -121,10 +123,10 @@ def load_quantised(path: str, options: LoadOptions) -> Llama | None:
     if options.quantize == "none" and not is_packed:
         return None
     model = load_model(path, options)
-    return model if isinstance(model, Llama) and model.is_quantised else None
+    return model if isinstance(model, Llama | DecoderModel) and model.is_quantised else None
 
 
-def _load_gguf(path: str, options: LoadOptions) -> Model:
+def _load_gguf(path: str, options: LoadOptions) -> Llama | DecoderModel:
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     try:
@@ -134,7 +136,10 @@ def _load_gguf(path: str, options: LoadOptions) -> Model:
         facts = ModelFacts(
             file.config, generation_config(file), count(skeleton), options.dtype, options.device
         )
-        llama = load_llama(skeleton, _quantised(file, options), facts, options)
+        checkpoint = _quantised(file, options)
+        if not is_llama(skeleton):
+            return _load_blocks(checkpoint, facts, options)
+        llama = load_llama(skeleton, checkpoint, facts, options)
     except ModelLoadError:
         raise
     except GgufError as error:
@@ -147,6 +152,24 @@ def _load_gguf(path: str, options: LoadOptions) -> Model:
         raise ModelLoadError(NOT_QUANTISED.format(path))
     file.release()
     return llama
+
+
+def _load_blocks(checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions) -> DecoderModel:
+    """transformers' module, whose linear layers and embeddings stay quantised where our kernels run them."""
+    is_float32 = options.device.type == "cpu" and options.dtype == torch.float32
+    library = linear_library() if is_float32 and options.native_kernels else None
+    kept = library if options.narrow else None
+    module = _module_of(checkpoint, facts.config, facts.generation_config, options, ATTENTION_NAME, kept)
+    if is_float32:
+        replace_linears(module, library, options.narrow)
+    model = DecoderModel(module, facts)
+    model.is_quantised = any(
+        isinstance(part, LinearModule) and isinstance(part.linear, QuantisedLinear)
+        for part in module.modules()
+    )
+    if options.self_check:
+        self_check(model)
+    return model
 
 
 def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
@@ -221,13 +244,13 @@ def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
             check_complete(_skeleton(file.config, options.dtype), file)
         except GgufError as error:
             raise ModelLoadError(str(error)) from error
-        return _dequantised(file, file.config, generation_config(file), options, attention)
+        return _module_of(file, file.config, generation_config(file), options, attention)
     check_folder(path, allow_pickle=options.allow_pickle)
     path = _expanded(path)
     if (packed := _find_packed(path, options)) is not None:
         checkpoint, config = packed
         generation = _generation_config(path, _skeleton(config, options.dtype))
-        return _dequantised(checkpoint, config, generation, options, attention)
+        return _module_of(checkpoint, config, generation, options, attention)
     return _load_module(path, options, attention)
 
 
@@ -249,22 +272,40 @@ def _find_packed(path: str, options: LoadOptions) -> tuple[PackedCheckpoint, Any
     return None if packed is None else (packed, config)
 
 
-def _dequantised(
-    checkpoint: Checkpoint, config: Any, generation: Any, options: LoadOptions, attention: str
+def _module_of(
+    checkpoint: Checkpoint,
+    config: Any,
+    generation: Any,
+    options: LoadOptions,
+    attention: str,
+    library: ctypes.CDLL | None = None,
 ) -> Any:
-    """transformers' module with the weights that ``checkpoint`` stands for."""
+    """transformers' module with the weights that ``checkpoint`` stands for. With a ``library`` what is
+    quantised stays so: embeddings are replaced, linear layers have their ``blocks`` for ``replace_linears``.
+    """
     with init_empty_weights(include_buffers=False):
         module: Any = AutoModelForCausalLM.from_config(
             config, dtype=options.dtype, attn_implementation=attention
         )
     for name in [name for name, _ in module.named_parameters() if name in checkpoint.files]:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if library is not None and (blocks := checkpoint.blocks(name)) is not None:
+            owner.blocks = blocks
+            continue
         (tensor,) = checkpoint.read([name]).values()
         module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
     module.tie_weights()
+    embeddings = module.get_input_embeddings()
+    if library is not None and hasattr(embeddings, "blocks"):
+        if config.tie_word_embeddings:
+            module.get_output_embeddings().blocks = embeddings.blocks
+        kept = QuantisedEmbeddings(library, embeddings.blocks)
+        module.set_input_embeddings(QuantisedEmbeddingModule(embeddings, kept))
     if (factors := checkpoint.rotary_factors()) is not None:
         module.model.rotary_emb.inv_freq /= factors
     module.generation_config = generation
-    return module.eval().requires_grad_(False).to(options.device)
+    module.eval().requires_grad_(False)
+    return module if library is not None else module.to(options.device)
 
 
 def _load_module(path: str, options: LoadOptions, attention: str) -> Any:

@@ -9,8 +9,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -21,7 +24,9 @@ from engine.core.block_pool import BlockTable
 from engine.gguf_file import GgufError, read_gguf
 from engine.messages import SamplingParams
 from engine.models.base import Model
+from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
+from engine.models.linear import LinearModule
 from engine.models.llama import Llama
 from engine.models.loader import load_causal_model, load_model
 from engine.models.model_runner import ModelRunner
@@ -46,6 +51,16 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+LONG: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 128,
+        "long_factor": [1.0 + i / 8 for i in range(32)],
+        "short_factor": [1.0 + i / 32 for i in range(32)],
+    }
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama with biases and tied embeddings": LlamaConfig(
@@ -54,6 +69,25 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral with a window": MistralConfig(**SHAPE, sliding_window=6, head_dim=32),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+    "phi3": Phi3Config(**SHAPE, sliding_window=6),
+    "phi3 with long texts": Phi3Config(**SHAPE, **LONG, original_max_position_embeddings=128),
+}
+# Through transformers' layers.
+OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
+    "phi3 that turns a part of each head": Phi3Config(
+        **SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "gemma2": Gemma2Config(
+        **SHAPE,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=6,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 6}, head_dim=32, query_pre_attn_scalar=32, sliding_window=6
+    ),
 }
 IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 NUM_TOKENS = 40
@@ -107,6 +141,33 @@ def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp
     assert 0 < deviation < 0.05
 
 
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+def test_families_that_transformers_computes(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    expected = expected_logits(save_gguf(path, OTHER_CONFIGS[name]))
+    for options in (LoadOptions(narrow=False), LoadOptions(native_kernels=False)):
+        model = load_model(str(path), options)
+        assert torch.allclose(logits_in(model, [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
+    reference = load_causal_model(str(path), LoadOptions(), "eager")
+    assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+def test_their_layers_and_embeddings_stay_quantised(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    expected = expected_logits(save_gguf(path, OTHER_CONFIGS[name]))
+    model = load_model(str(path), LoadOptions())
+    assert isinstance(model, DecoderModel)
+    assert model.is_quantised
+    linears = [module.linear for module in model.module.modules() if isinstance(module, LinearModule)]
+    assert len(linears) > 8
+    assert all(isinstance(linear, QuantisedLinear) for linear in linears)
+    assert all(parameter.dim() == 1 for parameter in model.module.parameters())
+    deviation = (logits_in(model, [30, 1, 39]) - expected).square().mean().sqrt() / expected.std()
+    assert 0 < deviation < 0.05
+
+
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.parametrize("kind", TYPES)
 def test_bits_do_not_depend_on_how_a_text_is_cut(kind: str, tmp_path: Path) -> None:
@@ -135,6 +196,12 @@ def test_speculation_changes_no_token(seconds: float, tmp_path: Path) -> None:
     assert isinstance(pair.runner, NativeRunner)
     assert run_engine(pair, prompts, params) == alone
     assert pair.stats.num_accepted_tokens > pair.stats.num_draft_tokens / 5
+
+
+def test_phi3_serves_the_texts_for_which_its_frequencies_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path, CONFIGS["phi3 with long texts"])
+    assert load(path).max_position == 128
 
 
 def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
@@ -216,7 +283,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     save_gguf(path, CONFIGS["llama"])
     content = path.read_bytes()
     path.write_bytes(content.replace(b"llama", b"mamba"))
-    assert "has the architecture mamba; of GGUF files llama, qwen2, qwen3 are" in refusal(path)
+    assert "has the architecture mamba; of GGUF files llama, qwen2, qwen3, phi3, gemma2" in refusal(path)
     save_gguf(path, CONFIGS["llama"], **{"llama.rope.scaling.type": "su"})
     assert "scales its positions by su" in refusal(path)
     name = b"blk.0.attn_v.weight"
