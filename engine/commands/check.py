@@ -38,10 +38,8 @@ from engine.config import EngineConfig
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.messages import SamplingParams, Verification
-from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
-from engine.models.llama import Llama
 from engine.models.loader import draft_source, load_options
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
@@ -143,7 +141,8 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         prompts,
         GREEDY_LENGTHS if speculates else (0,),
         min(GREEDY_TOKENS, room),
-        _resolution(core),
+        # Quantised layers of ours give the same bits however many tokens they compute.
+        RESOLUTIONS[str(core.target.model.dtype)] if weights is None else 0.0,
     )
     sampling = []
     for rule in RULES:
@@ -171,16 +170,6 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     del core  # a large target fits into memory only once
     speeds = _try_own_draft(settings, fields, prompts, configured, progress)
     return replace(report, own_draft=speeds, verdict=report.verdict + _recommendation(speeds))
-
-
-def _resolution(core: EngineCore) -> float:
-    """Quantised layers of ours give the same bits however many tokens they compute. Inside transformers' they
-    are handed inputs that differ in the last bit, and round some of these the other way."""
-    model = core.target.model
-    if isinstance(model, Llama) and model.is_quantised and model.is_native:
-        return 0.0
-    is_rounded = isinstance(model, DecoderModel) and model.is_quantised
-    return RESOLUTIONS["torch.float16" if is_rounded else str(model.dtype)]
 
 
 def _try_own_draft(

@@ -153,8 +153,7 @@ def replace_linears(model: nn.Module, library: ctypes.CDLL | None, narrow: bool)
         if type(child) in (nn.Linear, Conv1D):
             weight = _weight(child)
             smallest = MIN_ONE_DNN_WEIGHTS if library is None else MIN_NATIVE_WEIGHTS
-            is_large = _is_packed(weight) and weight.numel() >= smallest
-            if is_large or hasattr(child, "blocks"):
+            if _is_packed(weight) and weight.numel() >= smallest:
                 setattr(model, name, LinearModule(child, library, narrow))
         else:
             replace_linears(child, library, narrow)

@@ -41,6 +41,7 @@ from engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
+EMBEDDINGS = "model.embed_tokens.weight"
 # More than the native kernels look at together.
 PROBE_TOKENS = 48
 # Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
@@ -304,7 +305,7 @@ class _Reader:
     def read(self) -> tuple[LlamaWeights, torch.Tensor]:
         """The weights, and the probe text's logits as ``probe_logits`` asks for them."""
         module, facts = self.skeleton, self.facts
-        name = "model.embed_tokens.weight"
+        name = EMBEDDINGS
         embeddings = self._tensor(name, self.keep_type)
         like = torch.empty(0, dtype=facts.dtype, device=facts.device)
         # On the meta device the skeleton's has no angles.

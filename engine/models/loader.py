@@ -4,7 +4,6 @@ Chooses device and dtype, and the way: Llama-shaped models by name (``llama``), 
 What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError`` that says so in a sentence.
 """
 
-import ctypes
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from engine.config import SELF_DRAFTS, EngineConfig
 from engine.gguf_file import GgufError, is_gguf
+from engine.huge_pages import trim_heap
 from engine.models import cross_attention
 from engine.models.attention import ATTENTION_NAME
 from engine.models.base import Model, ModelFacts
@@ -25,15 +25,15 @@ from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.gguf import check_complete, generation_config, open_gguf
-from engine.models.linear import LinearModule, QuantisedEmbeddingModule, replace_linears
-from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from engine.models.linear import QuantisedEmbeddingModule, replace_linears
+from engine.models.llama import EMBEDDINGS, FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
 from engine.models.options import LoadOptions
 from engine.models.packed import PackedCheckpoint, PackingError, open_packed
 from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.models.self_check import self_check
 from engine.models.weights import Checkpoint
 from engine.native.linear import linear_library
-from engine.native.quantised import QuantisedEmbeddings, QuantisedLinear
+from engine.native.quantised import QuantisedEmbeddings
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def load_model(path: str, options: LoadOptions) -> Model:
     return model
 
 
-def load_quantised(path: str, options: LoadOptions) -> Llama | DecoderModel | None:
+def load_quantised(path: str, options: LoadOptions) -> Llama | None:
     """The model at ``path`` if our kernels serve it with quantised weights."""
     if not options.narrow or options.device_map is not None or not options.native_kernels:
         return None
@@ -123,7 +123,7 @@ def load_quantised(path: str, options: LoadOptions) -> Llama | DecoderModel | No
     if options.quantize == "none" and not is_packed:
         return None
     model = load_model(path, options)
-    return model if isinstance(model, Llama | DecoderModel) and model.is_quantised else None
+    return model if isinstance(model, Llama) and model.is_quantised else None
 
 
 def _load_gguf(path: str, options: LoadOptions) -> Llama | DecoderModel:
@@ -137,36 +137,38 @@ def _load_gguf(path: str, options: LoadOptions) -> Llama | DecoderModel:
             file.config, generation_config(file), count(skeleton), options.dtype, options.device
         )
         checkpoint = _quantised(file, options)
-        if not is_llama(skeleton):
-            return _load_blocks(checkpoint, facts, options)
-        llama = load_llama(skeleton, checkpoint, facts, options)
+        model: Llama | DecoderModel | None
+        if is_llama(skeleton):
+            model = load_llama(skeleton, checkpoint, facts, options)
+        else:
+            model = _load_dequantised(checkpoint, facts, options)
     except ModelLoadError:
         raise
     except GgufError as error:
         raise ModelLoadError(str(error)) from error
     except Exception as error:  # transformers refuses sizes in many ways
         raise ModelLoadError(explain(path, error)) from error
-    if llama is None:
+    if model is None:
         raise ModelLoadError(f"{path} cannot be served: its logits are not those of transformers' model")
-    if options.quantize != "none" and not llama.is_quantised:
+    if options.quantize != "none" and not model.is_quantised:
         raise ModelLoadError(NOT_QUANTISED.format(path))
     file.release()
-    return llama
+    return model
 
 
-def _load_blocks(checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions) -> DecoderModel:
-    """transformers' module, whose linear layers and embeddings stay quantised where our kernels run them."""
-    is_float32 = options.device.type == "cpu" and options.dtype == torch.float32
-    library = linear_library() if is_float32 and options.native_kernels else None
-    kept = library if options.narrow else None
-    module = _module_of(checkpoint, facts.config, facts.generation_config, options, ATTENTION_NAME, kept)
-    if is_float32:
+def _load_dequantised(checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions) -> DecoderModel:
+    """By transformers' module. Its layers hand on other bits when they compute other numbers of tokens, and
+    would make more of them where quantised layers round; so only embeddings stay quantised, on a CPU."""
+    module = _module_of(checkpoint, facts.config, facts.generation_config, options, ATTENTION_NAME)
+    if options.device.type == "cpu" and options.dtype == torch.float32:
+        library = linear_library() if options.native_kernels else None
         replace_linears(module, library, options.narrow)
+        blocks = checkpoint.blocks(EMBEDDINGS)
+        if library is not None and options.narrow and blocks is not None:
+            kept = QuantisedEmbeddings(library, blocks)
+            module.set_input_embeddings(QuantisedEmbeddingModule(module.get_input_embeddings(), kept))
+    trim_heap()
     model = DecoderModel(module, facts)
-    model.is_quantised = any(
-        isinstance(part, LinearModule) and isinstance(part.linear, QuantisedLinear)
-        for part in module.modules()
-    )
     if options.self_check:
         self_check(model)
     return model
@@ -273,39 +275,21 @@ def _find_packed(path: str, options: LoadOptions) -> tuple[PackedCheckpoint, Any
 
 
 def _module_of(
-    checkpoint: Checkpoint,
-    config: Any,
-    generation: Any,
-    options: LoadOptions,
-    attention: str,
-    library: ctypes.CDLL | None = None,
+    checkpoint: Checkpoint, config: Any, generation: Any, options: LoadOptions, attention: str
 ) -> Any:
-    """transformers' module with the weights that ``checkpoint`` stands for. With a ``library`` what is
-    quantised stays so: embeddings are replaced, linear layers have their ``blocks`` for ``replace_linears``.
-    """
+    """transformers' module with the weights that ``checkpoint`` stands for."""
     with init_empty_weights(include_buffers=False):
         module: Any = AutoModelForCausalLM.from_config(
             config, dtype=options.dtype, attn_implementation=attention
         )
     for name in [name for name, _ in module.named_parameters() if name in checkpoint.files]:
-        owner = module.get_submodule(name.rpartition(".")[0])
-        if library is not None and (blocks := checkpoint.blocks(name)) is not None:
-            owner.blocks = blocks
-            continue
         (tensor,) = checkpoint.read([name]).values()
         module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
     module.tie_weights()
-    embeddings = module.get_input_embeddings()
-    if library is not None and hasattr(embeddings, "blocks"):
-        if config.tie_word_embeddings:
-            module.get_output_embeddings().blocks = embeddings.blocks
-        kept = QuantisedEmbeddings(library, embeddings.blocks)
-        module.set_input_embeddings(QuantisedEmbeddingModule(embeddings, kept))
     if (factors := checkpoint.rotary_factors()) is not None:
         module.model.rotary_emb.inv_freq /= factors
     module.generation_config = generation
-    module.eval().requires_grad_(False)
-    return module if library is not None else module.to(options.device)
+    return module.eval().requires_grad_(False).to(options.device)
 
 
 def _load_module(path: str, options: LoadOptions, attention: str) -> Any:

@@ -26,7 +26,7 @@ from engine.messages import SamplingParams
 from engine.models.base import Model
 from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.linear import LinearModule
+from engine.models.linear import QuantisedEmbeddingModule
 from engine.models.llama import Llama
 from engine.models.loader import load_causal_model, load_model
 from engine.models.model_runner import ModelRunner
@@ -145,27 +145,22 @@ def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp
 def test_families_that_transformers_computes(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     expected = expected_logits(save_gguf(path, OTHER_CONFIGS[name]))
-    for options in (LoadOptions(narrow=False), LoadOptions(native_kernels=False)):
+    for options in (LoadOptions(), LoadOptions(narrow=False), LoadOptions(native_kernels=False)):
         model = load_model(str(path), options)
-        assert torch.allclose(logits_in(model, [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
+        assert isinstance(model, DecoderModel)
+        assert torch.allclose(logits_in(model, [30, 1, 39]), expected, atol=2e-4, rtol=1e-4)
     reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("needs_compiler")
-@pytest.mark.parametrize("name", OTHER_CONFIGS)
-def test_their_layers_and_embeddings_stay_quantised(name: str, tmp_path: Path) -> None:
+def test_their_embeddings_stay_quantised(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    expected = expected_logits(save_gguf(path, OTHER_CONFIGS[name]))
+    save_gguf(path, OTHER_CONFIGS["gemma3"])
     model = load_model(str(path), LoadOptions())
     assert isinstance(model, DecoderModel)
-    assert model.is_quantised
-    linears = [module.linear for module in model.module.modules() if isinstance(module, LinearModule)]
-    assert len(linears) > 8
-    assert all(isinstance(linear, QuantisedLinear) for linear in linears)
+    assert isinstance(model.module.get_input_embeddings(), QuantisedEmbeddingModule)
     assert all(parameter.dim() == 1 for parameter in model.module.parameters())
-    deviation = (logits_in(model, [30, 1, 39]) - expected).square().mean().sqrt() / expected.std()
-    assert 0 < deviation < 0.05
 
 
 @pytest.mark.usefixtures("needs_compiler")
