@@ -1,7 +1,8 @@
 """Models without cache, batch or any attention of ours: one text in, all of its logits out.
 
 What ``engine.commands.replay`` and ``engine.commands.check`` compare the engine with. Slow on purpose: every
-call computes the whole text anew.
+call computes the whole text anew. Quantised kernels round what transformers' layers do not: of such a model
+our own pass over an empty cache is the reference, which loading has compared with transformers' layers.
 """
 
 from dataclasses import replace
@@ -24,9 +25,9 @@ from engine.sampling.rules import NO_RULES
 
 
 class FreshModel:
+    """``served``: the model as the engine has it, if its layers are quantised by us; else None."""
+
     def __init__(self, path: str, options: LoadOptions) -> None:
-        # Quantised kernels round what transformers' layers do not: such a model's own passes from an empty
-        # cache are the reference. Loading has compared them with transformers' layers.
         self.served = load_quantised(path, options)
         self.model: Any = self.served or load_causal_model(
             path, replace(options, device_map=None), attention="eager"

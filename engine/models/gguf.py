@@ -234,7 +234,7 @@ def _phi3(file: GgufFile, found: dict[str, Any]) -> dict[str, Any]:
         rope |= {f"{length}_factor": _floats(file, place) for length, place in factors.items() if place}
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
         rope["attention_factor"] = math.sqrt(1 + math.log(stretch) / math.log(original))
-        # Beyond it all positions would turn otherwise, those of the cache included.
+        # Beyond it every position rotates by other angles, those in the cache included.
         more["max_position_embeddings"] = min(original, found["max_position_embeddings"])
     return more
 
@@ -252,7 +252,9 @@ def _gemma(file: GgufFile, found: dict[str, Any]) -> dict[str, Any]:
     if layers == SCALED_BY_HIDDEN_SIZE[architecture]:
         scalar = found["hidden_size"] // found["num_attention_heads"]
     more = {"sliding_window": window, "query_pre_attn_scalar": scalar}
-    more |= {f"{name}_logit_softcapping": says(f"{name}_logit_softcapping") for name in ("attn", "final")}
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (cap := says(name)) is not None:
+            more[name] = cap
     if architecture == "gemma3":
         pattern = says("attention.sliding_window_pattern") or GEMMA3_PATTERN
         more["layer_types"] = [

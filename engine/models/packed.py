@@ -86,7 +86,7 @@ class PackedCheckpoint(Checkpoint):
                 zeros = _unpacked(packed.numpy().T)[:, : len(codes)].T
         else:
             words, packed, scales = self._parts(base, "qweight", "qzeros", "scales")
-            scales = scales.T
+            scales = scales.t()
             if self.method == "gptq":
                 codes = _unpacked(words.numpy().T)
                 # AutoGPTQ's first format stores zero points less one.
@@ -94,6 +94,8 @@ class PackedCheckpoint(Checkpoint):
             else:
                 codes, zeros = (_unpacked(each.numpy(), AWQ_ORDER).T for each in (words, packed))
         factors = scales.float().numpy()
+        if factors.ndim != 2 or len(factors) != len(codes) or not factors.size:
+            raise PackingError(f"it is damaged: {base} has scales of the shape {factors.shape}")
         group = codes.shape[1] // factors.shape[1]
         if group % GROUP or codes.shape[1] % factors.shape[1]:
             raise PackingError(f"{base} has groups of {group} inputs, which is no multiple of {GROUP}")
@@ -104,8 +106,11 @@ class PackedCheckpoint(Checkpoint):
         return _Codes(differences.reshape(codes.shape), factors)
 
     def _parts(self, base: str, *names: str) -> list[torch.Tensor]:
-        read = self.source.read([f"{base}.{name}" for name in names])
-        return [read[f"{base}.{name}"] for name in names]
+        wanted = [f"{base}.{name}" for name in names]
+        if missing := [name for name in wanted if name not in self.source.files]:
+            raise PackingError(f"it lacks {missing[0]}")
+        read = self.source.read(wanted)
+        return [read[name] for name in wanted]
 
 
 def open_packed(source: Checkpoint, quantization: dict[str, Any]) -> PackedCheckpoint | None:

@@ -163,6 +163,23 @@ def test_layers_stay_packed_and_speculation_changes_no_token(name: str, tmp_path
     assert run_engine(make_engine(str(tmp_path), "self:int4", dtype="auto"), [IDS], params) == plain
 
 
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    make(tmp_path, GPTQ, is_symmetric=True)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.scales"
+    stored = load_file(file)
+    scales = stored.pop(name)
+    for tensor, words in (
+        (None, "it lacks model.layers.0.mlp.down_proj.scales"),
+        (scales[0], "has scales of the shape"),
+        (scales[:, :5].contiguous(), "has scales of the shape"),
+        (scales[:1].repeat(8, 1), "has groups of 16 inputs"),
+        (scales.float() * 1.0001, "are no float16 numbers"),
+    ):
+        save_file(stored if tensor is None else stored | {name: tensor}, file, metadata={"format": "pt"})
+        with pytest.raises(ModelLoadError, match=words):
+            load_model(str(tmp_path), LoadOptions())
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
