@@ -2,7 +2,7 @@
 
 Loads the pair as the server would, compares the tokenizers, tests exactness (``check_exactness``), says what
 quantised weights cost (``check_weights``) and measures (``check_speed``). A target without a draft is tried
-with its own weights in four bits. Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the
+with its own weights in fewer bits. Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the
 engine's own, from flags and ``FORETOKEN_*``.
 """
 
@@ -34,7 +34,7 @@ from engine.commands.check_exactness import (
 from engine.commands.check_speed import PAYS_FROM, Speed, measure
 from engine.commands.check_weights import WeightsResult, check_weights
 from engine.commands.options import command_options
-from engine.config import EngineConfig
+from engine.config import SELF_DRAFTS, EngineConfig
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.messages import SamplingParams, Verification
@@ -58,8 +58,7 @@ NUM_TIMED_PROMPTS = 2
 DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
-NUM_STAGES = 4 + len(RULES) + len(TEMPERATURES)
-OWN_DRAFT = "self:int4"
+NUM_STAGES = 3 + len(RULES) + (1 + len(TEMPERATURES)) * len(SELF_DRAFTS)
 # Logits closer than this may change places when they are computed in another shape.
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
 
@@ -90,7 +89,7 @@ class Report:
     greedy: GreedyResult
     sampling: list[ChiSquareResult]
     speeds: list[Speed]
-    own_draft: list[Speed]  # of a target without a draft: what its own weights in four bits would bring
+    own_drafts: dict[str, list[Speed]]  # of a target without a draft: what its own weights would bring
     exact: bool
     verdict: str
 
@@ -161,41 +160,47 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         greedy=greedy,
         sampling=sampling,
         speeds=speeds,
-        own_draft=[],
+        own_drafts={},
         exact=exact,
         verdict=_verdict(exact, greedy, sampling, speeds, configured),
     )
     if settings.draft is not None or settings.method != "auto" or not configured or not exact:
         return report
     del core  # a large target fits into memory only once
-    speeds = _try_own_draft(settings, fields, prompts, configured, progress)
-    return replace(report, own_draft=speeds, verdict=report.verdict + _recommendation(speeds))
+    tried = {draft: _try_own(draft, settings, fields, prompts, configured, progress) for draft in SELF_DRAFTS}
+    own_drafts = {draft: speeds for draft, speeds in tried.items() if speeds}
+    return replace(report, own_drafts=own_drafts, verdict=report.verdict + _recommendation(own_drafts))
 
 
-def _try_own_draft(
+def _try_own(
+    draft: str,
     settings: CheckSettings,
     fields: dict[str, Any],
     prompts: list[list[int]],
     configured: int,
     progress: Stages,
 ) -> list[Speed]:
-    progress.begin(f"Loading {OWN_DRAFT}")
+    progress.begin(f"Loading {draft}")
     try:
-        core = build_engine(EngineConfig(**fields | {"draft": OWN_DRAFT, "method": DraftModelProposer.name}))
+        core = build_engine(EngineConfig(**fields | {"draft": draft, "method": DraftModelProposer.name}))
     except ModelLoadError:
         return []
     return _speeds(core, prompts, settings, configured, progress)
 
 
-def _recommendation(speeds: list[Speed]) -> str:
-    if not speeds:
+def _recommendation(own_drafts: dict[str, list[Speed]]) -> str:
+    ratios = {
+        (draft, length): ratio
+        for draft, speeds in own_drafts.items()
+        for length, ratio in _by_length(speeds).items()
+    }
+    if not ratios:
         return ""
-    overall = _by_length(speeds)
-    best = max(overall, key=lambda length: overall[length])
-    how_fast = f"{overall[best]:.2f} times as fast at {best} tokens"
-    if overall[best] < PAYS_FROM:
-        return f"; --draft {OWN_DRAFT} would not pay ({how_fast} at best)"
-    return f"; --draft {OWN_DRAFT} would pay: {how_fast}"
+    draft, length = max(ratios, key=lambda key: ratios[key])
+    how_fast = f"{ratios[draft, length]:.2f} times as fast at {length} tokens"
+    if ratios[draft, length] < PAYS_FROM:
+        return f"; the target's own weights as its draft would not pay ({how_fast} at best, {draft})"
+    return f"; --draft {draft} would pay: {how_fast}"
 
 
 def _expected(
@@ -311,9 +316,10 @@ def _print(report: Report) -> None:
             "green" if result.passed else "red",
         )
     out.print(facts)
-    if report.own_draft:
-        out.print(f"\nwith --draft {OWN_DRAFT}:")
-    if speeds := report.speeds or report.own_draft:
+    if report.speeds:
+        _print_speeds(report.speeds)
+    for draft, speeds in report.own_drafts.items():
+        out.print(f"\nwith --draft {draft}:")
         _print_speeds(speeds)
     out.print(f"\n{report.verdict}", style="bold" if report.exact else "bold red")
 

@@ -193,6 +193,7 @@ def _by_name(path: str, options: LoadOptions) -> Llama | None:
         if config.model_type not in FAMILIES:
             return None
         skeleton = _skeleton(config, options.dtype)
+        checkpoint: Checkpoint | None
         if getattr(config, "quantization_config", None):
             checkpoint, _ = _find_packed(path, options) or (None, None)
         else:

@@ -77,10 +77,11 @@ class PackedCheckpoint(Checkpoint):
 
     def _codes(self, name: str) -> _Codes:
         base = self.packed[name]
+        zeros: npt.NDArray[np.uint8]
         if self.method == "compressed-tensors":
             words, scales, shape = self._parts(base, "weight_packed", "weight_scale", "weight_shape")
             codes = _unpacked(words.numpy())[:, : int(shape[1])]
-            zeros = np.uint8(SYMMETRIC_ZERO)
+            zeros = np.full((1, 1), SYMMETRIC_ZERO, dtype=np.uint8)
             if f"{base}.weight_zero_point" in self.source.files:
                 (packed,) = self._parts(base, "weight_zero_point")
                 zeros = _unpacked(packed.numpy().T)[:, : len(codes)].T
@@ -172,6 +173,6 @@ def _blocks(codes: _Codes) -> Blocks:
     if not is_symmetric:
         parts.append(np.packbits(values >> BITS, axis=-1, bitorder="little"))
     low, half = values & 0xF, GROUP // 2
-    parts.append(low[:, :, :half] | low[:, :, half:] << BITS)
+    parts.append((low[:, :, :half] | low[:, :, half:] << BITS).astype(np.uint8))
     data = np.ascontiguousarray(np.concatenate(parts, axis=-1).reshape(rows, -1))
     return Blocks(TYPES["Q4_0" if is_symmetric else "Q5_0"], data, inputs)

@@ -154,15 +154,16 @@ def test_check_certifies_a_quantised_target(
     weights = report["weights"]
     assert weights["served"] != weights["reference"]
     assert weights["served"] == pytest.approx(weights["reference"], abs=0.1)
-    assert bool(report["own_draft"]) == (draft == "none")
-    assert ("--draft self:int4 would" in report["verdict"]) == (draft == "none")
+    assert bool(report["own_drafts"]) == (draft == "none")
+    assert ("would" in report["verdict"]) == (draft == "none")
 
 
 def test_check_of_a_float_target_compares_no_weights(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = checked(capsys, "--target", folder, "--draft", "none")
     assert code == 0
     assert report["weights"] is None
-    assert 0.5 < report["own_draft"][0]["acceptance_rate"] < 1
+    rates = [speeds[0]["acceptance_rate"] for speeds in report["own_drafts"].values()]
+    assert 0.4 < rates[0] < rates[1] <= 1  # four bits, eight bits
 
 
 def test_recommendations() -> None:
@@ -170,7 +171,8 @@ def test_recommendations() -> None:
         Speed(temperature, length, 0.5, 2, [0.5], 10, 10, ratio, ratio, Costs(0.1, 1, 0.1))
         for temperature, length, ratio in ((0, 2, 1.2), (1, 2, 1.3), (0, 4, 1.0), (1, 4, 1.0))
     ]
-    words = check._recommendation(speeds)
-    assert words == "; --draft self:int4 would pay: 1.25 times as fast at 2 tokens"
-    assert "would not pay (1.00 times as fast at 4 tokens at best)" in check._recommendation(speeds[2:])
-    assert check._recommendation([]) == ""
+    words = check._recommendation({"self:int4": speeds[2:], "self:int8": speeds})
+    assert words == "; --draft self:int8 would pay: 1.25 times as fast at 2 tokens"
+    words = check._recommendation({"self:int4": speeds[2:]})
+    assert "would not pay (1.00 times as fast at 4 tokens at best, self:int4)" in words
+    assert check._recommendation({}) == ""
