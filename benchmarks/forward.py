@@ -32,6 +32,7 @@ from engine.models.base import Model
 from engine.models.llama import Llama, LlamaWeights
 from engine.models.loader import load_decoder, load_model
 from engine.models.model_runner import ModelRunner
+from engine.models.options import LoadOptions
 
 BLOCK_SIZE = 16
 Batch = tuple[int, int]
@@ -52,13 +53,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def ways_of(folder: str, num_slots: int) -> dict[str, ModelRunner]:
-    cpu, ways = torch.device("cpu"), {}
+    ways = {}
     for name in ("layers of transformers", "short, torch", "short, C"):
         model: Model
         if name == "layers of transformers":
-            model = load_decoder(folder, torch.float32, cpu)
+            model = load_decoder(folder, LoadOptions())
         else:
-            model = load_model(folder, torch.float32, cpu, native_kernels=name == "short, C")
+            model = load_model(folder, LoadOptions(native_kernels=name == "short, C"))
             if not isinstance(model, Llama) or model.is_native != (name == "short, C"):
                 raise SystemExit(f"{folder} does not run as: {name}")
         ways[name] = ModelRunner.build(model, -(-num_slots // BLOCK_SIZE), BLOCK_SIZE)

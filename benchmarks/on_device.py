@@ -20,6 +20,7 @@ from engine.models.base import Model, ModelFacts
 from engine.models.decoder_only import DecoderModel
 from engine.models.llama import probe_logits, take_llama
 from engine.models.loader import count
+from engine.models.options import LoadOptions
 
 
 def synchronise(device: str) -> None:
@@ -32,11 +33,13 @@ def engine_on_device(
 ) -> EngineCore:
     """The engine on a synthetic pair that is drawn on the device: its folders have no weights."""
 
-    def draw(path: str, dtype: torch.dtype, device: torch.device, native_kernels: bool, **_: Any) -> Model:
-        module = drawn(pair, acceptance, Path(path).name, str(device), dtype, ATTENTION_NAME)
-        facts = ModelFacts(module.config, module.generation_config, count(module), dtype, device)
+    def draw(path: str, options: LoadOptions) -> Model:
+        module = drawn(pair, acceptance, Path(path).name, str(options.device), options.dtype, ATTENTION_NAME)
+        facts = ModelFacts(
+            module.config, module.generation_config, count(module), options.dtype, options.device
+        )
         model = DecoderModel(module, facts)
-        return take_llama(module, facts, native_kernels, probe_logits(model)) or model
+        return take_llama(module, facts, options.native_kernels, probe_logits(model)) or model
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("target", "draft"):

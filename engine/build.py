@@ -18,7 +18,7 @@ from engine.messages import Method
 from engine.models.base import Model
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.loader import load_model, resolve_device, resolve_dtype
+from engine.models.loader import draft_source, load_model, load_options
 from engine.models.model_runner import ModelRunner
 from engine.native.backend import NativeBackend, native_backend
 from engine.native.decoder import NativeDecoder
@@ -47,16 +47,16 @@ MAX_THREADS_FOR_FEW_PARAMETERS = 4
 
 def build_engine(config: EngineConfig) -> EngineCore:
     """Load the models, allocate the caches, wire the engine. ``ModelLoadError`` if that cannot be."""
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device)
+    options = load_options(config)
     assert config.target is not None  # filled in by EngineConfig
-    target = _load(config, config.target, dtype, device)
+    target = load_model(config.target, options)
     torch.set_num_threads(config.num_threads or _num_threads(target))
     draft = pairing = None
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
-        draft = _load(config, config.draft, dtype, device)
+        source, draft_options = draft_source(config)
+        draft = load_model(source, draft_options)
         _check_kinds(target, draft)
-        pairing = pair_models(config.target, config.draft, target.vocab_size, draft.vocab_size)
+        pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
 
     encoder_decoder = None
     if isinstance(target, EncoderDecoderModel):
@@ -100,7 +100,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_draft_len,
         tracks_draft_cache=pairing is None or pairing.translators is None,
     )
-    make_backend = _sampling_backend(config, device)
+    make_backend = _sampling_backend(config, options.device)
     phases = PhaseRunner(target_runner, proposer, make_backend)
     runner: Runner = phases
     if native is not None:
@@ -162,22 +162,6 @@ def _proposer(
     if isinstance(target, EncoderDecoderModel):
         raise ModelLoadError("the draft of an encoder-decoder target must share its tokenizer")
     return _translated(config, target, draft, draft_pool, pairing)
-
-
-def _load(config: EngineConfig, path: str, dtype: torch.dtype, device: torch.device) -> Model:
-    return load_model(
-        path,
-        dtype,
-        device,
-        device_map=config.device_map,
-        trust_remote_code=config.trust_remote_code,
-        allow_pickle=config.allow_pickle,
-        native_kernels=config.native_kernels,
-        # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
-        narrow=config.dtype == "auto",
-        check=config.self_check,
-        quantize=config.quantize,
-    )
 
 
 def _sampling_backend(config: EngineConfig, device: torch.device) -> Callable[[], SamplingBackend]:

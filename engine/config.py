@@ -11,6 +11,8 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
+# Drafts that are the target's own weights in fewer bits, by how these are quantised.
+SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
 
 
 class ModelSettings(BaseModel):
@@ -21,7 +23,8 @@ class ModelSettings(BaseModel):
     )
     draft: str | None = Field(
         None,
-        description="Draft model: a folder or hub id, or 'none'. "
+        description="Draft model: a folder or hub id, 'self:int4' or 'self:int8' (on a CPU: the target's own "
+        "weights in 4 or 8 bits), or 'none'. "
         "Default: the bundled draft with the bundled target, else none.",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.")
@@ -63,7 +66,8 @@ class ModelSettings(BaseModel):
         "none",
         description="On a CPU, quantise the weights of Llama-shaped models at load, of target and draft: "
         "in groups of 32 to 8 or 4 bits (embeddings and output layer to 8), with inputs of layers in 8 bits. "
-        "That is another target than the checkpoint; GGUF files bring their own quantisation.",
+        "That is another target than the checkpoint. Quantised weights of GGUF files that have no more bits "
+        "stay as they are.",
     )
     cuda_graphs: bool = Field(
         True,
@@ -172,6 +176,10 @@ class EngineConfig(BatchingSettings, SpeculationSettings, ModelSettings):
             self.draft = self.draft or str(BUNDLED_PAIR / "draft")
         if self.draft == "none":
             self.draft = None
+        if self.draft is not None and self.draft.startswith("self:") and self.draft not in SELF_DRAFTS:
+            raise ValueError(
+                f"draft is {self.draft}; the target's own weights are {' or '.join(SELF_DRAFTS)}"
+            )
         self.target = _expanded(self.target)
         self.draft = None if self.draft is None else _expanded(self.draft)
         return self

@@ -21,7 +21,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     ``value_kind`` is another type of the values' matrices; ``rope_freqs`` a tensor."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     value_kind, rope_freqs = more.pop("value_kind", kind), more.pop("rope_freqs", None)
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -31,11 +31,22 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     head_size = module.model.layers[0].self_attn.head_dim
     writer.add_key_length(head_size)
-    if config.model_type == "mistral":
-        writer.add_sliding_window(config.sliding_window)
+    if architecture == "phi3":
+        writer.add_rope_dimension_count(int(head_size * rope["partial_rotary_factor"]))
+        for length in ("long", "short"):
+            if f"{length}_factor" in rope:
+                writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+                factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
+                writer.add_tensor(f"rope_factors_{length}.weight", factors)
+    if config.model_type not in ("llama", "qwen2", "qwen3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     for key, value in more.items():
         _add(writer, key, value)
     if rope_freqs is not None:
@@ -51,7 +62,8 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
             own = "Q8_0" if "embed" in name else value_kind if "v_proj" in name else kind
             values = parameter.numpy()
             if parameter.dim() == 1:
-                writer.add_tensor(theirs, _permuted(values, name, config, architecture))
+                stored = values + 1 if architecture.startswith("gemma") else values
+                writer.add_tensor(theirs, _permuted(stored, name, config, architecture))
                 continue
             data, dense = _quantised(values, own, seed=index)
             parameter.copy_(torch.from_numpy(dense))

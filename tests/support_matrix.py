@@ -23,6 +23,7 @@ from engine.core.engine import EngineCore
 from engine.llm import Completion
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
+from engine.models.options import LoadOptions
 from engine.sampling.splitmix import sequence_seed
 from tests import naive
 from tests.engine.grammars import GRAMMAR, allowed, know_grammars, make_tokenizer
@@ -81,7 +82,7 @@ class Pair:
         )
         draft = save_perturbed(folder / "draft", target, seed=22, noise=0.1)
         core = make_engine(target, draft, num_speculative_tokens=2, ngram_min_match=1, max_num_sequences=128)
-        fresh = [FreshModel(path, torch.float32, torch.device("cpu")) for path in (target, draft)]
+        fresh = [FreshModel(path, LoadOptions()) for path in (target, draft)]
         return cls(fresh[0], fresh[1], dict.fromkeys(PROPOSERS, know_grammars(core)))
 
     def run(self, proposer: str, params: list[SamplingParams], n: int = 1) -> list[Completion]:

@@ -1,14 +1,15 @@
 """``foretoken check``: is this pair exact here, and does speculation pay? A report and a verdict in words.
 
-Loads the pair as the server would, compares the tokenizers, tests exactness (``check_exactness``) and
-measures (``check_speed``). Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the engine's
-own, from flags and ``FORETOKEN_*``.
+Loads the pair as the server would, compares the tokenizers, tests exactness (``check_exactness``), says what
+quantised weights cost (``check_weights``) and measures (``check_speed``). A target without a draft is tried
+with its own weights in fewer bits. Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the
+engine's own, from flags and ``FORETOKEN_*``.
 """
 
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ from engine.commands.check_exactness import (
     expected_law,
 )
 from engine.commands.check_speed import PAYS_FROM, Speed, measure
+from engine.commands.check_weights import WeightsResult, check_weights
 from engine.commands.options import command_options
-from engine.config import EngineConfig
+from engine.config import SELF_DRAFTS, EngineConfig
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.messages import SamplingParams, Verification
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
-from engine.models.loader import resolve_device, resolve_dtype
+from engine.models.loader import draft_source, load_options
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
 from engine.terminal import Stages, console, printable, stages, table
@@ -56,7 +58,7 @@ NUM_TIMED_PROMPTS = 2
 DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
-NUM_STAGES = 3 + len(RULES) + len(TEMPERATURES)
+NUM_STAGES = 3 + len(RULES) + (1 + len(TEMPERATURES)) * len(SELF_DRAFTS)
 # Logits closer than this may change places when they are computed in another shape.
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
 
@@ -83,9 +85,11 @@ class Report:
     device: str
     dtype: str
     tokenizers: TokenizerResult | None
+    weights: WeightsResult | None
     greedy: GreedyResult
     sampling: list[ChiSquareResult]
     speeds: list[Speed]
+    own_drafts: dict[str, list[Speed]]  # of a target without a draft: what its own weights would bring
     exact: bool
     verdict: str
 
@@ -114,7 +118,7 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     progress.begin("The target's own distribution")
     tokenizer = load_tokenizer(settings.target)
     texts = settings.prompts.read_text().splitlines() if settings.prompts else PROMPTS
-    prompt, tested, law = _expected(settings, tokenizer, texts[0])
+    prompt, tested, law, weights = _expected(settings, tokenizer, texts[0])
     # The reference is gone before the engine comes: a large target fits into memory only once.
     fields = {name: getattr(settings, name) for name in EngineConfig.model_fields}
     # Lengths are measured one by one, so the policy must not choose.
@@ -136,7 +140,8 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         prompts,
         GREEDY_LENGTHS if speculates else (0,),
         min(GREEDY_TOKENS, room),
-        RESOLUTIONS[str(core.target.model.dtype)],
+        # Quantised layers of ours give the same bits however many tokens they compute.
+        RESOLUTIONS[str(core.target.model.dtype)] if weights is None else 0.0,
     )
     sampling = []
     for rule in RULES:
@@ -144,36 +149,70 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         sampling.append(check_law(core, prompt, tested, law, rule, settings.samples))
     speeds = _speeds(core, prompts, settings, configured, progress) if speculates else []
     exact = not greedy.differences and all(result.passed for result in sampling)
-    return Report(
+    report = Report(
         target=settings.target,
         draft=settings.draft if method == DraftModelProposer.name else None,
         method=method,
         device=str(core.target.device),
         dtype=str(core.target.model.dtype).removeprefix("torch."),
         tokenizers=_tokenizers(core, settings),
+        weights=weights,
         greedy=greedy,
         sampling=sampling,
         speeds=speeds,
+        own_drafts={},
         exact=exact,
         verdict=_verdict(exact, greedy, sampling, speeds, configured),
     )
+    if settings.draft is not None or settings.method != "auto" or not configured or not exact:
+        return report
+    del core  # a large target fits into memory only once
+    tried = {draft: _try_own(draft, settings, fields, prompts, configured, progress) for draft in SELF_DRAFTS}
+    own_drafts = {draft: speeds for draft, speeds in tried.items() if speeds}
+    return replace(report, own_drafts=own_drafts, verdict=report.verdict + _recommendation(own_drafts))
+
+
+def _try_own(
+    draft: str,
+    settings: CheckSettings,
+    fields: dict[str, Any],
+    prompts: list[list[int]],
+    configured: int,
+    progress: Stages,
+) -> list[Speed]:
+    progress.begin(f"Loading {draft}")
+    try:
+        core = build_engine(EngineConfig(**fields | {"draft": draft, "method": DraftModelProposer.name}))
+    except ModelLoadError:
+        return []
+    return _speeds(core, prompts, settings, configured, progress)
+
+
+def _recommendation(own_drafts: dict[str, list[Speed]]) -> str:
+    ratios = {
+        (draft, length): ratio
+        for draft, speeds in own_drafts.items()
+        for length, ratio in _by_length(speeds).items()
+    }
+    if not ratios:
+        return ""
+    draft, length = max(ratios, key=lambda key: ratios[key])
+    how_fast = f"{ratios[draft, length]:.2f} times as fast at {length} tokens"
+    if ratios[draft, length] < PAYS_FROM:
+        return f"; the target's own weights as its draft would not pay ({how_fast} at best, {draft})"
+    return f"; --draft {draft} would pay: {how_fast}"
 
 
 def _expected(
     settings: CheckSettings, tokenizer: Any | None, text: str
-) -> tuple[list[int], SamplingParams, Law]:
-    device = resolve_device(settings.device)
+) -> tuple[list[int], SamplingParams, Law, WeightsResult | None]:
     assert settings.target is not None
-    target = FreshModel(
-        settings.target,
-        resolve_dtype(settings.dtype, device),
-        device,
-        trust_remote_code=settings.trust_remote_code,
-        allow_pickle=settings.allow_pickle,
-    )
+    options = load_options(settings)
+    target = FreshModel(settings.target, options)
     # The shorter the prompt, the more samples there are time for; what follows is as good a test.
     prompt = _encode(tokenizer, text, 0, target.vocab_size)[:NUM_TESTED_PROMPT_TOKENS]
-    return prompt, *expected_law(target, prompt, settings.samples)
+    law = expected_law(target, prompt, settings.samples)
+    return prompt, *law, check_weights(target, settings.target, options, tokenizer)
 
 
 def _encode(tokenizer: Any | None, text: str, number: int, vocab_size: int) -> list[int]:
@@ -187,9 +226,8 @@ def _tokenizers(core: EngineCore, settings: CheckSettings) -> TokenizerResult | 
     if core.draft is None:
         return None
     assert settings.target is not None
-    assert settings.draft is not None
     sizes = core.target.vocab_size, core.draft.vocab_size
-    return pair_models(settings.target, settings.draft, *sizes).result
+    return pair_models(settings.target, draft_source(settings)[0], *sizes).result
 
 
 def _speeds(
@@ -221,9 +259,7 @@ def _verdict(
         return f"NOT EXACT: {'; '.join(reasons)}"
     if not speeds:
         return "exact; nothing is speculated: there is no draft model, or speculation is off"
-    overall = {
-        length: _overall(speeds, length) for length in sorted({s.num_speculative_tokens for s in speeds})
-    }
+    overall = _by_length(speeds)
     best = max(overall, key=lambda length: overall[length])
     if overall[best] < PAYS_FROM:
         return (
@@ -236,10 +272,12 @@ def _verdict(
     return verdict
 
 
-def _overall(speeds: list[Speed], length: int) -> float:
-    """Geometric mean over the temperatures."""
-    ratios = [speed.speedup for speed in speeds if speed.num_speculative_tokens == length]
-    return math.prod(ratios) ** (1 / len(ratios))
+def _by_length(speeds: list[Speed]) -> dict[int, float]:
+    """The speed-up of each draft length: geometric mean over the temperatures."""
+    ratios: dict[int, list[float]] = {}
+    for speed in speeds:
+        ratios.setdefault(speed.num_speculative_tokens, []).append(speed.speedup)
+    return {length: math.prod(each) ** (1 / len(each)) for length, each in sorted(ratios.items())}
 
 
 def _print(report: Report) -> None:
@@ -258,6 +296,8 @@ def _print(report: Report) -> None:
         for line in report.tokenizers.special_tokens:
             fact("", line)
         fact("drafts", report.tokenizers.drafts)
+    if report.weights is not None:
+        fact("quantised", f"log-probability {report.weights.in_words}")
     greedy = report.greedy
     words = "identical to plain decoding" if not greedy.differences else "DIFFERENT from plain decoding"
     ties = f"; {greedy.near_ties} near ties left aside" if greedy.near_ties else ""
@@ -278,6 +318,9 @@ def _print(report: Report) -> None:
     out.print(facts)
     if report.speeds:
         _print_speeds(report.speeds)
+    for draft, speeds in report.own_drafts.items():
+        out.print(f"\nwith --draft {draft}:")
+        _print_speeds(speeds)
     out.print(f"\n{report.verdict}", style="bold" if report.exact else "bold red")
 
 

@@ -82,8 +82,14 @@ def run(
 def check_greedy(
     core: EngineCore, prompts: list[list[int]], lengths: Sequence[int], max_tokens: int, resolution: float
 ) -> GreedyResult:
-    """Speculative against plain decoding of the same engine, at temperature 0, token by token."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, logprobs=2, num_speculative_tokens=0)
+    """Speculative against plain decoding of the same engine, at temperature 0, token by token. Without a
+    ``resolution`` nothing is excused, and no log-probabilities are asked for, so that rounds may run in C."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0,
+        logprobs=2 if resolution else None,
+        num_speculative_tokens=0,
+    )
     plain = run(core, prompts, params)
     result = GreedyResult(0, 0, [])
     for length in lengths:

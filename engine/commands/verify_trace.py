@@ -19,7 +19,7 @@ from engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from engine.config import EngineConfig
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
-from engine.models.loader import resolve_device, resolve_dtype
+from engine.models.loader import draft_source, load_options
 from engine.sampling.grammar import GrammarError, Grammars, load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
@@ -58,13 +58,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _replayer(settings: ReplaySettings, answer: TracedAnswer) -> Replayer:
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device)
+    options = load_options(settings)
     assert settings.target is not None  # filled in by EngineConfig
-    target = FreshModel(settings.target, dtype, device)
-    draft = FreshModel(settings.draft, dtype, device) if settings.draft else None
+    target = FreshModel(settings.target, options)
+    draft = FreshModel(*draft_source(settings)) if settings.draft else None
     grammars = Grammars(partial(load_tokenizer, settings.target, target.vocab_size, target.eos_token_ids))
-    return Replayer(target, draft, answer.params, settings.tolerance or TOLERANCES[str(dtype)], grammars)
+    tolerance = settings.tolerance or TOLERANCES[str(options.dtype)]
+    return Replayer(target, draft, answer.params, tolerance, grammars)
 
 
 def _replay(replayer: Replayer, answer: TracedAnswer) -> int:

@@ -1,40 +1,38 @@
 """Models without cache, batch or any attention of ours: one text in, all of its logits out.
 
 What ``engine.commands.replay`` and ``engine.commands.check`` compare the engine with. Slow on purpose: every
-call computes the whole text anew.
+call computes the whole text anew. Quantised kernels round what transformers' layers do not: of such a model
+our own pass over an empty cache is the reference, which loading has compared with transformers' layers.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from engine.batch import Span
+from engine.core.block_pool import BlockTable
 from engine.messages import SamplingParams
-from engine.models.base import eos_token_ids
+from engine.models.base import Model, eos_token_ids
 from engine.models.generation_rules import decoder_start_ids, generation_rules
-from engine.models.loader import load_causal_model
+from engine.models.loader import load_causal_model, load_quantised
+from engine.models.model_runner import ModelRunner
+from engine.models.options import LoadOptions
 from engine.sampling.adjust import History, adjust_logits
 from engine.sampling.processors import SamplingTensors, to_probs
 from engine.sampling.rules import NO_RULES
 
 
 class FreshModel:
-    def __init__(
-        self,
-        path: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        trust_remote_code: bool = False,
-        allow_pickle: bool = False,
-    ) -> None:
-        self.model = load_causal_model(
-            path,
-            dtype,
-            device,
-            attention="eager",
-            trust_remote_code=trust_remote_code,
-            allow_pickle=allow_pickle,
+    """``served``: the model as the engine has it, if its layers are quantised by us; else None."""
+
+    def __init__(self, path: str, options: LoadOptions) -> None:
+        self.served = load_quantised(path, options)
+        self.model: Any = self.served or load_causal_model(
+            path, replace(options, device_map=None), attention="eager"
         )
-        self.device = device
+        self.device = options.device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
         self.eos_token_ids = eos_token_ids(self.model.generation_config, self.model.config)
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
@@ -71,13 +69,21 @@ class FreshModel:
         """
         # An id that this model does not know has no embedding; only a draft can meet one.
         ids = torch.tensor([token_ids], device=self.device).clamp(max=self.vocab_size - 1)
-        if self.has_encoder:
+        if self.served is not None:
+            logits = _from_empty_cache(self.served, ids[0].tolist())
+        elif self.has_encoder:
             read, written = ids[:, :num_encoder_tokens], ids[:, num_encoder_tokens:]
-            output = self.model(input_ids=read, decoder_input_ids=written, use_cache=False)
+            logits = self.model(input_ids=read, decoder_input_ids=written, use_cache=False).logits[0].float()
         else:
-            output = self.model(input_ids=ids, use_cache=False)
-        logits = output.logits[0].float()
+            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
         return F.pad(logits, (0, vocab_size - logits.shape[-1]), value=-torch.inf)
+
+
+def _from_empty_cache(model: Model, token_ids: list[int]) -> torch.Tensor:
+    table = BlockTable()
+    table.block_ids = [0]
+    runner = ModelRunner.build(model, num_blocks=1, block_size=len(token_ids))
+    return runner.forward([Span(table, token_ids, len(token_ids))]).logits
 
 
 def adjusted(logits: torch.Tensor, history: History, drafted: list[int]) -> torch.Tensor:

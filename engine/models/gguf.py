@@ -19,7 +19,19 @@ from engine.native.library import load_library
 from engine.native.quantised import TYPES, Blocks
 
 # Architectures, by their names in both worlds.
-MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+GEMMA = ("gemma2", "gemma3")
+# The layers of those Gemmas whose scores are scaled by hidden size / heads; in the others by the head size.
+SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
+# One layer in so many of Gemma 3 sees everything, and the others' rotary base, where a file does not say.
+GEMMA3_PATTERN, GEMMA3_LOCAL_BASE = 6, 10000.0
 # Keys that a file must have, and others; without the architecture in front.
 NEEDED = {
     "block_count": "num_hidden_layers",
@@ -79,6 +91,8 @@ class GgufCheckpoint(Checkpoint):
         place = self.file.tensors[self.names[name]]
         tensor = self._plain(place)
         order = self._order(name)
+        if self.file.architecture in GEMMA and name.endswith("norm.weight"):
+            tensor = tensor - 1  # llama.cpp multiplies by what is stored, transformers by one more
         return tensor if order is None else tensor[torch.from_numpy(order)]
 
     def _plain(self, place: TensorPlace) -> torch.Tensor:
@@ -132,21 +146,6 @@ def generation_config(checkpoint: GgufCheckpoint) -> Any:
     sampling = {ours: metadata.get(f"general.sampling.{theirs}") for theirs, ours in SAMPLING.items()}
     given = {name: value for name, value in sampling.items() if value is not None}
     return GenerationConfig(eos_token_id=sorted(ids) or None, **given)
-
-
-def load_module(checkpoint: GgufCheckpoint, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
-    """transformers' module with dequantised weights."""
-    module = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype, attn_implementation=attention)
-    names = checkpoint.names.keys() & module.state_dict().keys()
-    check_complete(module, checkpoint)
-    for name in names:
-        (tensor,) = checkpoint.read([name]).values()
-        module.load_state_dict({name: tensor.to(dtype)}, strict=False, assign=True)
-    module.tie_weights()
-    if (factors := checkpoint.rotary_factors()) is not None:
-        module.model.rotary_emb.inv_freq /= factors
-    module.generation_config = generation_config(checkpoint)
-    return module.eval().requires_grad_(False).to(device)
 
 
 def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
@@ -207,13 +206,73 @@ def _config(file: GgufFile) -> Any:
     found["rope_parameters"] = _rope(file)
     for name in ("bos", "eos"):
         found[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+    found["pad_token_id"] = None  # nothing is padded
     model_type = MODEL_TYPES[architecture]
+    if architecture == "phi3":
+        found |= _phi3(file, found)
+    if architecture in GEMMA:
+        found |= _gemma(file, found)
     if model_type == "llama":
         found["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
         window = file.metadata.get("llama.attention.sliding_window")
         if window:
             model_type, found["sliding_window"] = "mistral", window
     return AutoConfig.for_model(model_type, **found)
+
+
+def _phi3(file: GgufFile, found: dict[str, Any]) -> dict[str, Any]:
+    metadata, rope = file.metadata, dict(found["rope_parameters"])
+    more = {"rope_parameters": rope, "sliding_window": metadata.get("phi3.attention.sliding_window") or None}
+    size = metadata.get("phi3.rope.dimension_count", found["head_dim"])
+    rope["partial_rotary_factor"] = size / found["head_dim"]
+    factors = {length: file.tensors.get(f"rope_factors_{length}.weight") for length in ("long", "short")}
+    if all(factors.values()):
+        original = metadata.get("phi3.rope.scaling.original_context_length")
+        if not isinstance(original, int) or original < 2:
+            raise GgufError(f"{file.path} does not say its phi3.rope.scaling.original_context_length")
+        stretch = max(1.0, found["max_position_embeddings"] / original)
+        rope |= {f"{length}_factor": _floats(file, place) for length, place in factors.items() if place}
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+        rope["attention_factor"] = math.sqrt(1 + math.log(stretch) / math.log(original))
+        # Beyond it every position rotates by other angles, those in the cache included.
+        more["max_position_embeddings"] = min(original, found["max_position_embeddings"])
+    return more
+
+
+def _gemma(file: GgufFile, found: dict[str, Any]) -> dict[str, Any]:
+    architecture, layers = file.architecture, found["num_hidden_layers"]
+
+    def says(key: str) -> Any:
+        return file.metadata.get(f"{architecture}.{key}")
+
+    window = says("attention.sliding_window")
+    if not window:
+        raise GgufError(f"{file.path} does not say its model's {architecture}.attention.sliding_window")
+    scalar = found["head_dim"]
+    if layers == SCALED_BY_HIDDEN_SIZE[architecture]:
+        scalar = found["hidden_size"] // found["num_attention_heads"]
+    more = {"sliding_window": window, "query_pre_attn_scalar": scalar}
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (cap := says(name)) is not None:
+            more[name] = cap
+    if architecture == "gemma3":
+        pattern = says("attention.sliding_window_pattern") or GEMMA3_PATTERN
+        more["layer_types"] = [
+            "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)
+        ]
+        local = {"rope_type": "default", "rope_theta": says("rope.freq_base_swa") or GEMMA3_LOCAL_BASE}
+        more["rope_parameters"] = {
+            "full_attention": found["rope_parameters"],
+            "sliding_attention": local,
+        }
+    return more
+
+
+def _floats(file: GgufFile, place: TensorPlace) -> list[float]:
+    if PLAIN_TYPES.get(place.type) != np.dtype("<f4"):
+        raise GgufError(f"{file.path} has rotary factors of another type than F32")
+    numbers: list[float] = np.frombuffer(file.data, "<f4", math.prod(place.shape), place.offset).tolist()
+    return numbers
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:

@@ -53,7 +53,9 @@ class Rotary:
         self.like = like
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
         num_positions = int(config.max_position_embeddings)
-        self.is_static = module.rope_type in STATIC_ROTARY
+        original = config.rope_parameters.get("original_max_position_embeddings") or 0
+        is_short = module.rope_type == "longrope" and num_positions <= original
+        self.is_static = is_short or module.rope_type in STATIC_ROTARY
         if self.is_static and num_positions <= MAX_TABLE_POSITIONS:
             self.table = self.compute(torch.arange(num_positions, device=like.device))
 

@@ -12,11 +12,12 @@ compute a short text with them, one after the other; the loaded model's logits m
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -31,6 +32,7 @@ from engine.models.in_place_attention import InPlaceAttention, find_kernel
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
 from engine.models.linear import Linear, make_linear
 from engine.models.model_runner import ModelRunner
+from engine.models.options import LoadOptions
 from engine.models.weights import Checkpoint
 from engine.native.decoder import NativeDecoder
 from engine.native.layer_parts import NativeKernels, serves
@@ -40,6 +42,8 @@ from engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
+EMBEDDINGS = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 # More than the native kernels look at together.
 PROBE_TOKENS = 48
 # Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
@@ -180,13 +184,13 @@ class Llama(Model):
 
 
 def load_llama(
-    skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, native_kernels: bool, narrow: bool
+    skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions
 ) -> Llama | None:
-    """``skeleton`` is transformers' module on the meta device. ``narrow``: keep 16 bits on a CPU where that
-    loses nothing. None if tensors are missing, or the logits are not those of transformers' layers."""
-    kernels = _kernels(skeleton, facts) if native_kernels else None
+    """``skeleton`` is transformers' module on the meta device. None if tensors are missing, or the logits are
+    not those of transformers' layers."""
+    kernels = _kernels(skeleton, facts) if options.native_kernels else None
     for library in (kernels, None) if kernels is not None else (None,):
-        reader = _Reader(skeleton, checkpoint, facts, library, narrow)
+        reader = _Reader(skeleton, checkpoint, facts, library, options.narrow)
         if not reader.is_complete:
             return None
         weights, expected = reader.read()
@@ -303,8 +307,7 @@ class _Reader:
     def read(self) -> tuple[LlamaWeights, torch.Tensor]:
         """The weights, and the probe text's logits as ``probe_logits`` asks for them."""
         module, facts = self.skeleton, self.facts
-        name = "model.embed_tokens.weight"
-        embeddings = self._tensor(name, self.keep_type)
+        embeddings, blocks = self._embeddings()
         like = torch.empty(0, dtype=facts.dtype, device=facts.device)
         # On the meta device the skeleton's has no angles.
         module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config).to(facts.device)
@@ -313,23 +316,27 @@ class _Reader:
         hooks = [self._follow(layer, index) for index, layer in enumerate(module.model.layers)]
         self._fill(module.model.norm, "model.norm")
         ids = torch.tensor([probe_ids(module.config)], device=facts.device)
-        embedded = F.embedding(ids, embeddings).to(facts.dtype)
+        if isinstance(embeddings, QuantisedEmbeddings):
+            embedded = embeddings.look_up(ids[0])[None]
+        else:
+            embedded = F.embedding(ids, embeddings).to(facts.dtype)
         hidden = module.model(inputs_embeds=embedded, use_cache=False).last_hidden_state[0]
         for hook in (hook for pair in hooks for hook in pair):
             hook.remove()
         head = module.lm_head
-        blocks = self._blocks(name)
-        if module.config.tie_word_embeddings:
+        if not module.config.tie_word_embeddings:
+            blocks = self._blocks(HEAD)
+        if blocks is not None:
+            head.blocks = blocks
+        elif isinstance(embeddings, torch.Tensor) and module.config.tie_word_embeddings:
             head.weight = _frozen(embeddings)
         else:
-            name = "lm_head.weight"
-            head.weight = _frozen(self._tensor(name, self.keep_type))
-        self._keep_blocks(head, name)
+            head.weight = _frozen(self._tensor(HEAD, self.keep_type))
         kept = [row for row in range(len(hidden)) if row != len(hidden) - 5]
-        parts = torch.split(head.weight, HEAD_ROWS)
-        logits = torch.cat([F.linear(hidden[kept], part.to(facts.dtype)) for part in parts], dim=-1).float()
+        parts = [F.linear(hidden[kept], part.to(facts.dtype)) for part in self._parts(head)]
+        logits = torch.cat(parts, dim=-1).float()
         weights = LlamaWeights(
-            QuantisedEmbeddings(self.library, blocks) if self.library and blocks else embeddings,
+            embeddings,
             self.layers,
             Norm.of(module.model.norm),
             self.make([head]),
@@ -337,6 +344,21 @@ class _Reader:
         )
         trim_heap()
         return weights, logits
+
+    def _embeddings(self) -> tuple[torch.Tensor | QuantisedEmbeddings, Blocks | None]:
+        blocks = self._blocks(EMBEDDINGS)
+        if self.library is None or blocks is None:
+            return self._tensor(EMBEDDINGS, self.keep_type), None
+        return QuantisedEmbeddings(self.library, blocks), blocks
+
+    def _parts(self, head: Any) -> Iterator[torch.Tensor]:
+        """The output layer's rows, some at a time: a large vocabulary's are never dequantised together."""
+        if self.library is None or not hasattr(head, "blocks"):
+            yield from torch.split(head.weight, HEAD_ROWS)
+            return
+        numbers = np.arange(len(head.blocks.rows))
+        for start in range(0, len(numbers), HEAD_ROWS):
+            yield head.blocks.dequantise(self.library, numbers[start : start + HEAD_ROWS])
 
     def _follow(self, layer: nn.Module, index: int) -> tuple[Any, Any]:
         def before(*_: Any) -> None:

@@ -5,14 +5,18 @@ What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError`` th
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
+from engine.config import SELF_DRAFTS, EngineConfig
 from engine.gguf_file import GgufError, is_gguf
+from engine.huge_pages import trim_heap
 from engine.models import cross_attention
 from engine.models.attention import ATTENTION_NAME
 from engine.models.base import Model, ModelFacts
@@ -20,17 +24,23 @@ from engine.models.checkpoint import check_folder, explain
 from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.gguf import check_complete, generation_config, load_module, open_gguf
-from engine.models.linear import replace_linears
-from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from engine.models.gguf import check_complete, generation_config, open_gguf
+from engine.models.linear import QuantisedEmbeddingModule, replace_linears
+from engine.models.llama import EMBEDDINGS, FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from engine.models.options import LoadOptions
+from engine.models.packed import PackedCheckpoint, PackingError, open_packed
 from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.models.self_check import self_check
 from engine.models.weights import Checkpoint
 from engine.native.linear import linear_library
+from engine.native.quantised import QuantisedEmbeddings
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NOT_QUANTISED = (
+    "{} cannot be quantised: that needs a Llama-shaped model on a CPU, in float32, and a C compiler"
+)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -48,85 +58,126 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    device_map: str | dict[str, str | int] | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    native_kernels: bool = True,
-    narrow: bool = True,
-    check: bool = True,
-    quantize: str = "none",
-) -> Model:
-    """The model at ``path`` by the fastest way that computes what transformers' own module does.
+def load_options(config: EngineConfig) -> LoadOptions:
+    """For the target and drafts of their own; ``ModelLoadError`` if the device is not there."""
+    device = resolve_device(config.device)
+    return LoadOptions(
+        dtype=resolve_dtype(config.dtype, device),
+        device=device,
+        device_map=config.device_map,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+        native_kernels=config.native_kernels,
+        # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
+        narrow=config.dtype == "auto",
+        self_check=config.self_check,
+        quantize=config.quantize,
+    )
 
-    With a ``device_map`` it is accelerate that places the layers, and ``device`` has no say. ``narrow``: on a
-    CPU keep weights in 16 bits where that loses nothing. ``check``: refuse a model that over our cache
-    deviates from itself. ``quantize``: to int8 or int4, or ``none``.
-    """
-    if quantize != "none" and (is_gguf(path) or device_map is not None or not narrow or not native_kernels):
+
+def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:
+    """The draft's checkpoint, and how it is loaded."""
+    options = load_options(config)
+    assert config.target is not None
+    assert config.draft is not None
+    if config.draft not in SELF_DRAFTS:
+        return config.draft, options
+    # Whatever the target computes in, only few bits make a draft of it.
+    return config.target, replace(options, quantize=SELF_DRAFTS[config.draft], narrow=True)
+
+
+def load_model(path: str, options: LoadOptions) -> Model:
+    """The model at ``path`` by the fastest way that computes what transformers' own module does."""
+    if options.quantize != "none" and not (
+        options.narrow and options.native_kernels and options.device_map is None
+    ):
         raise ModelLoadError(
-            f"quantize {quantize} needs a float checkpoint, dtype auto, native_kernels and no device_map: "
-            f"{path} cannot be quantised"
+            f"{path} cannot be quantised: that needs dtype auto, native_kernels and no device_map"
         )
     if is_gguf(path):
-        return _load_gguf(path, dtype, device, device_map is None, native_kernels, narrow)
-    check_folder(path, allow_pickle=allow_pickle)
+        return _load_gguf(path, options)
+    check_folder(path, allow_pickle=options.allow_pickle)
     path = _expanded(path)
-    if device_map is None and not trust_remote_code:
-        llama = _by_name(path, dtype, device, allow_pickle, native_kernels, narrow, quantize)
-        if llama is not None and (quantize == "none" or llama.is_quantised):
+    if options.device_map is None and not options.trust_remote_code:
+        llama = _by_name(path, options)
+        if llama is not None and (options.quantize == "none" or llama.is_quantised):
             return llama
-    if quantize != "none":
-        raise ModelLoadError(
-            f"{path} cannot be quantised: that needs a Llama-shaped model on a CPU, in float32, and a C "
-            "compiler"
-        )
-    model = load_decoder(
-        path,
-        dtype,
-        device,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-        native_kernels=native_kernels,
-        narrow=narrow,
-    )
+    if options.quantize != "none":
+        raise ModelLoadError(NOT_QUANTISED.format(path))
+    model = load_decoder(path, options)
     # Families of encoder-decoder models are known by name; what they share with generate() is tested.
     if not isinstance(model, DecoderModel):
         return model
-    if check:
+    if options.self_check:
         self_check(model)
-    if model.is_quantised and device_map is None and is_llama(model.module):
-        return take_llama(model.module, model.facts, native_kernels, probe_logits(model)) or model
+    if model.is_quantised and options.device_map is None and is_llama(model.module):
+        return take_llama(model.module, model.facts, options.native_kernels, probe_logits(model)) or model
     return model
 
 
-def _load_gguf(
-    path: str, dtype: torch.dtype, device: torch.device, is_whole: bool, native_kernels: bool, narrow: bool
-) -> Model:
-    """``narrow``: on a CPU weights stay quantised; else they are dequantised to ``dtype``."""
-    if not is_whole:
+def load_quantised(path: str, options: LoadOptions) -> Llama | None:
+    """The model at ``path`` if our kernels serve it with quantised weights."""
+    if not options.narrow or options.device_map is not None or not options.native_kernels:
+        return None
+    is_packed = is_gguf(path) or _find_packed(_expanded(path), options) is not None
+    if options.quantize == "none" and not is_packed:
+        return None
+    model = load_model(path, options)
+    return model if isinstance(model, Llama) and model.is_quantised else None
+
+
+def _load_gguf(path: str, options: LoadOptions) -> Llama | DecoderModel:
+    if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     try:
-        checkpoint = open_gguf(path)
-        skeleton = _skeleton(checkpoint.config, dtype)
-        check_complete(skeleton, checkpoint)
-        facts = ModelFacts(checkpoint.config, generation_config(checkpoint), count(skeleton), dtype, device)
-        llama = load_llama(skeleton, checkpoint, facts, native_kernels, narrow)
+        file = open_gguf(path)
+        skeleton = _skeleton(file.config, options.dtype)
+        check_complete(skeleton, file)
+        facts = ModelFacts(
+            file.config, generation_config(file), count(skeleton), options.dtype, options.device
+        )
+        checkpoint = _quantised(file, options)
+        model: Llama | DecoderModel | None
+        if is_llama(skeleton):
+            model = load_llama(skeleton, checkpoint, facts, options)
+        else:
+            model = _load_dequantised(checkpoint, facts, options)
     except ModelLoadError:
         raise
     except GgufError as error:
         raise ModelLoadError(str(error)) from error
     except Exception as error:  # transformers refuses sizes in many ways
         raise ModelLoadError(explain(path, error)) from error
-    if llama is None:
+    if model is None:
         raise ModelLoadError(f"{path} cannot be served: its logits are not those of transformers' model")
-    checkpoint.release()
-    return llama
+    if options.quantize != "none" and not model.is_quantised:
+        raise ModelLoadError(NOT_QUANTISED.format(path))
+    file.release()
+    return model
+
+
+def _load_dequantised(checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions) -> DecoderModel:
+    """By transformers' module. Its layers hand on other bits when they compute other numbers of tokens, and
+    would make more of them where quantised layers round; so only embeddings stay quantised, on a CPU."""
+    module = _module_of(checkpoint, facts.config, facts.generation_config, options, ATTENTION_NAME)
+    if options.device.type == "cpu" and options.dtype == torch.float32:
+        library = linear_library() if options.native_kernels else None
+        replace_linears(module, library, options.narrow)
+        blocks = checkpoint.blocks(EMBEDDINGS)
+        if library is not None and options.narrow and blocks is not None:
+            kept = QuantisedEmbeddings(library, blocks)
+            module.set_input_embeddings(QuantisedEmbeddingModule(module.get_input_embeddings(), kept))
+    trim_heap()
+    model = DecoderModel(module, facts)
+    if options.self_check:
+        self_check(model)
+    return model
+
+
+def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
+    if options.quantize == "none":
+        return checkpoint
+    return QuantisedCheckpoint(checkpoint, LAYER_TYPES[options.quantize])
 
 
 def _skeleton(config: Any, dtype: torch.dtype) -> Any:
@@ -135,28 +186,26 @@ def _skeleton(config: Any, dtype: torch.dtype) -> Any:
     return module.eval().requires_grad_(False)
 
 
-def _by_name(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    allow_pickle: bool,
-    native_kernels: bool,
-    narrow: bool,
-    quantize: str,
-) -> Llama | None:
+def _by_name(path: str, options: LoadOptions) -> Llama | None:
     """A Llama-shaped model straight from its files; None for any other, and for what has to be explained."""
     try:
         config = AutoConfig.from_pretrained(path)
-        if config.model_type not in FAMILIES or getattr(config, "quantization_config", None):
+        if config.model_type not in FAMILIES:
             return None
-        skeleton = _skeleton(config, dtype)
-        checkpoint = Checkpoint.find(path, allow_pickle)
+        skeleton = _skeleton(config, options.dtype)
+        checkpoint: Checkpoint | None
+        if getattr(config, "quantization_config", None):
+            checkpoint, _ = _find_packed(path, options) or (None, None)
+        else:
+            checkpoint = Checkpoint.find(path, options.allow_pickle)
         if checkpoint is None or not is_llama(skeleton):
             return None
-        if quantize != "none":
-            checkpoint = QuantisedCheckpoint(checkpoint, LAYER_TYPES[quantize])
-        facts = ModelFacts(config, _generation_config(path, skeleton), count(skeleton), dtype, device)
-        return load_llama(skeleton, checkpoint, facts, native_kernels, narrow)
+        facts = ModelFacts(
+            config, _generation_config(path, skeleton), count(skeleton), options.dtype, options.device
+        )
+        return load_llama(skeleton, _quantised(checkpoint, options), facts, options)
+    except PackingError as error:
+        raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         logger.info("%s is left to transformers to load: %s", path, error)
         return None
@@ -169,31 +218,15 @@ def _generation_config(path: str, skeleton: Any) -> Any:
         return skeleton.generation_config
 
 
-def load_decoder(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    device_map: str | dict[str, str | int] | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    native_kernels: bool = True,
-    narrow: bool = True,
-) -> DecoderModel | EncoderDecoderModel:
-    """The model at ``path`` by transformers' module, with linear layers of our own on a CPU."""
-    module = load_causal_model(
-        path,
-        dtype,
-        device,
-        ATTENTION_NAME,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
-        allow_pickle=allow_pickle,
-    )
+def load_decoder(path: str, options: LoadOptions) -> DecoderModel | EncoderDecoderModel:
+    """The model in the folder or repository ``path`` by transformers' module, with linear layers of our own
+    on a CPU."""
+    module = _load_module(path, options, ATTENTION_NAME)
     device = module.get_input_embeddings().weight.device
-    facts = ModelFacts(module.config, module.generation_config, count(module), dtype, device)
-    if device.type == "cpu" and dtype == torch.float32 and device_map is None:
-        replace_linears(module, linear_library() if native_kernels else None, narrow)
+    facts = ModelFacts(module.config, module.generation_config, count(module), options.dtype, device)
+    if device.type == "cpu" and options.dtype == torch.float32 and options.device_map is None:
+        library = linear_library() if options.native_kernels else None
+        replace_linears(module, library, options.narrow)
     served = EncoderDecoderModel if module.config.is_encoder_decoder else DecoderModel
     return served(module, facts)
 
@@ -206,26 +239,63 @@ def _expanded(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
-def load_causal_model(
-    path: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-    *,
-    device_map: str | dict[str, str | int] | None = None,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-) -> Any:
+def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
     if is_gguf(path):
         try:
-            return load_module(open_gguf(path), dtype, device, attention)
+            file = open_gguf(path)
+            check_complete(_skeleton(file.config, options.dtype), file)
         except GgufError as error:
             raise ModelLoadError(str(error)) from error
-    check_folder(path, allow_pickle=allow_pickle)
+        return _module_of(file, file.config, generation_config(file), options, attention)
+    check_folder(path, allow_pickle=options.allow_pickle)
     path = _expanded(path)
+    if (packed := _find_packed(path, options)) is not None:
+        checkpoint, config = packed
+        generation = _generation_config(path, _skeleton(config, options.dtype))
+        return _module_of(checkpoint, config, generation, options, attention)
+    return _load_module(path, options, attention)
+
+
+def _find_packed(path: str, options: LoadOptions) -> tuple[PackedCheckpoint, Any] | None:
+    """The checkpoint and its config, if its 4-bit weights are of a kind that we read ourselves."""
+    if options.device.type != "cpu" or options.device_map is not None or options.trust_remote_code:
+        return None
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path)
+        quantization = getattr(config, "quantization_config", None)
+        if config.model_type not in FAMILIES or not quantization:
+            return None
+        source = Checkpoint.find(path, options.allow_pickle)
+        packed = None if source is None else open_packed(source, quantization)
+    except PackingError as error:
+        raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
+    except (OSError, ValueError, SafetensorError):
+        return None  # ``_load_module`` has words for it
+    return None if packed is None else (packed, config)
+
+
+def _module_of(
+    checkpoint: Checkpoint, config: Any, generation: Any, options: LoadOptions, attention: str
+) -> Any:
+    """transformers' module with the weights that ``checkpoint`` stands for."""
+    with init_empty_weights(include_buffers=False):
+        module: Any = AutoModelForCausalLM.from_config(
+            config, dtype=options.dtype, attn_implementation=attention
+        )
+    for name in [name for name, _ in module.named_parameters() if name in checkpoint.files]:
+        (tensor,) = checkpoint.read([name]).values()
+        module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
+    module.tie_weights()
+    if (factors := checkpoint.rotary_factors()) is not None:
+        module.model.rotary_emb.inv_freq /= factors
+    module.generation_config = generation
+    return module.eval().requires_grad_(False).to(options.device)
+
+
+def _load_module(path: str, options: LoadOptions, attention: str) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
         auto_model: Any = AutoModelForCausalLM
         if config.is_encoder_decoder:
             auto_model = AutoModelForSeq2SeqLM
@@ -233,11 +303,11 @@ def load_causal_model(
         model, found = auto_model.from_pretrained(
             path,
             config=config,
-            dtype=dtype,
+            dtype=options.dtype,
             attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=None if allow_pickle else True,
-            device_map=device_map,
+            trust_remote_code=options.trust_remote_code,
+            use_safetensors=None if options.allow_pickle else True,
+            device_map=options.device_map,
             output_loading_info=True,
         )
     except ModelLoadError:
@@ -253,10 +323,10 @@ def load_causal_model(
     if missing := sorted(found["missing_keys"]):
         raise ModelLoadError(f"{path} lacks weights of the model: {', '.join(missing[:3])}")
     model.eval().requires_grad_(False)
-    if device_map is not None:
+    if options.device_map is not None:
         _refuse_offload(path, getattr(model, "hf_device_map", {}))
         return model
-    return model if hasattr(model, "hf_quantizer") else model.to(device)
+    return model if hasattr(model, "hf_quantizer") else model.to(options.device)
 
 
 def _refuse_offload(path: str, placement: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Float checkpoints as if they were quantised files: symmetric, 32 weights of a row to a scale."""
+"""Checkpoints as if they were files quantised further: symmetric, 32 weights of a row to a scale."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -20,22 +20,25 @@ KEPT = 8
 
 
 class QuantisedCheckpoint(Checkpoint):
-    """``source`` with every matrix in the ``layer_type`` whose rows are whole groups. ``read`` gives the
-    weights that the blocks stand for."""
+    """``source`` with every matrix in the ``layer_type`` whose rows are whole groups; those that have no more
+    bits than that stay as they are. ``read`` gives the weights that the blocks stand for."""
 
     def __init__(self, source: Checkpoint, layer_type: GGMLQuantizationType) -> None:
         super().__init__(source.files)
         self.source = source
         self.layer_type = layer_type
-        self.blocks_of = lru_cache(KEPT)(self._quantise)
+        self.made = lru_cache(KEPT)(self._quantise)
 
     def blocks(self, name: str) -> Blocks | None:
-        return self.blocks_of(name)
+        return self.made(name) or self.source.blocks(name)
+
+    def rotary_factors(self) -> torch.Tensor | None:
+        return self.source.rotary_factors()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            blocks = self.blocks_of(name)
+            blocks = self.made(name)
             if blocks is None:
                 tensors |= self.source.read([name])
             else:
@@ -44,8 +47,17 @@ class QuantisedCheckpoint(Checkpoint):
         return tensors
 
     def _quantise(self, name: str) -> Blocks | None:
+        kind = OUTER_TYPE if name in OUTER else self.layer_type
+        stored = self.source.blocks(name)
+        if stored is not None and _bits(stored.type) <= _bits(kind):
+            return None
         tensor = self.source.read([name])[name]
         if tensor.dim() != 2 or tensor.shape[1] % GROUP:
             return None
-        kind = OUTER_TYPE if name in OUTER else self.layer_type
         return Blocks(int(kind), gguf.quantize(tensor.float().numpy(), kind), tensor.shape[1])
+
+
+def _bits(kind: int) -> float:
+    """Per weight."""
+    block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    return 8 * int(size) / int(block)

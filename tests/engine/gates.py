@@ -14,6 +14,7 @@ import torch
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
+from engine.models.options import LoadOptions
 from engine.sampling.sampler import Rule
 from engine.sampling.verify import Verdict
 from tests import naive
@@ -91,7 +92,7 @@ def mixed_sources_distribution(models: Models, num_requests: int = 40) -> None:
     for tokens in outputs_by_choice(core).values():
         counts[tuple(tokens[:3])] += 1
     assert set(core.stats.drafts) == {"draft_model", "ngram", "prediction"}
-    target = FreshModel(models.target, torch.float32, torch.device("cpu"))
+    target = FreshModel(models.target, LoadOptions())
     rows: dict[tuple[int, ...], Any] = {}
 
     def logits(token_ids: list[int]) -> Any:

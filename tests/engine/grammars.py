@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
 from msgspec import structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.core.engine import EngineCore
 from engine.messages import SamplingParams
 from engine.models.fresh import FreshModel
+from engine.models.options import LoadOptions
 from engine.proposers.grammar import GrammarProposer
 from engine.sampling.grammar import Grammars
 from tests import naive
@@ -81,7 +81,7 @@ class Constrained:
         )
         given = {"max_tokens": MAX_TOKENS, "temperature": 1.3, "grammar": GRAMMAR}
         params = SamplingParams(**given | changed)
-        model = FreshModel(target, torch.float32, torch.device("cpu"))
+        model = FreshModel(target, LoadOptions())
         tokenizer = make_tokenizer()
         texts: dict[Text, float] = {}
 

@@ -15,6 +15,7 @@ from engine.config import BUNDLED_PAIR, EngineConfig
 from engine.messages import SamplingParams
 from engine.models.errors import ModelLoadError
 from engine.models.loader import load_causal_model, load_decoder, load_model
+from engine.models.options import LoadOptions
 from engine.worker import describe
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
@@ -71,10 +72,10 @@ def test_tied_weights_are_kept_once(models: Models, tmp_path: Path) -> None:
     model.tie_weights()
     model.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    untied = load_model(models.target, torch.float32, CPU)
+    untied = load_model(models.target, LoadOptions())
     for load in (load_model, load_decoder):
-        assert load(str(tmp_path), torch.float32, CPU).num_parameters == untied.num_parameters - 16 * 32
-    module = load_causal_model(str(tmp_path), torch.float32, CPU, "eager")
+        assert load(str(tmp_path), LoadOptions()).num_parameters == untied.num_parameters - 16 * 32
+    module = load_causal_model(str(tmp_path), LoadOptions(), "eager")
     assert module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()
 
 
@@ -189,7 +190,7 @@ def test_offload_is_refused(models: Models, tmp_path: Path) -> None:
     placement: dict[str, str | int] = {f"model.{part}": "cpu" for part in parts} | {"lm_head": "cpu"}
     placement["model.layers.1"] = "disk"
     with pytest.raises(ModelLoadError, match="would leave a part of it on disk"):
-        load_causal_model(models.target, torch.float32, CPU, "eager", device_map=placement)
+        load_causal_model(models.target, LoadOptions(device_map=placement), "eager")
 
 
 def test_generation_config(copy: Path) -> None:

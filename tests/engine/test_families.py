@@ -23,6 +23,7 @@ from engine.models.base import ModelFacts
 from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.loader import load_causal_model, load_decoder
+from engine.models.options import LoadOptions
 from engine.models.self_check import self_check
 from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_family, save_random
 from tests.models import make_engine, run_engine
@@ -200,7 +201,7 @@ def test_unknown_keywords_of_attention_are_refused(keyword: str, given: Any) -> 
 
 
 def test_keywords_without_effect_are_taken(folder: Callable[[str], str]) -> None:
-    decoder = load_decoder(folder("Llama"), torch.float32, CPU)
+    decoder = load_decoder(folder("Llama"), LoadOptions())
     seen = {}
 
     class Recorder:
@@ -310,7 +311,7 @@ def test_the_table_notices(
 def test_the_self_check_notices(
     folder: Callable[[str], str], monkeypatch: Patch, family: str, bug: Callable[[Patch], None]
 ) -> None:
-    decoder = load_decoder(folder(family), torch.float32, CPU)
+    decoder = load_decoder(folder(family), LoadOptions())
     self_check(decoder)
     bug(monkeypatch)
     with pytest.raises(ModelLoadError, match="deviate by"):
@@ -320,11 +321,11 @@ def test_the_self_check_notices(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["Llama", "Gemma 2", "Qwen3-MoE", "GPT-OSS, attention sinks"])
 def test_the_self_check_bears_rounding(folder: Callable[[str], str], family: str, dtype: torch.dtype) -> None:
-    self_check(load_decoder(folder(family), dtype, CPU))
+    self_check(load_decoder(folder(family), LoadOptions(dtype)))
 
 
 def test_the_self_check_names_broken_weights(folder: Callable[[str], str]) -> None:
-    decoder = load_decoder(folder("Llama"), torch.float32, CPU)
+    decoder = load_decoder(folder("Llama"), LoadOptions())
     decoder.module.model.norm.weight.data.fill_(torch.nan)
     with pytest.raises(ModelLoadError, match="not finite in float32"):
         self_check(decoder)
@@ -336,8 +337,8 @@ def test_a_recurrence_beside_attention_is_noticed_though_the_model_hides_it(
     """Every layer of Falcon-H1 has attention; only the logits tell of its state."""
     _, values, _ = REFUSED["Falcon-H1, a hybrid with attention in every layer"]
     path = save_random(tmp_path, "falcon_h1", values)
-    module = load_causal_model(path, torch.float32, CPU, ATTENTION_NAME)
+    module = load_causal_model(path, LoadOptions(), ATTENTION_NAME)
     monkeypatch.setattr(type(module), "_is_stateful", False)
-    facts = ModelFacts(module.config, module.generation_config, 0, torch.float32, CPU)
+    facts = ModelFacts(module.config, module.generation_config, 0, LoadOptions())
     with pytest.raises(ModelLoadError, match="deviate by"):
         self_check(DecoderModel(module, facts))

@@ -9,8 +9,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -21,10 +24,13 @@ from engine.core.block_pool import BlockTable
 from engine.gguf_file import GgufError, read_gguf
 from engine.messages import SamplingParams
 from engine.models.base import Model
+from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
+from engine.models.linear import QuantisedEmbeddingModule
 from engine.models.llama import Llama
 from engine.models.loader import load_causal_model, load_model
 from engine.models.model_runner import ModelRunner
+from engine.models.options import LoadOptions
 from engine.native.decoder import NativeDecoder
 from engine.native.quantised import TYPES, QuantisedEmbeddings, QuantisedLinear
 from engine.native.runner import NativeRunner
@@ -45,6 +51,16 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+LONG: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1.0,
+        "original_max_position_embeddings": 128,
+        "long_factor": [1.0 + i / 8 for i in range(32)],
+        "short_factor": [1.0 + i / 32 for i in range(32)],
+    }
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama with biases and tied embeddings": LlamaConfig(
@@ -53,13 +69,32 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral with a window": MistralConfig(**SHAPE, sliding_window=6, head_dim=32),
     "qwen2": Qwen2Config(**SHAPE),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
+    "phi3": Phi3Config(**SHAPE, sliding_window=6),
+    "phi3 with long texts": Phi3Config(**SHAPE, **LONG, original_max_position_embeddings=128),
+}
+# Through transformers' layers.
+OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
+    "phi3 that turns a part of each head": Phi3Config(
+        **SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "gemma2": Gemma2Config(
+        **SHAPE,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=6,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 6}, head_dim=32, query_pre_attn_scalar=32, sliding_window=6
+    ),
 }
 IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).tolist()
 NUM_TOKENS = 40
 
 
 def load(path: Path, narrow: bool = True) -> Llama:
-    model = load_model(str(path), torch.float32, CPU, narrow=narrow)
+    model = load_model(str(path), LoadOptions(narrow=narrow))
     assert isinstance(model, Llama)
     return model
 
@@ -88,7 +123,7 @@ def test_dequantised_files_are_the_model_they_were_made_from(name: str, tmp_path
     model = load(path, narrow=False)
     assert not isinstance(model.weights.head, QuantisedLinear)
     assert torch.allclose(logits_in(model, [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
-    reference = load_causal_model(str(path), torch.float32, CPU, "eager")
+    reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
 
 
@@ -104,6 +139,28 @@ def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp
     assert isinstance(ModelRunner.build(model, 20, 4).fast_pass, NativeDecoder)
     deviation = (logits_in(model, [len(IDS)]) - expected).square().mean().sqrt() / expected.std()
     assert 0 < deviation < 0.05
+
+
+@pytest.mark.parametrize("name", OTHER_CONFIGS)
+def test_families_that_transformers_computes(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    expected = expected_logits(save_gguf(path, OTHER_CONFIGS[name]))
+    for options in (LoadOptions(), LoadOptions(narrow=False), LoadOptions(native_kernels=False)):
+        model = load_model(str(path), options)
+        assert isinstance(model, DecoderModel)
+        assert torch.allclose(logits_in(model, [30, 1, 39]), expected, atol=2e-4, rtol=1e-4)
+    reference = load_causal_model(str(path), LoadOptions(), "eager")
+    assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_their_embeddings_stay_quantised(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path, OTHER_CONFIGS["gemma3"])
+    model = load_model(str(path), LoadOptions())
+    assert isinstance(model, DecoderModel)
+    assert isinstance(model.module.get_input_embeddings(), QuantisedEmbeddingModule)
+    assert all(parameter.dim() == 1 for parameter in model.module.parameters())
 
 
 @pytest.mark.usefixtures("needs_compiler")
@@ -136,6 +193,12 @@ def test_speculation_changes_no_token(seconds: float, tmp_path: Path) -> None:
     assert pair.stats.num_accepted_tokens > pair.stats.num_draft_tokens / 5
 
 
+def test_phi3_serves_the_texts_for_which_its_frequencies_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path, CONFIGS["phi3 with long texts"])
+    assert load(path).max_position == 128
+
+
 def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
     path, factors = tmp_path / "model.gguf", np.linspace(1, 8, 32, dtype=np.float32)
     module = save_gguf(path, CONFIGS["llama"], rope_freqs=factors)
@@ -144,7 +207,7 @@ def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
     expected = expected_logits(module)
     assert not torch.allclose(without, expected, atol=1e-2)
     assert torch.allclose(logits_in(load(path, narrow=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
-    reference = load_causal_model(str(path), torch.float32, CPU, "eager")
+    reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
 
 
@@ -215,7 +278,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     save_gguf(path, CONFIGS["llama"])
     content = path.read_bytes()
     path.write_bytes(content.replace(b"llama", b"mamba"))
-    assert "has the architecture mamba; of GGUF files llama, qwen2, qwen3 are" in refusal(path)
+    assert "has the architecture mamba; of GGUF files llama, qwen2, qwen3, phi3, gemma2" in refusal(path)
     save_gguf(path, CONFIGS["llama"], **{"llama.rope.scaling.type": "su"})
     assert "scales its positions by su" in refusal(path)
     name = b"blk.0.attn_v.weight"
@@ -246,7 +309,7 @@ def test_checkpoints_quantised_at_load_are_the_file_of_that_type(
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     module.save_pretrained(folder)
-    model = load_model(str(folder), torch.float32, CPU, quantize=quantize)
+    model = load_model(str(folder), LoadOptions(quantize=quantize))
     assert isinstance(model, Llama)
     assert model.is_quantised
     assert torch.equal(logits_in(model, [len(IDS)]), logits_in(load(path), [len(IDS)]))
@@ -255,8 +318,9 @@ def test_checkpoints_quantised_at_load_are_the_file_of_that_type(
 def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     path, folder = tmp_path / "model.gguf", tmp_path / "folder"
     save_gguf(path, CONFIGS["llama"]).save_pretrained(folder)
-    for place, settings in ((path, {}), (folder, {"narrow": False}), (folder, {"native_kernels": False})):
-        with pytest.raises(ModelLoadError, match="cannot be quantised"):
-            load_model(str(place), torch.float32, CPU, quantize="int8", **settings)
+    for place in (path, folder):
+        for settings in ({"narrow": False}, {"native_kernels": False}):
+            with pytest.raises(ModelLoadError, match="cannot be quantised"):
+                load_model(str(place), LoadOptions(quantize="int8", **settings))
     with pytest.raises(ModelLoadError, match="needs a Llama-shaped model on a CPU, in float32"):
-        load_model(str(folder), torch.bfloat16, CPU, quantize="int8")
+        load_model(str(folder), LoadOptions(torch.bfloat16, quantize="int8"))

@@ -16,6 +16,7 @@ from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.messages import DraftCounts, Failed, Generate, SamplingParams
 from engine.models.fresh import FreshModel
+from engine.models.options import LoadOptions
 from engine.proposers import known
 from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
 from engine.sampling.sampler import Drafts
@@ -392,7 +393,7 @@ def test_traces_verify(constrained: Constrained, verification: str, after: list[
             rounds.setdefault(output.index, []).append(TracedRound.of(output.trace))
             seeds[output.index] = output.seed
     assert {round_.source for own in rounds.values() for round_ in own} >= {"grammar"}
-    target = FreshModel(constrained.target, torch.float32, torch.device("cpu"))
+    target = FreshModel(constrained.target, LoadOptions())
 
     def outcomes(params: SamplingParams) -> set[Outcome]:
         replayer = Replayer(target, None, params, 1e-4, Grammars(grammars.make_tokenizer))

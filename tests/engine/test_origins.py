@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams, TokenOutput
 from engine.models.fresh import FreshModel, processed
+from engine.models.options import LoadOptions
 from tests.engine.conftest import Models
 from tests.engine.native_pair import LONG, save_pair
 from tests.models import make_engine, stepped
@@ -77,7 +77,7 @@ def test_a_trace_has_the_probability_of_the_token_that_follows(models: Models, t
             token_ids += output.token_ids
             assert output.trace is not None
             traces.append(output.trace)
-    fresh = FreshModel(models.target, torch.float32, torch.device("cpu"))
+    fresh = FreshModel(models.target, LoadOptions())
     probs = processed(fresh.logits(token_ids, fresh.vocab_size), params)
     for trace in traces[:-1]:  # the last round's token may be beyond max_tokens
         place = trace.position + trace.num_accepted

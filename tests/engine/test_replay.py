@@ -15,6 +15,7 @@ from engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
 from engine.commands.verify_trace import main
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
+from engine.models.options import LoadOptions
 from tests.engine.conftest import Models
 from tests.models import make_engine, stepped
 
@@ -34,9 +35,11 @@ EVERYTHING: dict[str, Any] = {
 }
 
 
-def traced(target: str, draft: str | None, n: int = 1, **params: Any) -> dict[str, Any]:
+def traced(
+    target: str, draft: str | None, n: int = 1, dtype: str = "float32", **params: Any
+) -> dict[str, Any]:
     """The ``foretoken`` object of an answer, as the server writes it."""
-    core = make_engine(target, draft)
+    core = make_engine(target, draft, dtype=dtype)
     sampling = SamplingParams(**{"max_tokens": 30, "trace": True, "seed": 5, **params})
     for number, prompt in enumerate(PROMPTS):
         core.add(Generate(f"answer-{number}", prompt, sampling, n))
@@ -63,8 +66,8 @@ def traced(target: str, draft: str | None, n: int = 1, **params: Any) -> dict[st
 def replay(answer: dict[str, Any], target: str, draft: str | None) -> list[RoundReport]:
     parsed = parse_answer(answer)
     replayer = Replayer(
-        FreshModel(target, torch.float32, CPU),
-        FreshModel(draft, torch.float32, CPU) if draft else None,
+        FreshModel(target, LoadOptions()),
+        FreshModel(draft, LoadOptions()) if draft else None,
         parsed.params,
         tolerance=1e-4,
     )
@@ -182,7 +185,7 @@ def test_a_near_tie_is_not_a_failure(models: Models) -> None:
     answer = traced(models.target, models.close_draft, verification="rejection")
     before = deepcopy(answer)
     parsed = parse_answer(answer)
-    target, draft = (FreshModel(path, torch.float32, CPU) for path in (models.target, models.close_draft))
+    target, draft = (FreshModel(path, LoadOptions()) for path in (models.target, models.close_draft))
     with torch.no_grad():
         for parameter in target.model.parameters():
             parameter.mul_(1.0003)

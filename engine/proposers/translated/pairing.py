@@ -47,7 +47,8 @@ class Pairing:
 
 def pair_models(target: str, draft: str, target_vocab_size: int, draft_vocab_size: int) -> Pairing:
     """Folders or hub ids, and the models' own vocabulary sizes; ``ModelLoadError`` if there is no way."""
-    tokenizers = load_tokenizer(target), load_tokenizer(draft)
+    tokenizer = load_tokenizer(target)
+    tokenizers = tokenizer, tokenizer if draft == target else load_tokenizer(draft)
     result = compare_tokenizers(*tokenizers, target_vocab_size, draft_vocab_size)
     difference = abs(target_vocab_size - draft_vocab_size)
     if result.num_different is None and difference > MAX_PADDING:

@@ -1,0 +1,74 @@
+"""What quantised weights and rounded inputs cost: log-probabilities of a text, against float32's.
+
+The reference computes in float32: a GGUF file's dequantised weights, or the checkpoint that ``quantize`` was
+given. Used by ``check``.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from engine.cache_memory import free_memory
+from engine.models.fresh import FreshModel
+from engine.models.options import LoadOptions
+
+# Written for this purpose, so that no model has learnt it by heart.
+TEXT = """The harbour master kept two logbooks. In the first he wrote what the port authority wanted to \
+know: the names of the ships, their draughts and cargoes, the hour at which each had crossed the \
+bar, and the state of the tide. In the second, which nobody had asked for, he wrote what he had \
+seen from the window of his office. A pilot who had quarrelled with his brother came alongside \
+with his engine cut, so that neither would have to speak first. A crate of oranges went overboard \
+near the third buoy, and for a week the children of the lower town ate nothing else. On the night \
+of the storm he counted eleven lights where the first book allowed for ten, and he did not sleep \
+until the eleventh had a name. When he retired, the authority sent a clerk to collect the records. \
+The clerk took the first book, signed for it, and asked whether there was anything else. The \
+harbour master said that there was not. Years later a student of tides found that the second book \
+was the better instrument: the first gave high water to the nearest quarter of an hour, but the \
+second said at what moment the cat had left the jetty."""
+MAX_TOKENS = 256
+# float32 weights, and a quarter as much for what is computed with them.
+BYTES_PER_PARAMETER = 5
+
+
+@dataclass(frozen=True)
+class WeightsResult:
+    """Mean log-probability of a token, as served and in float32; None if there is no memory for that."""
+
+    num_tokens: int
+    served: float
+    reference: float | None
+
+    @property
+    def in_words(self) -> str:
+        words = (
+            f"{self.served:.4f} a token (perplexity {math.exp(-self.served):.2f}), {self.num_tokens} tokens"
+        )
+        if self.reference is None:
+            return f"{words}; not compared with float32, which needs more memory than is free"
+        return f"{words}; in float32 {self.reference:.4f} ({math.exp(-self.reference):.2f})"
+
+
+def check_weights(
+    target: FreshModel, path: str, options: LoadOptions, tokenizer: Any | None
+) -> WeightsResult | None:
+    """None if ``target`` is not quantised."""
+    if target.served is None:
+        return None
+    if tokenizer is None:  # any ids will do
+        ids = [(7 * i * i + 3 * i) % target.vocab_size for i in range(MAX_TOKENS)]
+    else:
+        ids = list(tokenizer.encode(TEXT))
+    ids = ids[: min(MAX_TOKENS, target.served.max_position or MAX_TOKENS)]
+    served, reference = _mean_log_prob(target, ids), None
+    if target.served.num_parameters * BYTES_PER_PARAMETER < free_memory(torch.device("cpu")):
+        in_float32 = FreshModel(path, replace(options, narrow=False, quantize="none"))
+        reference = _mean_log_prob(in_float32, ids)
+    return WeightsResult(len(ids) - 1, served, reference)
+
+
+def _mean_log_prob(model: FreshModel, ids: list[int]) -> float:
+    """Of all tokens but the first."""
+    log_probs = model.logits(ids, model.vocab_size)[:-1].log_softmax(-1)
+    return float(log_probs.gather(1, torch.tensor(ids[1:], device=log_probs.device)[:, None]).mean())

@@ -1,0 +1,22 @@
+"""How a model is loaded."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """With a ``device_map`` accelerate places the layers, and ``device`` has no say. ``narrow``: on a CPU
+    keep weights in 16 bits where that loses nothing, and quantised ones quantised. ``self_check``: refuse a
+    model that over our cache deviates from itself. ``quantize``: to int8 or int4, or ``none``."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    device_map: str | dict[str, str | int] | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    native_kernels: bool = True
+    narrow: bool = True
+    self_check: bool = True
+    quantize: str = "none"
