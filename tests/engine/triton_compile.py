@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for GPUs that are not here, and looks at what they would need.
+"""Compiles the kernels for GPUs that are not here, and looks at what they would need.
 
 Run by ``test_triton_attention``, in a process of its own: ``python -m tests.engine.triton_compile``.
 """
@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.models import paged_kernels
+from engine.runtime.cuda import kernels
 
 # The least that a program may have on any of them, of which some driver's share is taken off.
 SHARED_MEMORY = 96 << 10
@@ -30,7 +30,7 @@ def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[s
         {(names.index(name),): value for name, value in constants.items()},
         {place: what for place, what in aligned.items() if names[place[0]] != "scale"},
     )
-    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "num_stages": kernels.NUM_STAGES, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -45,19 +45,19 @@ def compile_one(
         "PADDED_SIZE": padded,
         "QUERY_STRIDE": 10 * size,
         "WINDOW": window,
-        "TILE": paged_kernels.tile_size(places, dtype),
-        "KEY_TILE": paged_kernels.key_tile_size(padded, dtype),
+        "TILE": kernels.tile_size(places, dtype),
+        "KEY_TILE": kernels.key_tile_size(padded, dtype),
         "IS_SPLIT": is_split,
     }
     own = f"*{NAMES[dtype]}"
-    kernel = compiled(paged_kernels.attend_share, capability, dtype, constants, "*fp32" if is_split else own)
+    kernel = compiled(kernels.attend_share, capability, dtype, constants, "*fp32" if is_split else own)
     check(kernel, capability, dtype, size, places)
 
 
 def compile_join(capability: int, dtype: torch.dtype, size: int) -> None:
     padded = max(16, triton.next_power_of_2(size))
-    constants = {"HEADS": 8, "SIZE": size, "PADDED_SIZE": padded, "MOST_SPLITS": paged_kernels.MAX_SPLITS}
-    kernel = compiled(paged_kernels.join_shares, capability, dtype, constants, f"*{NAMES[dtype]}")
+    constants = {"HEADS": 8, "SIZE": size, "PADDED_SIZE": padded, "MOST_SPLITS": kernels.MAX_SPLITS}
+    kernel = compiled(kernels.join_shares, capability, dtype, constants, f"*{NAMES[dtype]}")
     check(kernel, capability, dtype, size)
 
 
