@@ -79,7 +79,9 @@ def build_engine(config: EngineConfig) -> EngineCore:
     cached_blocks = num_blocks + (planned is not None)
     runners = [ModelRunner.build(model, cached_blocks, config.block_size) for model in models]
     target_runner, draft_runner = runners[0], runners[1] if len(runners) > 1 else None
-    graphs = None if planned is None else planned.carry_out(target_runner, draft_runner, num_blocks)
+    graphs = None
+    if planned is not None:
+        target_runner, draft_runner, graphs = planned.carry_out(target_runner, draft_runner, num_blocks)
     draft_pool = None if draft is None else BlockPool(num_blocks, config.block_size)
     target_pool = BlockPool(num_blocks, config.block_size)
     max_draft_len = max_model_len
@@ -111,7 +113,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
     if native is not None:
         runner = _native_runner(config, native, phases, max_draft_len)
     elif graphs is not None and (proposer is None or isinstance(proposer, DraftModelProposer)):
-        runner = CudaRunner(graphs, draft_runner, phases)
+        runner = CudaRunner(graphs, phases)
     return EngineCore(
         target=target_runner,
         draft=draft_runner,

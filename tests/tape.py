@@ -80,19 +80,21 @@ class TapeCapture:
     """In place of ``CudaCapture``. Sends late, as a device does: the host's numbers are read when the replay
     begins, or when somebody waits for them."""
 
+    num_warm_ups = 0  # runs before a capture; a device needs some
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_recorded = 0
-        self._late: list[Callable[[], None]] = []
+        self._late: list[Callable[[], object]] = []
 
     def host_buffer(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int64)
 
     def send(self, numbers: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
-        self._late.append(lambda: numbers.copy_(host))  # type: ignore[arg-type,return-value]
+        self._late.append(lambda: numbers.copy_(host))
         return self._arrive
 
-    def launch(self, function: Callable[[], None]) -> None:
+    def launch(self, function: Callable[[], object]) -> None:
         self._late.append(function)
 
     def mark(self) -> ClockMark:
@@ -100,6 +102,8 @@ class TapeCapture:
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         self._arrive()
+        for _ in range(self.num_warm_ups):
+            function()
         tape = Tape()
         with tape:
             function()

@@ -9,6 +9,7 @@ runs the same gates on real graphs.
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -536,6 +537,29 @@ def test_time_and_memory_end_the_capturing(models: Models, taped: None, monkeypa
     assert graphs_of(core).num_misses > 0
 
 
+@pytest.mark.parametrize("num_drafts", [1, 2])
+def test_warm_ups_stay_within_the_tensors(
+    num_drafts: int, models: Models, taped: None, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(TapeCapture, "num_warm_ups", 3)
+    config = {"num_speculative_tokens": num_drafts, "max_num_sequences": 2}
+    graph_gates.same_tokens(*engines(models, models.close_draft, **config), PARAMS["rejection"])
+
+
+def test_a_small_device_captures_less(models: Models, taped: None, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(plan_module, "FIXED_BYTES", 0)
+    monkeypatch.setattr(plan_module, "GRAPH_BYTES", 0)
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: 4 * 40_000)
+    core = make_engine(models.target, models.close_draft)
+    tokens = {shape.num_tokens for shape in graphs_of(core).replays}
+    assert max(tokens) < 6 * 5
+    assert run_engine(core, PROMPTS, GREEDY) == run_engine(
+        make_engine(models.target, None, cuda_graphs=False), PROMPTS, GREEDY
+    )
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: 0)
+    assert isinstance(make_engine(models.target, models.close_draft).runner, PhaseRunner)
+
+
 def test_a_server_with_default_settings_plans_at_most_100() -> None:
     """As for a pair of 8B and 1B: 32 sequences, 128,256 tokens."""
     shapes = plan_shapes(32, 128_256, "auto", has_draft=True)
@@ -575,8 +599,47 @@ def test_the_smallest_that_holds_the_batch() -> None:
                     assert (found.queries is None) == (queries is None)
 
 
+def test_tables_are_sent_as_far_as_they_are_new() -> None:
+    capture = TapeCapture(torch.device("cpu"))
+    rows = DeviceRows(2, 2, 4, 4, 99, torch.device("cpu"), capture)
+    for block_ids, sent in (
+        ([5, 6], 2),
+        ([5, 6], 0),
+        ([5, 6, 7], 1),
+        ([5, 6], 0),
+        ([5, 6, 8], 1),
+        ([9, 6, 8, 2, 3], 4),  # more than is ever used
+    ):
+        rows.begin()
+        rows.set_table(1, 1, block_ids)
+        assert len(rows._places) == sent
+        rows.send(2)
+        rows.sent.wait()
+        assert rows.tables[1, 1, : len(block_ids)].tolist() == block_ids[:4]
+    assert not rows.tables[0].any()
+    assert not rows.tables[1, 0].any()
+
+
 def test_rows_keep_their_places() -> None:
     rows = DeviceRows(4, 2, 3, 4, 99, torch.device("cpu"), TapeCapture(torch.device("cpu")))
     assert rows.rows_for("abc", 4) == [(0, True), (1, True), (2, True)]
     assert rows.rows_for("cd", 4) == [(2, False), (0, True)]
     assert rows.rows_for("cd", 2) == [(1, True), (0, False)]  # a smaller graph
+
+
+def test_a_draft_that_cannot_be_captured_goes_by_phases(
+    models: Models, taped: None, monkeypatch: Patch
+) -> None:
+    """Rows that do not draft are captured all the same."""
+    can = plan_module._can_be_captured
+    answers = chain([True, False], repeat(False))
+    monkeypatch.setattr(plan_module, "_can_be_captured", lambda model: can(model) and next(answers))
+    core = make_engine(models.target, models.close_draft)
+    assert graphs_of(core).draft is None
+    expected = run_engine(make_engine(models.target, None, cuda_graphs=False), PROMPTS, GREEDY)
+    assert run_engine(core, PROMPTS, GREEDY) == expected
+    assert core.stats.num_accepted_tokens > 0
+    replays = graphs_of(core).num_replays
+    plain = msgspec.structs.replace(GREEDY, num_speculative_tokens=0)
+    assert run_engine(core, PROMPTS, plain) == expected
+    assert graphs_of(core).num_replays > replays

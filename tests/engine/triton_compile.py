@@ -15,13 +15,14 @@ from engine.runtime.cuda import kernels
 # The least that a program may have on any of them, of which some driver's share is taken off.
 SHARED_MEMORY = 96 << 10
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-POINTERS = {"tables": "*i64", "first_tokens": "*i64", "counts": "*i64", "positions": "*i64"}
+POINTERS = {"tables": "*i64", "first_tokens": "*i64", "counts": "*i64", "positions": "*i64", "slots": "*i64"}
+TENSORS = ("query", "keys", "values", "query_key", "value", "cos", "sin", "gate_up")
 FLOATS = {"log_sums": "*fp32", "shares": "*fp32", "scale": "fp32"}
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any], output: str) -> Any:
     names = kernel.arg_names
-    tensors = dict.fromkeys(("query", "keys", "values"), f"*{NAMES[dtype]}") | {"output": output}
+    tensors = dict.fromkeys(TENSORS, f"*{NAMES[dtype]}") | {"output": output}
     types = POINTERS | FLOATS | tensors | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in tensors or n in FLOATS}
     source = ASTSource(
@@ -61,6 +62,15 @@ def compile_join(capability: int, dtype: torch.dtype, size: int) -> None:
     check(kernel, capability, dtype, size)
 
 
+def compile_small(capability: int, dtype: torch.dtype, size: int) -> None:
+    constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": size, "PADDED_SIZE": triton.next_power_of_2(size)}
+    constants |= {"QUERY_STRIDE": 12 * size, "VALUE_STRIDE": 12 * size}
+    own = f"*{NAMES[dtype]}"
+    check(compiled(kernels.rotate_and_store_head, capability, dtype, constants, own), capability, dtype, size)
+    gate = {"SIZE": 11 * size, "TILE": kernels.GATE_TILE}
+    check(compiled(kernels.gated_silu_part, capability, dtype, gate, own), capability, dtype, size)
+
+
 def check(made: Any, *what: Any) -> None:
     assert made.asm["cubin"]
     assert made.metadata.shared <= SHARED_MEMORY, (*what, made.metadata.shared)
@@ -75,3 +85,6 @@ if __name__ == "__main__":
     compile_one(89, torch.float32, 8, places=4, is_split=False, window=3)
     compile_join(90, torch.bfloat16, 256)
     compile_join(80, torch.float32, 8)
+    compile_small(90, torch.bfloat16, 128)
+    compile_small(80, torch.float16, 96)
+    compile_small(89, torch.float32, 8)

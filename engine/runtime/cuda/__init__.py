@@ -1,4 +1,1 @@
-"""Everything that is made for one kind of device: kernels, captured rounds, and what runs them.
-
-Nothing here has run on a GPU yet; docs/gpu.md says what is tested, and how.
-"""
+"""What is made for NVIDIA's devices: kernels, captured rounds, and their runner. docs/gpu.md explains it."""

@@ -112,7 +112,8 @@ class RoundGraphs:
         ids.index_copy_(1, place, kept[:, None])
         if probs is not None:
             self.draft_probs[:num_rows].index_copy_(1, number, probs[:, None])
-        number.add_(1)
+        # It stays within the tensors however often this runs: warm-ups are no rounds.
+        number.add_(1).remainder_(self.max_drawn)
 
     def _score(self, shape: Shape) -> None:
         """The target's pass over pending tokens and drafts, and what becomes of them."""
@@ -121,10 +122,8 @@ class RoundGraphs:
         assert isinstance(model, Llama)
         num_drafts = shape.queries - 1
         ids = rows.ids(num_rows)
-        num_stored, counts = (
-            rows.field(num_rows, Field.NUM_STORED),
-            rows.field(num_rows, Field.NUM_DRAFTS) + 1,
-        )
+        num_stored = rows.field(num_rows, Field.NUM_STORED)
+        counts = rows.field(num_rows, Field.NUM_DRAFTS) + 1
         every = torch.arange(shape.num_tokens, device=ids.device)
         token_ids = ids[:, 1 : 1 + shape.queries]
         batch = rows.batch(TARGET, token_ids, num_stored, torch.zeros_like(counts), counts, every)

@@ -263,7 +263,7 @@ def attend_rows(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("slots",))
 def rotate_and_store_head(
     query_key,  # [tokens, heads + kv heads, size], QUERY_STRIDE numbers from one token to the next
     value,  # [tokens, kv heads, size], VALUE_STRIDE from one to the next
@@ -354,7 +354,8 @@ def gated_silu_part(output, gate_up, SIZE: tl.constexpr, TILE: tl.constexpr):
 
 
 def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, [tokens, size], of ``gate_up`` [tokens, 2 * size], contiguous; in float32 inside."""
+    """silu(gate) * up, [tokens, size], of ``gate_up`` [tokens, 2 * size]; in float32 inside."""
+    gate_up = gate_up.contiguous()
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     grid = tokens, triton.cdiv(size, GATE_TILE)

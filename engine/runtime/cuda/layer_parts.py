@@ -154,7 +154,7 @@ def find_kernels(
     except Exception as error:  # compilers and drivers fail in many ways; gathering needs none of this
         logger.warning("The CUDA kernels cannot be used: %s", error, exc_info=True)
         return None
-    return kernels  # type: ignore[return-value]  # a module
+    return kernels
 
 
 def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> bool:

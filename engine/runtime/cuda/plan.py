@@ -4,6 +4,7 @@ Decided before the caches are sized, because the graphs need memory too; done wh
 because a graph knows their addresses.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ MAX_SHARE = 0.25
 # Bytes of numbers that are alive together, for each position and token of the vocabulary, by what is drawn.
 DRAWS_BYTES = {Draws.GREEDY: 4, Draws.PLAIN: 28, Draws.ANY: 60}
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
@@ -38,11 +41,13 @@ class GraphPlan:
     max_blocks: int
     seconds: float
     memory: int
+    has_draft: bool
 
     def carry_out(
         self, target: ModelRunner, draft: ModelRunner | None, num_blocks: int
-    ) -> RoundGraphs | None:
-        """Capture. Both caches must have one block behind the ``num_blocks`` that their pools know."""
+    ) -> tuple[ModelRunner, ModelRunner | None, RoundGraphs | None]:
+        """Capture; the models as they run from then on. Both caches must have one block behind the
+        ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
@@ -54,32 +59,40 @@ class GraphPlan:
             target.device,
             self.capture,
         )
-        graphs = RoundGraphs(target, draft, rows, self.shapes, self.max_drawn, self.capture)
+        captured = draft if self.has_draft else None
+        graphs = RoundGraphs(target, captured, rows, self.shapes, self.max_drawn, self.capture)
         deadline, min_free = started + self.seconds, free - self.memory
         if not capture_rounds(graphs, self.shapes, num_blocks, deadline, min_free):
-            return None
-        target.fast_pass = ScorePass(graphs)
-        if draft is not None:
-            draft.fast_pass = DraftPass(graphs)
-        return graphs
+            return target, draft, None
+        if captured is not None:
+            draft = ModelRunner(captured.model, captured.cache, DraftPass(graphs))
+        return ModelRunner(target.model, target.cache, ScorePass(graphs)), draft, graphs
 
 
 def plan_graphs(
     config: EngineConfig, target: Model, draft: Model | None, max_model_len: int
 ) -> GraphPlan | None:
     """None where nothing can be captured: on a CPU, and for models without the kernels of this package."""
-    models = [target] if draft is None else [target, draft]
-    can = all(_can_be_captured(model) and model.device == target.device for model in models)
-    capture = make_capture(target.device) if config.cuda_graphs and can else None
+    capture = make_capture(target.device) if config.cuda_graphs and _can_be_captured(target) else None
     if capture is None:
         return None
+    if draft is not None and not (_can_be_captured(draft) and draft.device == target.device):
+        draft = None
     k, num_rows = config.num_speculative_tokens, config.max_num_sequences
     shapes = plan_shapes(num_rows, target.vocab_size, k, draft is not None)
     longest, drawn = max_drafts(k, draft is not None)
     max_blocks = -(-max_model_len // config.block_size)
-    needed = _memory(target, shapes, drawn) + 2 * num_rows * max_blocks * 8
-    memory = min(needed, int(MAX_SHARE * free_memory(target.device)))
-    return GraphPlan(capture, shapes, longest, drawn, max_blocks, config.cuda_graph_seconds, memory)
+    tables = 4 * 8 * num_rows * max_blocks  # those of both models, twice: on the device, and as sent
+    limit = int(MAX_SHARE * free_memory(target.device)) - tables
+    while shapes and _memory(target, shapes, drawn) > limit:
+        largest = max(shape.num_tokens for shape in shapes)
+        shapes = [shape for shape in shapes if shape.num_tokens < largest]
+    if not shapes:
+        logger.warning("CUDA graphs need more memory than there is, and are not used")
+        return None
+    memory = _memory(target, shapes, drawn) + tables
+    seconds = config.cuda_graph_seconds
+    return GraphPlan(capture, shapes, longest, drawn, max_blocks, seconds, memory, draft is not None)
 
 
 def _can_be_captured(model: Model) -> bool:

@@ -116,14 +116,17 @@ class DeviceRows:
         self._host_floats[row, Field.TEMPERATURE : Field.IDS] = temperature, params.top_p, params.min_p
 
     def set_table(self, cache: int, row: int, block_ids: list[int]) -> None:
+        block_ids = block_ids[: self.tables.shape[2]]  # more may be reserved, and will not be used
         known = self._known.get((cache, row), [])
         if known == block_ids:
             return
-        first = len(known) if block_ids[: len(known)] == known else 0
+        first = min(len(known), len(block_ids))
+        if block_ids[:first] != known[:first]:
+            first = 0
         place = (cache * self.max_rows + row) * self.tables.shape[2]
         self._places += range(place + first, place + len(block_ids))
         self._entries += block_ids[first:]
-        self._known[cache, row] = block_ids[:]
+        self._known[cache, row] = block_ids
 
     def send(self, num_rows: int) -> None:
         """The first ``num_rows``, before whatever is launched next."""
@@ -132,7 +135,7 @@ class DeviceRows:
             half, end = len(self._places), 2 * len(self._places)
             self.changes.host.numpy()[:end] = [*self._places, *self._entries]
             self.changes.send(end)
-            places, entries = self.changes.numbers[:end].split(half)
+            places, entries = self.changes.numbers[:half], self.changes.numbers[half:end]
             self.changes.capture.launch(lambda: self.tables.view(-1).index_copy_(0, places, entries))
 
     # On the device. Static shapes, and nothing that depends on the numbers: these are captured.

@@ -17,7 +17,6 @@ import torch
 from engine.batch import Span
 from engine.core.sequence import RowNeeds, Sequence
 from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
-from engine.models.model_runner import ModelRunner
 from engine.runtime.base import Runner
 from engine.runtime.cuda.capture import Mark
 from engine.runtime.cuda.graphs import RoundGraphs
@@ -29,13 +28,13 @@ T = TypeVar("T")
 
 
 class CudaRunner:
-    """``draft`` is the draft model if its ids are the target's; ``phases`` runs what is not captured."""
+    """``phases`` runs what is not captured. A draft model's ids are the target's."""
 
     supports = RowNeeds.DRAFT_MODEL | RowNeeds.CATCH_UP | RowNeeds.SAMPLING | RowNeeds.BLOCK_RULE
 
-    def __init__(self, graphs: RoundGraphs, draft: ModelRunner | None, phases: Runner) -> None:
+    def __init__(self, graphs: RoundGraphs, phases: Runner) -> None:
         self.graphs = graphs
-        self.draft = draft
+        self.draft = graphs.draft
         self.phases = phases
 
     @torch.inference_mode()
@@ -52,30 +51,21 @@ class CudaRunner:
         done = launched.read()
         if rows:
             done = _merged([part.sequence in ours for part in plan.rows], done, by_phases.rounds[0])
-        # The device's time for its phases; what the host has waited besides is the verdict's.
-        total = time.perf_counter() - started
-        draft, score = done.seconds.draft, done.seconds.score
-        if by_phases.prompt_seconds is not None:
-            draft, score = draft + by_phases.prompt_seconds.draft, score + by_phases.prompt_seconds.score
-        draft = min(draft, total)
-        score = min(score, total - draft)
-        done.seconds = PhaseSeconds(draft, score, total - draft - score)
+        elif by_phases.prompt_seconds is not None:
+            done.seconds = PhaseSeconds(*map(add, done.seconds, by_phases.prompt_seconds))
+        # The device may still have been at work on the captured rows while phases ran.
+        share = min(1.0, (time.perf_counter() - started) / max(sum(done.seconds), 1e-9))
+        done.seconds = PhaseSeconds(*(share * seconds for seconds in done.seconds))
         return StepResult([done])
 
     def _is_captured(self, part: ScheduledSequence) -> bool:
         sequence, rows = part.sequence, self.graphs.rows
-        if (
-            part.num_tokens > 1
-            or not part.completes
-            or part.mask is not None
-            or sequence.wants_prompt_logprobs
-        ):
+        is_decoding = part.num_tokens == 1 and part.completes and not sequence.wants_prompt_logprobs
+        if not is_decoding or part.mask is not None or sequence.needs not in self.supports:
             return False
-        if part.draft_ids:
-            fits = len(part.draft_ids) <= rows.max_drafts
-        else:
-            fits = part.num_draft_tokens <= (self.graphs.max_drawn if self.draft is not None else 0)
-        return fits and sequence.needs in self.supports
+        if part.draft_ids or not part.num_draft_tokens + part.num_catch_up_tokens:
+            return len(part.draft_ids) <= rows.max_drafts
+        return self.draft is not None and part.num_draft_tokens <= self.graphs.max_drawn
 
     def _launch(self, parts: list[ScheduledSequence]) -> "_Launched | None":
         """None, and nothing has happened, if no captured passes hold the rows."""
