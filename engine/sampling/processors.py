@@ -107,6 +107,8 @@ def _top_candidates(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Ten
     num_candidates = min(num_candidates, vocab_size)
     if num_candidates > 1 and vocab_size <= MAX_SORTED and probs.device.type == "cpu" and sampling.may_wait:
         top = torch.from_numpy(np.sort(probs.numpy(), -1)[..., ::-1][..., :num_candidates].copy())
+    elif num_candidates == vocab_size:
+        top = probs.sort(-1, descending=True).values
     else:
         top = probs.topk(num_candidates).values
     if sampling.any_top_p and num_candidates < vocab_size and sampling.may_wait:

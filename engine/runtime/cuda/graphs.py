@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 
 from engine.batch import Span
 from engine.core.block_pool import BlockTable
 from engine.host_to_device import on_device
 from engine.models.llama import TOLERANCES, Llama, same_logits
 from engine.models.model_runner import ModelRunner
+from engine.proposers.draft_model import in_width
 from engine.runtime.cuda.capture import Capture
 from engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows, Field
 from engine.runtime.cuda.sampling import Draws, draw_draft, verdict
@@ -147,11 +147,8 @@ class ScorePass:
     def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> torch.Tensor | None:
         graphs = self.graphs
         queries = max(len(span.token_ids) for span in spans)
-        if (
-            ids_on_device is not None
-            or queries > graphs.rows.max_drafts + 1
-            or not all(s.num_logits for s in spans)
-        ):
+        is_short = queries <= graphs.rows.max_drafts + 1 and all(span.num_logits for span in spans)
+        if ids_on_device is not None or not is_short:
             return None
         shape = graphs.find(Draws.GREEDY, len(spans), queries)
         if shape is None:
@@ -205,13 +202,6 @@ class DraftPass:
             graphs.capture.launch(lambda: last_ids.copy_(ids_on_device))
         graphs.replay(shape)
         return graphs.draft_logits[: len(spans)].clone()
-
-
-def in_width(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """A draft's ``logits`` [rows, its vocabulary] in the target's: what only one of both knows is impossible,
-    or left out."""
-    missing = vocab_size - logits.shape[-1]
-    return F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :vocab_size]
 
 
 def capture_rounds(

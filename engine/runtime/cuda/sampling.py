@@ -71,11 +71,8 @@ def verdict(
         first = rows.field(num_rows, Field.NUM_STORED) + 1
         positions = first[:, None] + torch.arange(num_positions, device=logits.device)
         if draws is Draws.ANY:
-            noise = noise_on_device(seeds[:, None], positions, vocab_size)
-            target_ids = torch.where(
-                (rule == RuleCode.COUPLED)[:, None], (probs / noise).argmax(-1), target_ids
-            )
-            del noise  # the largest of all
+            coupled = (probs / noise_on_device(seeds[:, None], positions, vocab_size)).argmax(-1)
+            target_ids = torch.where((rule == RuleCode.COUPLED)[:, None], coupled, target_ids)
     num_accepted = leading_on_device(target_ids[:, :-1] == draft_ids, num_drafts)
     next_token = target_ids.gather(1, num_accepted[:, None]).squeeze(1)
     if draws is not Draws.GREEDY:
