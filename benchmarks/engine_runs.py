@@ -7,6 +7,7 @@ from benchmarks.common import Run, StepTimes
 from engine.core.engine import EngineCore
 from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.native.runner import NativeRunner
+from engine.runtime.cuda.runner import CudaRunner
 
 PHASES = ("draft", "score", "verify")
 Variants = dict[str, Callable[[], Run]]
@@ -14,7 +15,7 @@ Variants = dict[str, Callable[[], Run]]
 
 def use_phases(core: EngineCore) -> None:
     """Every step phase by phase, where each pass can be seen."""
-    if isinstance(core.runner, NativeRunner):
+    if isinstance(core.runner, NativeRunner | CudaRunner):
         core.runner = core.runner.phases
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from benchmarks.common import Run
 from benchmarks.engine_runs import Variants
 from engine.core.engine import EngineCore
-from engine.models.step_graphs import StepGraphs
+from engine.runtime.cuda.graphs import RoundGraphs
+from engine.runtime.cuda.runner import CudaRunner
 
 WITHOUT = ", without graphs"
 
@@ -17,27 +18,18 @@ def settings(arguments: Namespace) -> dict[str, Any]:
     return {"cuda_graphs": arguments.graphs != "off", "cuda_graph_seconds": 3 * arguments.minutes}
 
 
-def graphs_of(core: EngineCore) -> dict[str, StepGraphs]:
-    """By model; nothing for a model that has none."""
-    models = {"target": core.target, "draft": core.draft}
-    return {
-        name: model.fast_pass
-        for name, model in models.items()
-        if model is not None and isinstance(model.fast_pass, StepGraphs)
-    }
+def graphs_of(core: EngineCore) -> RoundGraphs | None:
+    return core.runner.graphs if isinstance(core.runner, CudaRunner) else None
 
 
 def facts(core: EngineCore) -> list[dict[str, Any]]:
-    """``misses`` are passes over a few tokens of a shape that was not captured; prompts count as neither."""
-    return [
-        {
-            "model": name,
-            "captured": len(graphs.replays),
-            "replays": graphs.num_replays,
-            "misses": graphs.num_misses,
-        }
-        for name, graphs in graphs_of(core).items()
-    ]
+    """``misses`` are rounds and passes over a few tokens of a shape that was not captured; prompts count as
+    neither. No row where nothing is captured."""
+    graphs = graphs_of(core)
+    if graphs is None:
+        return []
+    captured, replays, misses = len(graphs.replays), graphs.num_replays, graphs.num_misses
+    return [{"captured": captured, "replays": replays, "misses": misses}]
 
 
 def without(core: EngineCore, variants: Variants) -> Variants:
@@ -45,13 +37,14 @@ def without(core: EngineCore, variants: Variants) -> Variants:
 
     def off(run: Callable[[], Run]) -> Callable[[], Run]:
         def run_without() -> Run:
-            for graphs in graphs_of(core).values():
-                graphs.enabled = False
+            graphs = graphs_of(core)
+            if graphs is None:
+                return run()
+            graphs.enabled = False
             try:
                 return run()
             finally:
-                for graphs in graphs_of(core).values():
-                    graphs.enabled = True
+                graphs.enabled = True
 
         return run_without
 

@@ -53,6 +53,7 @@ def engine_on_device(
                     device=device,
                     dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
                     prefix_caching=False,
+                    method="draft_model",  # auto would ask the n-grams in every round
                     **config,
                 )
             )

@@ -3,7 +3,7 @@ python -m benchmarks.paged_attention
 
 Rows of a few new tokens after a context of scattered blocks, as decoding and scoring bring them; in turns,
 medians, in microseconds. Both write the new keys and values first. *graph* is a pass of 20 layers captured as
-a CUDA graph, which is how the engine runs it; for gathering, the keys' slots are computed in it, once. *GB/s*
+a CUDA graph, which is how the engine runs it. *GB/s*
 is what the kernel reads of the cache, over its time in a graph. All layers read the same keys: what fits into
 the device's L2 cache (50 MB on an H100) comes from there, and only the larger rows of the table are memory's.
 
@@ -15,6 +15,7 @@ import argparse
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,10 @@ from benchmarks.on_device import synchronise
 from engine.batch import ForwardBatch, Span
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
-from engine.models.attention import AttentionContext, PagedAttention
-from engine.models.graph_capture import CudaCapture
-from engine.models.in_place_attention import InPlaceAttention, RowsKernel, find_kernel
+from engine.models.attention import PagedAttention
 from engine.models.layer_parts import AttentionShape
-from engine.models.step_buckets import Bucket
-from engine.models.step_inputs import StepInputs
+from engine.runtime.cuda.capture import CudaCapture
+from engine.runtime.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
 
 BLOCK_SIZE = 16
 # Layers of a pass, between two looks at the clock.
@@ -56,7 +55,7 @@ class Layer:
     """One layer's attention, to be measured over batches of different shapes."""
 
     def __init__(
-        self, shape: AttentionShape, kernel: RowsKernel, dtype: torch.dtype, device: torch.device
+        self, shape: AttentionShape, kernel: AttendRows, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.shape = shape
         self.kernel = kernel
@@ -67,42 +66,32 @@ class Layer:
         spans, num_blocks = spans_of(rows, queries, context)
         shape, device = self.shape, self.device
         stored = (shape.num_kv_heads, shape.head_size)
-        # One block more, for a graph's padding.
-        cache = KVCache([LayerShape(stored, stored, device)], num_blocks + 1, BLOCK_SIZE, self.dtype)
+        cache = KVCache([LayerShape(stored, stored, device)], num_blocks, BLOCK_SIZE, self.dtype)
         for tensor in (cache.keys[0], cache.values[0]):
             tensor.normal_()
         heads = shape.num_heads + 2 * shape.num_kv_heads
         qkv = torch.randn(rows * queries, heads, shape.head_size, device=device, dtype=self.dtype)
         query, key, value = qkv.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 1)
 
-        def attend(make_context: Callable[..., AttentionContext], batch: ForwardBatch) -> None:
-            make_context(batch, cache).attend(shape.call, query, key, value)
-
-        def usual(make_context: Callable[..., AttentionContext]) -> None:
-            for _ in range(layers):
-                attend(make_context, batch)
+        batch = ForwardBatch.build(spans, BLOCK_SIZE, device)
+        in_place, gathering = InPlaceAttention(self.kernel, batch, cache), PagedAttention(batch, cache)
 
         @torch.inference_mode()
-        def step(make_context: Callable[..., AttentionContext], inputs: StepInputs, bucket: Bucket) -> None:
-            static = inputs.batch(bucket)
+        def by_kernel() -> None:
             for _ in range(layers):
-                attend(make_context, static)
+                cache.write(0, batch.slots, key, value)
+                in_place.attend(shape.call, query)
+
+        @torch.inference_mode()
+        def by_gathering() -> None:
+            for _ in range(layers):
+                gathering.attend(shape.call, query, key, value)
 
         layers = 1 if device.type == "cpu" else LAYERS
-        in_place = partial(InPlaceAttention, self.kernel)
-        batch = ForwardBatch.build(spans, BLOCK_SIZE, device)
-        work: dict[str, Callable[[], None]] = {
-            "kernel": partial(usual, in_place),
-            "gathering": partial(usual, PagedAttention),
-        }
+        work: dict[str, Callable[[], None]] = {"kernel": by_kernel, "gathering": by_gathering}
         if device.type == "cuda":
-            bucket = Bucket(rows, queries, -(-(context + queries) // BLOCK_SIZE))
             capture = CudaCapture(device)
-            for name, context_of in (("kernel", in_place), ("gathering", PagedAttention)):
-                gathers = name == "gathering"
-                inputs = StepInputs([bucket], BLOCK_SIZE, num_blocks, device, capture, gathers)
-                inputs.send(bucket, spans)
-                work[f"{name}, graph"] = capture.record(partial(step, context_of, inputs, bucket))
+            work |= {f"{name}, graph": capture.record(run) for name, run in list(work.items())}
         times = self._times(work, repeats, layers)
         row: dict[str, Any] = {"rows": rows, "new tokens": queries, "context": context, **times}
         row["gathering / kernel"] = times["gathering"] / times["kernel"]
@@ -150,14 +139,12 @@ def main() -> None:
     heads, kv_heads, size = map(int, arguments.heads.split(":"))
     shape = AttentionShape(0, heads, kv_heads, size, size**-0.5, arguments.window, None)
     dtype = getattr(torch, arguments.dtype)
-    kernel: RowsKernel | None
-    if interpreted:
-        from engine.models.paged_kernels import attend_rows as kernel
-    else:
-        kernel = find_kernel([shape], dtype, device)
-    if kernel is None:
-        raise SystemExit("The kernel is not used here: triton is missing, or a warning above says why")
-    layer = Layer(shape, kernel, dtype, device)
+    kernels = (
+        import_module("engine.runtime.cuda.kernels") if interpreted else find_kernels([shape], dtype, device)
+    )
+    if kernels is None:
+        raise SystemExit("The kernels are not used here: triton is missing, or a warning above says why")
+    layer = Layer(shape, kernels.attend_rows, dtype, device)
     rows = []
     for batch in arguments.batch:
         for context in arguments.context:

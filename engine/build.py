@@ -13,7 +13,6 @@ from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
 from engine.core.planning import AUTO_LIMITS, Lookup
 from engine.core.scheduler import Scheduler
-from engine.graph_plan import GraphPlan, plan_graphs
 from engine.messages import Method
 from engine.models.base import Model
 from engine.models.encoder_decoder import EncoderDecoderModel
@@ -32,6 +31,8 @@ from engine.proposers.translated.pairing import Pairing, pair_models
 from engine.proposers.translated.proposer import TranslatedDraftProposer
 from engine.runtime.base import Runner
 from engine.runtime.calibrate import calibrate
+from engine.runtime.cuda.plan import GraphPlan, plan_graphs
+from engine.runtime.cuda.runner import CudaRunner
 from engine.runtime.phases import PhaseRunner
 from engine.sampling.backend import SamplingBackend, TorchBackend
 from engine.sampling.grammar import Grammars, load_tokenizer
@@ -48,6 +49,12 @@ MAX_THREADS_FOR_FEW_PARAMETERS = 4
 def build_engine(config: EngineConfig) -> EngineCore:
     """Load the models, allocate the caches, wire the engine. ``ModelLoadError`` if that cannot be."""
     options = load_options(config)
+    device = options.device
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)  # pinned memory, events and Triton take the current one
+        # Sums of few rows and of many are then rounded alike, but for their order.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     assert config.target is not None  # filled in by EngineConfig
     target = load_model(config.target, options)
     torch.set_num_threads(config.num_threads or _num_threads(target))
@@ -66,15 +73,16 @@ def build_engine(config: EngineConfig) -> EngineCore:
         )
     else:
         max_model_len = _max_model_len(config, target)
-    graphs = plan_graphs(config, target, draft, max_model_len)
+    planned = plan_graphs(config, target, draft, max_model_len)
     models = [target] if draft is None else [target, draft]
-    num_blocks = _num_blocks(config, models, max_model_len, graphs)
+    num_blocks = _num_blocks(config, models, max_model_len, planned)
     # The last block is no pool's: graphs store their padding there.
-    cached_blocks = num_blocks + (graphs is not None)
+    cached_blocks = num_blocks + (planned is not None)
     runners = [ModelRunner.build(model, cached_blocks, config.block_size) for model in models]
-    if graphs is not None:
-        runners = graphs.carry_out(runners, num_blocks)
     target_runner, draft_runner = runners[0], runners[1] if len(runners) > 1 else None
+    graphs = None
+    if planned is not None:
+        target_runner, draft_runner, graphs = planned.carry_out(target_runner, draft_runner, num_blocks)
     draft_pool = None if draft is None else BlockPool(num_blocks, config.block_size)
     target_pool = BlockPool(num_blocks, config.block_size)
     max_draft_len = max_model_len
@@ -100,11 +108,13 @@ def build_engine(config: EngineConfig) -> EngineCore:
         max_draft_len,
         tracks_draft_cache=pairing is None or pairing.translators is None,
     )
-    make_backend = _sampling_backend(config, options.device)
+    make_backend = _sampling_backend(config, device)
     phases = PhaseRunner(target_runner, proposer, make_backend)
     runner: Runner = phases
     if native is not None:
         runner = _native_runner(config, native, phases, max_draft_len)
+    elif graphs is not None and (proposer is None or isinstance(proposer, DraftModelProposer)):
+        runner = CudaRunner(graphs, phases)
     return EngineCore(
         target=target_runner,
         draft=draft_runner,

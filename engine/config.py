@@ -71,14 +71,14 @@ class ModelSettings(BaseModel):
     )
     cuda_graphs: bool = Field(
         True,
-        description="On a GPU, capture the passes that decode, score and draft as CUDA graphs, for "
-        "Llama-shaped models. They are compared with the usual passes at load and left out if they differ.",
+        description="On a GPU, capture drafting, scoring and verdicts as CUDA graphs, for Llama-shaped "
+        "models. They are compared with the usual passes at load and left out if they differ.",
     )
     cuda_graph_seconds: float = Field(
         30,
         ge=0,
         description="How long capturing may take at start, for both models together. Batches of shapes that "
-        "were not reached run without a graph.",
+        "were not reached go without graphs.",
     )
     max_model_len: int | None = Field(
         None,

@@ -6,6 +6,7 @@ because the host would have to look at a result, is refused. What torch does not
 native kernels, is not on the tape.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -65,25 +66,44 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
     return any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
+class ClockMark:
+    """A moment of the host's clock: operations are over when they return."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later: "ClockMark") -> float:
+        return 1000 * (later.seconds - self.seconds)
+
+
 class TapeCapture:
     """In place of ``CudaCapture``. Sends late, as a device does: the host's numbers are read when the replay
     begins, or when somebody waits for them."""
 
+    num_warm_ups = 0  # runs before a capture; a device needs some
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_recorded = 0
-        self._late: Callable[[], None] | None = None
+        self._late: list[Callable[[], object]] = []
 
     def host_buffer(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int64)
 
     def send(self, numbers: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
-        self._arrive()
-        self._late = lambda: numbers.copy_(host)  # type: ignore[assignment,return-value]
+        self._late.append(lambda: numbers.copy_(host))
         return self._arrive
+
+    def launch(self, function: Callable[[], object]) -> None:
+        self._late.append(function)
+
+    def mark(self) -> ClockMark:
+        return ClockMark()
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         self._arrive()
+        for _ in range(self.num_warm_ups):
+            function()
         tape = Tape()
         with tape:
             function()
@@ -100,6 +120,6 @@ class TapeCapture:
         return 0
 
     def _arrive(self) -> None:
-        late, self._late = self._late, None
-        if late is not None:
-            late()
+        late, self._late = self._late, []
+        for copy in late:
+            copy()

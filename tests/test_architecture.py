@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},
     "sampling": BASE | DEVICE | {"sampling", "deep_stack", "gguf_file"},
-    "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool"},
+    "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool", "runtime.cuda.layer_parts"},
     "native": BASE | DEVICE | {"native", "core", "sampling", "models", "runtime.base"},
     "proposers": BASE | DEVICE | {"core", "proposers", "sampling", "models"},
     "runtime": BASE | DEVICE | {"core", "runtime", "sampling", "proposers", "models", "speculation"},

@@ -1,9 +1,9 @@
 """What a Llama-shaped layer does between its matrix products, with torch's operations, on any device.
 
-``engine.native.layer_parts`` does the same in C, for few rows on a CPU.
+``engine.native.layer_parts`` does the same in C, for few rows on a CPU, and
+``engine.runtime.cuda.layer_parts`` in Triton.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
-from engine.models.attention import AttentionCall, AttentionContext, PagedAttention
+from engine.models.attention import AttentionCall, PagedAttention
 
 # Rotary types whose angles are a function of the position alone, so that a table can hold them.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -106,14 +106,10 @@ class LayerParts(Protocol):
 
 
 class TorchParts:
-    def __init__(
-        self,
-        batch: ForwardBatch,
-        cache: KVCache,
-        rotary: Rotary,
-        attention: Callable[[ForwardBatch, KVCache], AttentionContext] = PagedAttention,
-    ) -> None:
-        self.context = attention(batch, cache)
+    """On any device; attention gathers."""
+
+    def __init__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
+        self.context = PagedAttention(batch, cache)
         cos, sin = rotary.angles(batch.positions[0])
         self.cos, self.sin = cos[:, None], sin[:, None]
 

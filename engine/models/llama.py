@@ -26,9 +26,7 @@ from engine.batch import ForwardBatch, Span
 from engine.core.block_pool import BlockTable
 from engine.huge_pages import trim_heap
 from engine.kv_cache import KVCache, LayerShape
-from engine.models.attention import AttentionContext, PagedAttention
 from engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
-from engine.models.in_place_attention import InPlaceAttention, find_kernel
 from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
 from engine.models.linear import Linear, make_linear
 from engine.models.model_runner import ModelRunner
@@ -39,6 +37,7 @@ from engine.native.layer_parts import NativeKernels, serves
 from engine.native.library import load_library
 from engine.native.linear import NativeLinear
 from engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
+from engine.runtime.cuda.layer_parts import CudaParts, find_kernels
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
 FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
@@ -113,8 +112,7 @@ class LlamaWeights:
 
 
 class Llama(Model):
-    """``kernels`` run in C what lies between the linear layers; without them torch does, with
-    ``attention``."""
+    """``parts`` run what lies between the linear layers: torch's operations, kernels in C or Triton."""
 
     has_taps = True
 
@@ -122,23 +120,21 @@ class Llama(Model):
         self,
         facts: ModelFacts,
         weights: LlamaWeights,
-        kernels: NativeKernels | None = None,
-        attention: Callable[[ForwardBatch, KVCache], AttentionContext] = PagedAttention,
+        parts: Callable[[ForwardBatch, KVCache, Rotary], LayerParts] = TorchParts,
     ) -> None:
         shapes = [layer.attention for layer in weights.layers]
         heads = [(shape.num_kv_heads, shape.head_size) for shape in shapes]
         super().__init__(facts, [LayerShape(each, each, facts.device) for each in heads])
         self.weights = weights
         self.rotary = weights.rotary
-        self.kernels = kernels
-        self.attention = attention
-        self.is_native = kernels is not None
+        self.parts = parts
+        self.is_native = isinstance(parts, NativeKernels)
         self.is_quantised = weights.is_quantised
 
     @property
     def reads_in_place(self) -> bool:
         """Whether attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``."""
-        return self.attention is not PagedAttention
+        return not self.is_native and self.parts is not TorchParts
 
     def forward(
         self,
@@ -153,17 +149,13 @@ class Llama(Model):
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         """No Python decision here or below depends on the values of the batch's tensors."""
         weights = self.weights
-        parts: LayerParts
-        if self.kernels is None:
-            parts = TorchParts(batch, cache, self.rotary, self.attention)
-        else:
-            parts = self.kernels(batch, cache, self.rotary)
+        parts = self.parts(batch, cache, self.rotary)
         hidden = weights.embed(batch.token_ids[0]).to(self.dtype)
         tapped = {}
         for index, layer in enumerate(weights.layers):
             hidden = layer(hidden, parts)
             if index in taps:
-                tapped[index] = hidden
+                tapped[index] = hidden.clone()  # layers may add to it in place
         # All tokens' logits are in order, but for a captured batch, which has no spans.
         if not batch.spans or len(batch.logits_index) != len(hidden):
             hidden = hidden.index_select(0, batch.logits_index)
@@ -176,11 +168,11 @@ class Llama(Model):
         linears = [weights.head]
         for layer in weights.layers:
             linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
-        if self.kernels is None or self.rotary.table is None:
+        if not isinstance(self.parts, NativeKernels) or self.rotary.table is None:
             return None
         if not all(isinstance(linear, NativeLinear) for linear in linears):
             return None
-        return NativeDecoder(self.kernels, weights, cache)
+        return NativeDecoder(self.parts, weights, cache)
 
 
 def load_llama(
@@ -237,10 +229,9 @@ def checked(
         kernels = NativeKernels(library, cuts_long=weights.is_quantised)
         ways = [("The native kernels", Llama(facts, weights, kernels))]
     else:
-        kernel = find_kernel([layer.attention for layer in weights.layers], facts.dtype, facts.device)
-        if kernel is not None:
-            in_place = Llama(facts, weights, attention=partial(InPlaceAttention, kernel))
-            ways = [("The attention kernel", in_place)]
+        cuda = find_kernels([layer.attention for layer in weights.layers], facts.dtype, facts.device)
+        if cuda is not None:
+            ways = [("The CUDA kernels", Llama(facts, weights, partial(CudaParts, cuda)))]
         ways.append(("The short forward", Llama(facts, weights)))
     for name, model in ways:
         if agrees(probe_logits(model), expected):

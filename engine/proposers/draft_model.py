@@ -77,18 +77,13 @@ class DraftModelProposer:
         return Span(sequence.draft_blocks, sequence.token_ids[start:end], min(1, part.num_draft_tokens))
 
     def _forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [spans that want them, vocab] in the target's width: ids only one of both knows have
-        probability zero in the draft."""
+        """Logits [spans that want them, the target's vocabulary]."""
         if not spans:
             return torch.empty(0)
         if ids_on_device is not None and self.model.vocab_size < self.vocab_size:
             # As ``_known``.
             ids_on_device = ids_on_device.clamp(max=self.model.vocab_size - 1)
-        logits = self.model.forward(spans, ids_on_device).logits
-        missing = self.vocab_size - logits.shape[-1]
-        if missing > 0:
-            return F.pad(logits, (0, missing), value=-torch.inf)
-        return logits if missing == 0 else logits[:, : self.vocab_size]
+        return in_width(self.model.forward(spans, ids_on_device).logits, self.vocab_size)
 
     def _known(self, spans: list[Span]) -> list[Span]:
         """With any stand-in for tokens that only the target has."""
@@ -99,3 +94,12 @@ class DraftModelProposer:
             replace(span, token_ids=[min(token_id, unknown - 1) for token_id in span.token_ids])
             for span in spans
         ]
+
+
+def in_width(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """A draft's ``logits`` [rows, its vocabulary] in the target's width: ids only one of both knows have
+    probability zero."""
+    missing = vocab_size - logits.shape[-1]
+    if missing > 0:
+        return F.pad(logits, (0, missing), value=-torch.inf)
+    return logits if missing == 0 else logits[:, :vocab_size]

@@ -32,7 +32,7 @@ class SamplingTensors(NamedTuple):
     any_top_p: bool
     any_min_p: bool
     any_uncut: bool  # a row has neither top-k nor top-p
-    may_wait: bool = True  # for the device: to look whether top-p's candidates hold the mass
+    may_wait: bool = True  # for the device: to look whether top-p's candidates hold the mass, or for numpy
 
     @classmethod
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":
@@ -105,8 +105,10 @@ def _top_candidates(probs: torch.Tensor, sampling: SamplingTensors) -> torch.Ten
     if sampling.any_top_p:
         num_candidates = max(num_candidates, TOP_P_CANDIDATES)
     num_candidates = min(num_candidates, vocab_size)
-    if num_candidates > 1 and vocab_size <= MAX_SORTED and probs.device.type == "cpu":
+    if num_candidates > 1 and vocab_size <= MAX_SORTED and probs.device.type == "cpu" and sampling.may_wait:
         top = torch.from_numpy(np.sort(probs.numpy(), -1)[..., ::-1][..., :num_candidates].copy())
+    elif num_candidates == vocab_size:
+        top = probs.sort(-1, descending=True).values
     else:
         top = probs.topk(num_candidates).values
     if sampling.any_top_p and num_candidates < vocab_size and sampling.may_wait:

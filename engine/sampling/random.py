@@ -49,7 +49,24 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> tor
         numbers = [((mix(key) >> 12) + 0.5) * 2.0**-52 for key in keys]
         return torch.tensor(numbers, dtype=torch.float64).view(shape)
     with np.errstate(over="ignore"):  # numpy's scalars warn where its arrays wrap
-        return _to_unit_interval(_mix(_keys(_integers(seeds), _integers(positions), stream)))
+        return uniform_on_device(_integers(seeds), _integers(positions), stream)
+
+
+def uniform_on_device(seeds: Any, positions: Any, stream: Stream) -> torch.Tensor:
+    """``uniform`` by the tensors' own operations, on any device."""
+    return _to_unit_interval(_mix(_keys(seeds, positions, stream)))
+
+
+def noise_on_device(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """``exponential_noise`` by the tensors' own operations, on any device."""
+    mixed = _mix(_keys(seeds, positions, Stream.RACE)[..., None] + _counters(vocab_size, seeds.device))
+    return _to_unit_interval(mixed).log_().neg_()
+
+
+def round_seeds_on_device(seeds: torch.Tensor, first_positions: torch.Tensor) -> torch.Tensor:
+    """``round_seeds`` by the tensors' own operations, on any device."""
+    keys: torch.Tensor = _keys(seeds, first_positions, Stream.ROUND)
+    return keys
 
 
 def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

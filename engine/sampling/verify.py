@@ -212,10 +212,16 @@ def probs_of_draft(
 
 
 def _leading(accepted: torch.Tensor, num_draft: torch.Tensor) -> torch.Tensor:
-    """How many of the first ``num_draft`` flags [B, K] are true before the first false one."""
+    """As ``leading_on_device``."""
     if accepted.device.type == "cpu":  # a handful of flags: one by one is faster than five operations
         limits = zip(accepted.tolist(), num_draft.tolist(), strict=True)
         lengths = [[*flags[:limit], False].index(False) for flags, limit in limits]
         return torch.tensor(lengths, dtype=torch.int64)
+    return leading_on_device(accepted, num_draft)
+
+
+def leading_on_device(accepted: torch.Tensor, num_draft: torch.Tensor) -> torch.Tensor:
+    """How many of the first ``num_draft`` [B] flags [B, K] are true before the first false one: [B]. By
+    tensors' operations alone, on any device."""
     within = torch.arange(accepted.shape[1], device=accepted.device) < num_draft[:, None]
     return (accepted & within).long().cumprod(-1).sum(-1)

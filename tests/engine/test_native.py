@@ -191,7 +191,7 @@ def test_models_run_with_and_without(native: bool, tmp_path: Path, kernels: Nati
     path = save(CONFIGS["qwen3"], tmp_path)
     model = make_engine(path, None, native_kernels=native).target.model
     assert isinstance(model, Llama)
-    assert (model.kernels is not None) == native
+    assert model.is_native == native
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("auto", torch.float16), ("float32", torch.float32)])
@@ -228,7 +228,7 @@ def test_without_a_compiler_the_engine_runs_all_the_same(
         library.load_library.cache_clear()
         model = make_engine(path, None).target.model
         assert isinstance(model, Llama)
-        assert model.kernels is None
+        assert not model.is_native
         assert reason in caplog.text
 
 
@@ -266,7 +266,7 @@ def test_wrong_kernels_are_noticed_and_not_used(
     path = save(CONFIGS["llama"], tmp_path / "model")
     model = make_engine(path, None).target.model
     assert isinstance(model, Llama)
-    assert model.kernels is None
+    assert not model.is_native
     assert logits_in_parts(model, list(range(sum(PARTS))), list(range(8))).isfinite().all()
 
 

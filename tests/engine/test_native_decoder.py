@@ -122,5 +122,5 @@ def test_wrong_passes_are_noticed_and_not_used(
     fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
     runner = make_engine(save(CONFIGS["llama"], tmp_path / "model"), None).target
     assert isinstance(runner.model, Llama)
-    assert runner.model.kernels is None
+    assert not runner.model.is_native
     assert runner.fast_pass is None

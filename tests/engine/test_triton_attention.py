@@ -1,4 +1,4 @@
-"""The attention kernel without a GPU: in Triton's interpreter, and through its compiler for GPUs."""
+"""The kernels without a GPU: in Triton's interpreter, and through its compiler for GPUs."""
 
 import os
 import subprocess
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import PagedRows
-from engine.models import in_place_attention
-from engine.models.in_place_attention import find_kernel
 from engine.models.layer_parts import AttentionShape
+from engine.runtime.cuda import layer_parts
+from engine.runtime.cuda.layer_parts import find_kernels
+from tests.engine import torch_kernels
 from tests.engine.triton_gates import same_as_gathered
 
 ROOT = Path(__file__).parent.parent.parent
@@ -27,38 +27,11 @@ def run(*arguments: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def attend_by_hand(
-    output: torch.Tensor,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rows: PagedRows,
-    positions: torch.Tensor,
-    block_size: int,
-    scaling: float,
-    sliding_window: int | None,
-    num_splits: int | None = None,
-) -> None:
-    """What the kernel computes, token by token."""
-    shared = query.shape[1] // keys.shape[1]
-    for table, first, count in zip(
-        rows.tables.tolist(), rows.first_tokens.tolist(), rows.counts.tolist(), strict=True
-    ):
-        assert count <= rows.queries
-        for token in range(first, first + count):
-            end = int(positions[token]) + 1
-            seen = range(max(0, end - (sliding_window or end)), end)
-            slots = [table[i // block_size] * block_size + i % block_size for i in seen]
-            k, v = (stored[slots].repeat_interleave(shared, dim=1) for stored in (keys, values))
-            weights = torch.einsum("hd,khd->hk", query[token], k).mul(scaling).softmax(-1)
-            output[token] = torch.einsum("hk,khd->hd", weights, v)
-
-
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_kernel_is_told(seed: int, window: int | None) -> None:
     """Without triton too: rows, tables and positions of ragged batches, and long chunks beside them."""
-    same_as_gathered(attend_by_hand, seed, window=window)
+    same_as_gathered(torch_kernels.attend_rows, seed, window=window)
 
 
 @needs_triton
@@ -76,15 +49,15 @@ def test_compiles_for_gpus(tmp_path: Path) -> None:
 
 
 def test_on_a_cpu_nothing_is_tried() -> None:
-    assert find_kernel([SHAPE], torch.float32, torch.device("cpu")) is None
+    assert find_kernels([SHAPE], torch.float32, torch.device("cpu")) is None
 
 
 def test_without_triton_nothing_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(in_place_attention, "_is_fit", lambda device: True)
-    monkeypatch.setattr(in_place_attention, "find_spec", lambda name: None)
-    assert find_kernel([SHAPE], torch.float32, torch.device("cpu")) is None
+    monkeypatch.setattr(layer_parts, "_is_fit", lambda device: True)
+    monkeypatch.setattr(layer_parts, "find_spec", lambda name: None)
+    assert find_kernels([SHAPE], torch.float32, torch.device("cpu")) is None
     assert not caplog.text
 
 
@@ -92,7 +65,7 @@ def test_without_triton_nothing_is_tried(
 def test_what_it_is_not_made_for_is_not_tried(
     dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(in_place_attention, "_is_fit", lambda device: True)
+    monkeypatch.setattr(layer_parts, "_is_fit", lambda device: True)
     shape = AttentionShape(0, 4, 2, size, 0.25, None, None)
-    assert find_kernel([shape], dtype, torch.device("cpu")) is None
+    assert find_kernels([shape], dtype, torch.device("cpu")) is None
     assert not caplog.text

@@ -1,10 +1,10 @@
-"""Bugs for the attention kernel, planted in its text: the gates and the check at load must find them."""
+"""Bugs for the kernels, planted in their text, which the gates must find; the check at load, attention's."""
 
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from engine.models import paged_kernels
+from engine.runtime.cuda import kernels
 
 BUGS = {
     "a query does not see itself": ("key[None, :] <= position[:, None]", "key[None, :] < position[:, None]"),
@@ -23,13 +23,26 @@ BUGS = {
         "token = index\n    position",
     ),
 }
+SMALL_BUGS = {
+    "the angle turns the wrong way": ("x * c + swapped * s", "x * c - swapped * s"),
+    "halves are not swapped": ("tl.where(number < half, number + half, number - half)", "number"),
+    "keys are stored unturned": ("place + number, rotated", "place + number, x.to(keys.dtype.element_ty)"),
+    "keys lie in the order of the tokens": ("(slot * KV_HEADS + head", "(token * KV_HEADS + head"),
+    "all values are the first head's": ("kv_head = head - HEADS - KV_HEADS", "kv_head = head * 0"),
+    "the gate is a sigmoid": ("gate / (1 + tl.exp(-gate))", "1 / (1 + tl.exp(-gate))"),
+    "the last number is left out": (
+        "number < SIZE\n    start = gate_up",
+        "number < SIZE - 1\n    start = gate_up",
+    ),
+    "gate and up are mixed up": ("start + SIZE + number", "start + number"),
+}
 
 
 def planted(bug: str, folder: Path) -> ModuleType:
     """The kernels with ``bug``, as another module."""
-    correct, wrong = BUGS[bug]
-    assert paged_kernels.__file__ is not None
-    text = Path(paged_kernels.__file__).read_text()
+    correct, wrong = (BUGS | SMALL_BUGS)[bug]
+    assert kernels.__file__ is not None
+    text = Path(kernels.__file__).read_text()
     assert text.count(correct) == 1
     file = folder / "planted_kernels.py"
     file.write_text(text.replace(correct, wrong))

@@ -1,4 +1,4 @@
-"""The attention kernel in Triton's interpreter, on the CPU. ``test_triton_attention`` runs it in a process of
+"""The kernels in Triton's interpreter, on the CPU. ``test_triton_attention`` runs it in a process of
 its own: TRITON_INTERPRET must be set before triton is imported.
 """
 
@@ -14,18 +14,17 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from engine import graph_plan
 from engine.messages import SamplingParams
-from engine.models import in_place_attention, paged_kernels, step_buckets
-from engine.models.in_place_attention import InPlaceAttention, RowsKernel, find_kernel
 from engine.models.layer_parts import AttentionShape
 from engine.models.llama import Llama
-from engine.models.step_inputs import StepInputs
-from tests.engine import graph_gates
+from engine.runtime.cuda import kernels, layer_parts
+from engine.runtime.cuda import plan as plan_module
+from engine.runtime.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
+from tests.engine import graph_gates, torch_kernels
 from tests.engine.conftest import Models
 from tests.engine.test_llama import CONFIGS, save
-from tests.engine.triton_bugs import BUGS, planted
-from tests.engine.triton_gates import same_as_gathered
+from tests.engine.triton_bugs import BUGS, SMALL_BUGS, planted
+from tests.engine.triton_gates import same_as_gathered, same_gate, same_rotation_and_cache
 from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
 
@@ -74,21 +73,47 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_same_as_gathered(case: dict[str, Any]) -> None:
-    same_as_gathered(paged_kernels.attend_rows, 0, **case)
+    same_as_gathered(kernels.attend_rows, 0, **case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("size", "heads"), [(8, (3, 3)), (16, (6, 2)), (80, (2, 1)), (96, (1, 1)), (256, (2, 1))]
+)
+def test_rotation_and_cache(size: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    same_rotation_and_cache(kernels.rotate_and_store, dtype, size, heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 7, 1024, 1025, 2500])
+def test_gate(size: int, dtype: torch.dtype) -> None:
+    same_gate(kernels.gated_silu, dtype, size)
+
+
+@pytest.mark.parametrize("bug", SMALL_BUGS)
+def test_gates_of_the_small_kernels_catch(bug: str, tmp_path: Path) -> None:
+    wrong = planted(bug, tmp_path)
+
+    def all_small_gates() -> None:
+        same_rotation_and_cache(wrong.rotate_and_store, torch.float32, 16)
+        same_gate(wrong.gated_silu, torch.float32, 21)
+
+    with pytest.raises(AssertionError):
+        all_small_gates()
 
 
 def test_splits_by_shape() -> None:
-    assert paged_kernels.splits(8, 4096, CPU) == 25
-    assert paged_kernels.splits(1, 4096, CPU) == 32
-    assert paged_kernels.splits(8, 512, CPU) == 4
-    assert paged_kernels.splits(8, 100, CPU) == 1
-    assert paged_kernels.splits(300, 4096, CPU) == 1
+    assert kernels.splits(8, 4096, CPU) == 25
+    assert kernels.splits(1, 4096, CPU) == 32
+    assert kernels.splits(8, 512, CPU) == 4
+    assert kernels.splits(8, 100, CPU) == 1
+    assert kernels.splits(300, 4096, CPU) == 1
 
 
 @pytest.fixture
 def on_the_cpu(monkeypatch: Patch) -> None:
     """The CPU counts as a device for the kernel, in the interpreter."""
-    monkeypatch.setattr(in_place_attention, "_is_fit", lambda device: True)
+    monkeypatch.setattr(layer_parts, "_is_fit", lambda device: True)
 
 
 # Bugs, planted in the kernels' text.
@@ -103,7 +128,7 @@ CAUGHT_BY = [
 ]
 
 
-def all_gates(kernel: RowsKernel) -> None:
+def all_gates(kernel: AttendRows) -> None:
     for seed in range(4):
         for case in CAUGHT_BY:
             same_as_gathered(kernel, seed, **case)  # type: ignore[arg-type]
@@ -125,16 +150,16 @@ SHAPE, WINDOWED = (AttentionShape(0, 4, 2, 16, 0.25, window, None) for window in
 def test_the_check_at_load_catches(
     bug: str, tmp_path: Path, on_the_cpu: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(paged_kernels, "attend_rows", planted(bug, tmp_path).attend_rows)
+    monkeypatch.setattr(kernels, "attend_rows", planted(bug, tmp_path).attend_rows)
     with caplog.at_level(logging.WARNING):
-        assert find_kernel([WINDOWED if "window" in bug else SHAPE], torch.bfloat16, CPU) is None
+        assert find_kernels([WINDOWED if "window" in bug else SHAPE], torch.bfloat16, CPU) is None
     assert "The attention kernel differs" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_check_at_load_finds_it_right(dtype: torch.dtype, on_the_cpu: None, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(in_place_attention, "MAX_GROUPED_QUERIES", 9)  # two sizes of program
-    assert find_kernel([SHAPE, SHAPE], dtype, CPU) is paged_kernels.attend_rows
+    monkeypatch.setattr(layer_parts, "MAX_GROUPED_QUERIES", 9)  # two sizes of program
+    assert find_kernels([SHAPE, SHAPE], dtype, CPU) is kernels
 
 
 # The kernel in engines.
@@ -143,8 +168,11 @@ def test_the_check_at_load_finds_it_right(dtype: torch.dtype, on_the_cpu: None, 
 @pytest.fixture
 def taped(monkeypatch: Patch, on_the_cpu: None) -> None:
     """Passes are captured on tapes, on which each launch of the kernel is one operation."""
-    monkeypatch.setattr(graph_plan, "make_capture", TapeCapture)
-    monkeypatch.setattr(paged_kernels, "attend_rows", on_tape(paged_kernels.attend_rows))
+    monkeypatch.setattr(plan_module, "make_capture", TapeCapture)
+    # Else Triton's launches, which torch does not see, would be missing from the tape.
+    monkeypatch.setattr(kernels, "attend_rows", on_tape(kernels.attend_rows))
+    for name in ("rotate_and_store", "gated_silu"):
+        monkeypatch.setattr(kernels, name, getattr(torch_kernels, name))
 
 
 def on_tape(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -164,7 +192,7 @@ def on_tape(kernel: Callable[..., None]) -> Callable[..., None]:
         window: int | None,
         num_splits: int | None,
     ) -> None:
-        rows = paged_kernels.PagedRows(tables, first_tokens, counts, queries)
+        rows = kernels.PagedRows(tables, first_tokens, counts, queries)
         kernel(output, query, keys, values, rows, positions, block_size, scaling, window, num_splits)
 
     def launch(
@@ -194,7 +222,7 @@ def eager_engines_gather(monkeypatch: Patch) -> Callable[..., Any]:
     def build(target: str, draft: str | None, cuda_graphs: bool, **config: Any) -> Any:
         with monkeypatch.context() as patch:
             if not cuda_graphs:
-                patch.setattr(in_place_attention, "_is_fit", lambda device: False)
+                patch.setattr(layer_parts, "_is_fit", lambda device: False)
             core = make_engine(target, draft, cuda_graphs=cuda_graphs, **config)
         assert reads_in_place(core.target) == cuda_graphs
         return core
@@ -208,8 +236,7 @@ def test_captured_passes(tmp_path: Path, taped: None, monkeypatch: Patch) -> Non
     monkeypatch.setattr(graph_gates, "make_engine", eager_engines_gather(monkeypatch))
     for name, fewer in (("NUM_SEQUENCES", 2), ("STEPS", 5)):  # it is an interpreter
         monkeypatch.setattr(graph_gates, name, fewer)
-    monkeypatch.setattr(step_buckets, "QUERIES", (1, 12))
-    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
+    monkeypatch.setattr(layer_parts, "is_right", lambda *_: True)  # other cases look
     graph_gates.same_as_eager(folder, max_model_len=100)
 
 
@@ -217,9 +244,9 @@ def test_same_tokens(models: Models, on_the_cpu: None, monkeypatch: Patch) -> No
     """Whole engines, without graphs: prompts and drafted rows together."""
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in range(3)]
     prompts = [[1, 2, 3], [4], list(range(16)) * 3]
-    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
+    monkeypatch.setattr(layer_parts, "is_right", lambda *_: True)  # other cases look
     ours = make_engine(models.target, models.close_draft, native_kernels=False)
-    monkeypatch.setattr(in_place_attention, "_is_fit", lambda device: False)
+    monkeypatch.setattr(layer_parts, "_is_fit", lambda device: False)
     theirs = make_engine(models.target, models.close_draft, native_kernels=False)
     assert reads_in_place(ours.target)
     assert not reads_in_place(theirs.target)
@@ -230,7 +257,7 @@ def test_a_wrong_kernel_is_not_used(
     models: Models, on_the_cpu: None, monkeypatch: Patch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = planted("a query does not see itself", tmp_path)
-    monkeypatch.setattr(paged_kernels, "attend_rows", wrong.attend_rows)
+    monkeypatch.setattr(kernels, "attend_rows", wrong.attend_rows)
     with caplog.at_level(logging.WARNING):
         core = make_engine(models.target, None, native_kernels=False)
     assert not reads_in_place(core.target)
@@ -244,9 +271,9 @@ def test_a_kernel_that_raises_is_not_used(
     def launch(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of resource: shared memory")
 
-    monkeypatch.setattr(paged_kernels, "attend_rows", launch)
+    monkeypatch.setattr(kernels, "attend_rows", launch)
     with caplog.at_level(logging.WARNING):
-        assert find_kernel([SHAPE], torch.float32, CPU) is None
+        assert find_kernels([SHAPE], torch.float32, CPU) is None
     assert "cannot be used: out of resource" in caplog.text
 
 
@@ -254,7 +281,7 @@ def test_a_kernel_that_is_given_wrong_rows_is_not_used(
     models: Models, on_the_cpu: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the check of the kernel alone cannot see, the logits show."""
-    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)
+    monkeypatch.setattr(layer_parts, "is_right", lambda *_: True)
     attend = InPlaceAttention.attend
 
     def shifted(self: InPlaceAttention, call: Any, query: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -264,24 +291,4 @@ def test_a_kernel_that_is_given_wrong_rows_is_not_used(
     with caplog.at_level(logging.WARNING):
         core = make_engine(models.target, None, native_kernels=False)
     assert not reads_in_place(core.target)
-    assert "The logits of the attention kernel differ" in caplog.text
-
-
-def test_frozen_tables_are_caught(models: Models, taped: None, monkeypatch: Patch, caplog: Any) -> None:
-    batch = StepInputs.batch
-
-    def captured(self: StepInputs, bucket: Any) -> object:
-        made = batch(self, bucket)
-        rows = made.short_rows
-        assert rows is not None
-        made.short_rows = paged_kernels.PagedRows(
-            rows.tables * 0, rows.first_tokens, rows.counts, rows.queries
-        )
-        return made
-
-    monkeypatch.setattr(StepInputs, "batch", captured)
-    monkeypatch.setattr(in_place_attention, "is_right", lambda *_: True)  # other cases look
-    with caplog.at_level(logging.WARNING):
-        core = make_engine(models.target, None, native_kernels=False)
-    assert core.target.fast_pass is None
-    assert "differ from the usual pass" in caplog.text
+    assert "The CUDA kernels: the logits differ" in caplog.text

@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for GPUs that are not here, and looks at what they would need.
+"""Compiles the kernels for GPUs that are not here, and looks at what they would need.
 
 Run by ``test_triton_attention``, in a process of its own: ``python -m tests.engine.triton_compile``.
 """
@@ -10,18 +10,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.models import paged_kernels
+from engine.runtime.cuda import kernels
 
 # The least that a program may have on any of them, of which some driver's share is taken off.
 SHARED_MEMORY = 96 << 10
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-POINTERS = {"tables": "*i64", "first_tokens": "*i64", "counts": "*i64", "positions": "*i64"}
+POINTERS = {"tables": "*i64", "first_tokens": "*i64", "counts": "*i64", "positions": "*i64", "slots": "*i64"}
+TENSORS = ("query", "keys", "values", "query_key", "value", "cos", "sin", "gate_up")
 FLOATS = {"log_sums": "*fp32", "shares": "*fp32", "scale": "fp32"}
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any], output: str) -> Any:
     names = kernel.arg_names
-    tensors = dict.fromkeys(("query", "keys", "values"), f"*{NAMES[dtype]}") | {"output": output}
+    tensors = dict.fromkeys(TENSORS, f"*{NAMES[dtype]}") | {"output": output}
     types = POINTERS | FLOATS | tensors | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in tensors or n in FLOATS}
     source = ASTSource(
@@ -30,7 +31,7 @@ def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[s
         {(names.index(name),): value for name, value in constants.items()},
         {place: what for place, what in aligned.items() if names[place[0]] != "scale"},
     )
-    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    options = {"num_warps": 4, "num_stages": kernels.NUM_STAGES, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -45,20 +46,29 @@ def compile_one(
         "PADDED_SIZE": padded,
         "QUERY_STRIDE": 10 * size,
         "WINDOW": window,
-        "TILE": paged_kernels.tile_size(places, dtype),
-        "KEY_TILE": paged_kernels.key_tile_size(padded, dtype),
+        "TILE": kernels.tile_size(places, dtype),
+        "KEY_TILE": kernels.key_tile_size(padded, dtype),
         "IS_SPLIT": is_split,
     }
     own = f"*{NAMES[dtype]}"
-    kernel = compiled(paged_kernels.attend_share, capability, dtype, constants, "*fp32" if is_split else own)
+    kernel = compiled(kernels.attend_share, capability, dtype, constants, "*fp32" if is_split else own)
     check(kernel, capability, dtype, size, places)
 
 
 def compile_join(capability: int, dtype: torch.dtype, size: int) -> None:
     padded = max(16, triton.next_power_of_2(size))
-    constants = {"HEADS": 8, "SIZE": size, "PADDED_SIZE": padded, "MOST_SPLITS": paged_kernels.MAX_SPLITS}
-    kernel = compiled(paged_kernels.join_shares, capability, dtype, constants, f"*{NAMES[dtype]}")
+    constants = {"HEADS": 8, "SIZE": size, "PADDED_SIZE": padded, "MOST_SPLITS": kernels.MAX_SPLITS}
+    kernel = compiled(kernels.join_shares, capability, dtype, constants, f"*{NAMES[dtype]}")
     check(kernel, capability, dtype, size)
+
+
+def compile_small(capability: int, dtype: torch.dtype, size: int) -> None:
+    constants = {"HEADS": 8, "KV_HEADS": 2, "SIZE": size, "PADDED_SIZE": triton.next_power_of_2(size)}
+    constants |= {"QUERY_STRIDE": 12 * size, "VALUE_STRIDE": 12 * size}
+    own = f"*{NAMES[dtype]}"
+    check(compiled(kernels.rotate_and_store_head, capability, dtype, constants, own), capability, dtype, size)
+    gate = {"SIZE": 11 * size, "TILE": kernels.GATE_TILE}
+    check(compiled(kernels.gated_silu_part, capability, dtype, gate, own), capability, dtype, size)
 
 
 def check(made: Any, *what: Any) -> None:
@@ -75,3 +85,6 @@ if __name__ == "__main__":
     compile_one(89, torch.float32, 8, places=4, is_split=False, window=3)
     compile_join(90, torch.bfloat16, 256)
     compile_join(80, torch.float32, 8)
+    compile_small(90, torch.bfloat16, 128)
+    compile_small(80, torch.float16, 96)
+    compile_small(89, torch.float32, 8)

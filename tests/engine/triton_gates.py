@@ -2,6 +2,7 @@
 and on a GPU."""
 
 import random
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,15 +10,16 @@ import torch
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
-from engine.models.attention import AttentionCall, AttentionContext, PagedAttention
-from engine.models.in_place_attention import InPlaceAttention, RowsKernel
+from engine.models.attention import AttentionCall, PagedAttention
+from engine.runtime.cuda.layer_parts import AttendRows, InPlaceAttention
+from tests.engine import torch_kernels
 
 # Of the largest number: rounded weights and results. A GPU's exponentials are good to 22 bits.
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 def same_as_gathered(
-    kernel: RowsKernel,
+    kernel: AttendRows,
     seed: int,
     dtype: torch.dtype = torch.float32,
     heads: tuple[int, int] = (4, 2),
@@ -48,22 +50,79 @@ def same_as_gathered(
     query = (4 * torch.randn(len(batch.slots), heads[0] + 3, size)).to(device, dtype)[:, : heads[0]]
     layer = LayerShape((heads[1], size), (heads[1], size), torch.device(device))
 
-    def attend(used: torch.dtype, make_context: object) -> torch.Tensor:
+    def attend(used: torch.dtype) -> torch.Tensor:
         cache = KVCache([layer], num_blocks, block_size, used)
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, slots, old_key.to(used), old_value.to(used))
-        context: AttentionContext = make_context(batch, cache)  # type: ignore[operator]
-        new = query.to(used) if used != dtype else query, new_key.to(used), new_value.to(used)
-        return context.attend(AttentionCall(0, size**-0.5, window), *new)
+        call = AttentionCall(0, size**-0.5, window)
+        key, value = new_key.to(used), new_value.to(used)
+        if used != dtype:
+            return PagedAttention(batch, cache).attend(call, query.to(used), key, value)
+        cache.write(0, batch.slots, key, value)
+        return InPlaceAttention(kernel, batch, cache).attend(call, query)
 
     if num_splits is not None:
         kernel = partial(kernel, num_splits=num_splits)
-    ours = attend(dtype, partial(InPlaceAttention, kernel))
-    theirs = attend(torch.float64, PagedAttention)
+    ours = attend(dtype)
+    theirs = attend(torch.float64)
     assert ours.dtype == dtype
     assert bool(theirs.isfinite().all())
     assert float((ours - theirs).abs().max()) <= TOLERANCES[dtype] * float(theirs.abs().max())
+
+
+def same_rotation_and_cache(
+    rotate_and_store: Callable[..., None],
+    dtype: torch.dtype,
+    size: int,
+    heads: tuple[int, int] = (6, 2),
+    tokens: int = 5,
+    device: str = "cpu",
+) -> None:
+    """Queries and keys turned as torch turns them in float32, keys and values where they belong: what lies
+    elsewhere in the cache keeps every bit."""
+    torch.manual_seed(size)
+    num_heads, kv_heads = heads
+    qkv = torch.randn(tokens, num_heads + 2 * kv_heads, size).to(device, dtype)
+    query_key, value = qkv.split_with_sizes((num_heads + kv_heads, kv_heads), 1)
+    angles = torch.randn(tokens, size // 2, device=device).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    sin[:, : size // 2] *= -1
+    slots = torch.randperm(3 * tokens)[:tokens].to(device)
+    keys, values = (
+        torch.full((3 * tokens, kv_heads, size), 7.0, dtype=dtype, device=device) for _ in range(2)
+    )
+    expected = qkv.clone()[:, :-kv_heads], keys.clone(), values.clone()
+    torch_kernels.rotate_and_store(expected[0], value.clone(), cos, sin, slots, *expected[1:])
+    before = qkv.clone()
+    rotate_and_store(query_key, value, cos, sin, slots, keys, values)
+    close(query_key[:, :num_heads], expected[0][:, :num_heads], dtype)
+    close(keys, expected[1], dtype)
+    assert torch.equal(values, expected[2])
+    assert torch.equal(value, before[:, -kv_heads:])
+    elsewhere = torch.ones(3 * tokens, dtype=torch.bool)
+    elsewhere[slots.cpu()] = False
+    assert bool((keys[elsewhere.to(device)] == 7).all())
+
+
+def same_gate(
+    gated_silu: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    size: int,
+    tokens: int = 3,
+    device: str = "cpu",
+) -> None:
+    torch.manual_seed(size)
+    gate_up = (4 * torch.randn(tokens, 2 * size)).to(device, dtype)
+    before = gate_up.clone()
+    gated = gated_silu(gate_up)
+    assert (gated.shape, gated.dtype) == ((tokens, size), dtype)
+    close(gated, torch_kernels.gated_silu(before), dtype)
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
+    """But for one rounding."""
+    assert float((ours.float() - theirs.float()).abs().max()) <= TOLERANCES[dtype] * float(theirs.abs().max())
 
 
 def random_spans(choose: random.Random, longest: int, block_size: int) -> tuple[list[Span], int]:

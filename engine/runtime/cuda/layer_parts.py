@@ -1,13 +1,15 @@
-"""Attention that gathers nothing, where there is a kernel for it: on a GPU, for the short forward's layers.
+"""What a Llama-shaped layer does between its matrix products on a GPU, in Triton (``kernels``).
 
-One more way behind ``AttentionContext``. The kernel (``paged_kernels``) is used if triton is there, which
-torch's CUDA builds bring, and if it computes what gathering computes: it is asked at load, for every shape of
-program that will be needed, which compiles them too.
+Rotary embedding and the write to the cache are one launch, the gate of the MLP another, and attention reads
+keys where they lie. The kernels are used if triton is there, which torch's CUDA builds bring, and if
+attention computes what gathering computes: it is asked at load, for every shape of program that will be
+needed, which compiles them too. What the others do shows in the model's logits, which are compared as well.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -17,7 +19,7 @@ from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, tab
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionCall, PagedAttention, attend_group
-from engine.models.layer_parts import AttentionShape
+from engine.models.layer_parts import AttentionShape, Norm, Rotary
 
 MAX_HEAD_SIZE = 256
 # The first with matrix units for bfloat16 and with copies that run beside the arithmetic.
@@ -34,8 +36,8 @@ MAX_CHECKED_WINDOW = 8192
 logger = logging.getLogger(__name__)
 
 
-class RowsKernel(Protocol):
-    """``paged_kernels.attend_rows``."""
+class AttendRows(Protocol):
+    """``kernels.attend_rows``."""
 
     def __call__(
         self,
@@ -52,11 +54,19 @@ class RowsKernel(Protocol):
     ) -> None: ...
 
 
-class InPlaceAttention:
-    """Stores the new keys and values, then attends to all short rows at once; long chunks as ever."""
+class Kernels(Protocol):
+    """The module ``kernels``, or what stands in for it in tests."""
 
-    def __init__(self, kernel: RowsKernel, batch: ForwardBatch, cache: KVCache) -> None:
-        self.kernel = kernel
+    attend_rows: AttendRows
+    rotate_and_store: Callable[..., None]
+    gated_silu: Callable[[torch.Tensor], torch.Tensor]
+
+
+class InPlaceAttention:
+    """Attends over what the cache holds: all short rows at once without gathering, long chunks as ever."""
+
+    def __init__(self, attend_rows: AttendRows, batch: ForwardBatch, cache: KVCache) -> None:
+        self.attend_rows = attend_rows
         self.batch = batch
         self.cache = cache
         # First and last token of each long chunk, and what all layers need to know of its keys.
@@ -65,18 +75,14 @@ class InPlaceAttention:
             for member in batch.long_spans
         ]
 
-    def attend(
-        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
+        """``query`` [tokens, heads, size], whose keys and values are stored; the same shape, contiguous."""
         assert call.scaling is not None
-        assert call.softcap is None  # Llama's layers have neither
-        assert call.sinks is None
         batch, cache = self.batch, self.cache
-        cache.write(call.layer, batch.slots, key, value)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         rows = batch.short_rows
         if rows is not None:
-            self.kernel(
+            self.attend_rows(
                 output,
                 query,
                 cache.keys[call.layer],
@@ -92,40 +98,67 @@ class InPlaceAttention:
         return output
 
 
-def find_kernel(
+class CudaParts:
+    """``LayerParts`` of one forward."""
+
+    def __init__(self, kernels: Kernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
+        self.kernels = kernels
+        self.cache = cache
+        self.slots = batch.slots
+        self.cos, self.sin = rotary.angles(batch.positions[0])
+        self.attention = InPlaceAttention(kernels.attend_rows, batch, cache)
+
+    def norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        return norm(x)
+
+    def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
+        tokens, heads, kv_heads = qkv.shape[0], shape.num_heads, shape.num_kv_heads
+        query_key, value = qkv.view(tokens, -1, shape.head_size).split_with_sizes(
+            (heads + kv_heads, kv_heads), 1
+        )
+        if shape.norm is not None:
+            query_key = shape.norm(query_key)
+        keys, values = self.cache.keys[shape.layer], self.cache.values[shape.layer]
+        self.kernels.rotate_and_store(query_key, value, self.cos, self.sin, self.slots, keys, values)
+        return self.attention.attend(shape.call, query_key[:, :heads]).view(tokens, -1)
+
+    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self.kernels.gated_silu(gate_up)
+
+
+def find_kernels(
     shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
-) -> RowsKernel | None:
-    """The kernel, if it serves all of ``shapes`` on ``device`` and is right; None, with a warning if it was
-    worth trying."""
+) -> Kernels | None:
+    """The kernels, if they serve all of ``shapes`` on ``device`` and attention is right; None, with a warning
+    if they were worth trying."""
     shapes = list(shapes)
     if not serves(shapes, dtype, device):
         return None
     try:
-        from engine.models.paged_kernels import attend_rows, tile_size
-
+        kernels = import_module("engine.runtime.cuda.kernels")  # which imports triton
         checked = set()
         for shape in shapes:
             shared = shape.num_heads // shape.num_kv_heads
             # The largest number of new tokens for every size of program.
-            queries = {tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
+            queries = {kernels.tile_size(n * shared, dtype): n for n in range(1, MAX_GROUPED_QUERIES + 1)}
             look = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.scaling, shape.sliding_window
             if look in checked:
                 continue
             checked.add(look)
             for num_queries in queries.values():
                 for num_splits in (1, 7):
-                    kernel = partial(attend_rows, num_splits=num_splits)
+                    kernel = partial(kernels.attend_rows, num_splits=num_splits)
                     if not is_right(kernel, shape, dtype, device, num_queries):
                         logger.warning("The attention kernel differs from torch's and is not used")
                         return None
     except Exception as error:  # compilers and drivers fail in many ways; gathering needs none of this
-        logger.warning("The attention kernel cannot be used: %s", error)
+        logger.warning("The CUDA kernels cannot be used: %s", error, exc_info=True)
         return None
-    return attend_rows
+    return kernels
 
 
 def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is made for such layers on such a device, and triton is installed."""
+    """Whether the kernels are made for such layers on such a device, and triton is installed."""
     return (
         _is_fit(device)
         and dtype in TOLERANCES
@@ -142,7 +175,7 @@ def _is_fit(device: torch.device) -> bool:
 
 @torch.inference_mode()
 def is_right(
-    kernel: RowsKernel, shape: AttentionShape, dtype: torch.dtype, device: torch.device, queries: int
+    kernel: AttendRows, shape: AttentionShape, dtype: torch.dtype, device: torch.device, queries: int
 ) -> bool:
     """Whether ``kernel`` attends like torch in float64, over rows of up to ``queries`` new tokens in
     scattered blocks of a cache that holds NaN wherever nothing was stored."""
@@ -166,13 +199,18 @@ def is_right(
     # Some keys matter much more than others, so that none can be missed.
     query = (query * (4 / (shape.scaling * shape.head_size**0.5))).to(device, dtype)[:, : shape.num_heads]
     outputs = []
-    for attention, used in ((partial(InPlaceAttention, kernel), dtype), (PagedAttention, torch.float64)):
+    for used in (dtype, torch.float64):
         cache = KVCache([LayerShape(heads, heads, device)], num_blocks, CHECK_BLOCK_SIZE, used)
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, stored, *(x.to(used) for x in context))
+        call = AttentionCall(0, shape.scaling, window)
         q, k, v = (x.to(used) for x in (query, *new))  # stays the same view in its own dtype
-        outputs.append(attention(batch, cache).attend(AttentionCall(0, shape.scaling, window), q, k, v))
+        if used == dtype:
+            cache.write(0, batch.slots, k, v)
+            outputs.append(InPlaceAttention(kernel, batch, cache).attend(call, q))
+        else:
+            outputs.append(PagedAttention(batch, cache).attend(call, q, k, v))
     ours, theirs = outputs
     return bool(((ours - theirs).abs().max() <= TOLERANCES[dtype] * theirs.abs().max()).item())
 

@@ -7,7 +7,7 @@ addresses for ever (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-gr
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -15,46 +15,43 @@ import torch
 WARM_UP_RUNS = 2
 
 
+class Mark(Protocol):
+    """A moment in the device's work. Known once the host has read what was computed after it."""
+
+    def elapsed_time(self, later: Any, /) -> float:
+        """Milliseconds."""
+
+
 class Capture(Protocol):
     def host_buffer(self, size: int) -> torch.Tensor:
         """int64 [size] on the host, for ``send``."""
-        ...
 
     def send(self, numbers: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
         """Start to copy ``host`` to ``numbers``, before whatever is launched next. What it returns waits
         until ``host`` may be written again."""
-        ...
+
+    def launch(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on the device, after what was sent."""
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         """Run ``function`` and return what does its work again, on the same tensors."""
-        ...
+
+    def mark(self) -> Mark: ...
 
     def free_memory(self) -> int:
         """Bytes of the device's memory that are free."""
-        ...
-
-
-class SentNumbers:
-    """int64 ``numbers`` [size] in one place on the device, filled in ``host`` and sent without waiting."""
-
-    def __init__(self, size: int, device: torch.device, capture: Capture) -> None:
-        self.capture = capture
-        self.host = capture.host_buffer(size)
-        self.numbers = torch.zeros(size, dtype=torch.int64, device=device)
-        self._wait: Callable[[], None] = lambda: None
-
-    def wait(self) -> None:
-        """Until ``host`` may be written again."""
-        self._wait()
-
-    def send(self, start: int, end: int) -> None:
-        """Those from ``start`` to ``end``."""
-        self._wait = self.capture.send(self.numbers[start:end], self.host[start:end])
 
 
 class CudaCapture:
     """For all models of one engine: their replays follow each other on one stream, so one pool of memory
-    serves them all. What a replay leaves in the pool is gone with the next one."""
+    serves them all. What a replay leaves in the pool is gone with the next one.
+
+    ``has_failed``: up to torch 2.11 the allocator believes for ever that a capture which failed is under way
+    (https://github.com/pytorch/pytorch/pull/180395). ``empty_cache`` would fail then, and so would every
+    later capture of the process: neither is tried again.
+    """
+
+    has_failed: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,7 +68,18 @@ class CudaCapture:
         sent.record(torch.cuda.current_stream(self.device))
         return sent.synchronize
 
+    def launch(self, function: Callable[[], object]) -> None:
+        function()
+
+    def mark(self) -> Mark:
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record(torch.cuda.current_stream(self.device))
+        return mark
+
+    @torch.inference_mode()
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        if CudaCapture.has_failed:
+            raise RuntimeError("an earlier capture of this process has failed")
         with torch.cuda.device(self.device):
             usual_stream = torch.cuda.current_stream()
             try:
@@ -81,8 +89,14 @@ class CudaCapture:
                         function()
                 usual_stream.wait_stream(self.stream)
                 graph = torch.cuda.CUDAGraph()
-                with without_garbage_collection(), torch.cuda.graph(graph, self.pool, self.stream):
+                CudaCapture.has_failed = True
+                # Other threads of the process may allocate meanwhile.
+                with (
+                    without_garbage_collection(),
+                    torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"),
+                ):
                     function()
+                CudaCapture.has_failed = False
             finally:
                 # After a failed capture torch.cuda.graph leaves its own stream in place.
                 torch.cuda.set_stream(usual_stream)
@@ -91,9 +105,28 @@ class CudaCapture:
     def free_memory(self) -> int:
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what the allocator keeps for later counts as free
+            if not CudaCapture.has_failed:
+                torch.cuda.empty_cache()  # what the allocator keeps for later counts as free
             free, _ = torch.cuda.mem_get_info()
         return free
+
+
+class SentNumbers:
+    """int64 ``numbers`` [size] in one place on the device, filled in ``host`` and sent without waiting."""
+
+    def __init__(self, size: int, device: torch.device, capture: Capture) -> None:
+        self.capture = capture
+        self.host = capture.host_buffer(size)
+        self.numbers = torch.zeros(size, dtype=torch.int64, device=device)
+        self._wait: Callable[[], None] = lambda: None
+
+    def wait(self) -> None:
+        """Until ``host`` may be written again."""
+        self._wait()
+
+    def send(self, end: int) -> None:
+        """The first ``end``."""
+        self._wait = self.capture.send(self.numbers[:end], self.host[:end])
 
 
 @contextmanager

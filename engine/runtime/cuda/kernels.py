@@ -1,11 +1,13 @@
-"""Attention that reads keys and values where they lie in the paged cache, for rows of few new tokens: Triton.
+"""The kernels of a decoder's layer, in Triton: attention over the paged cache, rotary embedding with the
+write to it, and the MLP's gate.
 
-Nothing is gathered. One program takes a row, one key-value head and a share of the row's keys, and computes
-all query heads that share them, with a running softmax in float32 (FlashAttention-2, arXiv 2307.08691). Few
-rows with many keys are split over more programs (https://pytorch.org/blog/flash-decoding), and a second
-kernel joins their shares. How many there are depends on shapes alone, so that a CUDA graph can hold it.
+Attention gathers nothing. One program takes a row, one key-value head and a share of the row's keys, and
+computes all query heads that share them, with a running softmax in float32 (FlashAttention-2, arXiv
+2307.08691). Few rows with many keys are split over more programs (https://pytorch.org/blog/flash-decoding),
+and a second kernel joins their shares. How many there are depends on shapes alone, so that a CUDA graph can
+hold it.
 
-Importing this module imports triton, which is no dependency: ``in_place_attention`` does where it has a use.
+Importing this module imports triton, which is no dependency: ``layer_parts`` does where it has a use.
 """
 
 import math
@@ -20,10 +22,14 @@ from engine.batch import PagedRows
 # Rows of queries x shared heads, and keys, that a program multiplies at a time: tl.dot wants 16 of each, and
 # 64 rows of float32 numbers, which are not multiplied by matrix units, do not fit into registers.
 MIN_TILE, MAX_TILE = 16, 64
-# Bytes of a tile of keys, and as many of values: two of each are on their way at once.
-KEY_TILE_BYTES = 8 << 10
+# Bytes of a tile of keys, and as many of values. Keys wait for their entry in the table: with three stages
+# that of the next tile is there before this one's keys (https://github.com/triton-lang/triton/issues/4721).
+KEY_TILE_BYTES, NUM_STAGES = 8 << 10, 3
 # A share below this many keys is not worth a program; more programs than this many a multiprocessor wait.
 MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
+
+# Numbers of the MLP that one program gates.
+GATE_TILE = 1024
 
 # What differs from pass to pass must not be compiled in: whatever is served is compiled at load.
 _VARIES = (
@@ -236,7 +242,7 @@ def attend_rows(
             KEY_TILE=key_tile,
             IS_SPLIT=num_splits > 1,
             num_warps=4,
-            num_stages=2,
+            num_stages=NUM_STAGES,
             enable_fp_fusion=True,
         )
         if num_splits > 1:
@@ -255,6 +261,107 @@ def attend_rows(
                 num_warps=4,
                 enable_fp_fusion=True,
             )
+
+
+@triton.jit(do_not_specialize=("slots",))
+def rotate_and_store_head(
+    query_key,  # [tokens, heads + kv heads, size], QUERY_STRIDE numbers from one token to the next
+    value,  # [tokens, kv heads, size], VALUE_STRIDE from one to the next
+    cos,  # [tokens, size]
+    sin,  # [tokens, size], negative in the first half
+    slots,  # int64 [tokens]
+    keys,  # [slots, kv heads, size]
+    values,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    QUERY_STRIDE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
+):
+    token, head = tl.program_id(0), tl.program_id(1)
+    number = tl.arange(0, PADDED_SIZE)
+    is_number = number < SIZE
+    if head < HEADS + KV_HEADS:
+        start = query_key + token * QUERY_STRIDE + head * SIZE
+        x = tl.load(start + number, mask=is_number, other=0.0).to(tl.float32)
+        half: tl.constexpr = SIZE // 2
+        other_half = tl.where(number < half, number + half, number - half)
+        swapped = tl.load(start + other_half, mask=is_number, other=0.0).to(tl.float32)
+        c = tl.load(cos + token * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
+        s = tl.load(sin + token * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
+        rotated = (x * c + swapped * s).to(query_key.dtype.element_ty)
+        if head < HEADS:
+            # Other threads of the program may still have to read what is overwritten.
+            tl.debug_barrier()
+            tl.store(start + number, rotated, mask=is_number)
+        else:
+            slot = tl.load(slots + token)
+            place = keys + (slot * KV_HEADS + head - HEADS) * SIZE
+            tl.store(place + number, rotated, mask=is_number)
+    else:
+        kv_head = head - HEADS - KV_HEADS
+        slot = tl.load(slots + token)
+        v = tl.load(value + token * VALUE_STRIDE + kv_head * SIZE + number, mask=is_number)
+        tl.store(values + (slot * KV_HEADS + kv_head) * SIZE + number, v, mask=is_number)
+
+
+def rotate_and_store(
+    query_key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Rotate the queries of ``query_key`` [tokens, heads + kv heads, size] in place, and write its rotated
+    keys and ``value`` [tokens, kv heads, size] to ``slots`` int64 [tokens] of ``keys`` and ``values`` [slots,
+    kv heads, size]. ``cos`` and ``sin`` [tokens, size] are as in ``Rotary``. Sums in float32; heads and
+    numbers of the first two are contiguous, the others wholly."""
+    tokens, heads, size = query_key.shape
+    kv_heads = keys.shape[1]
+    with torch.cuda.device_of(query_key):  # type: ignore[no-untyped-call]
+        rotate_and_store_head[tokens, heads + kv_heads](
+            query_key,
+            value,
+            cos,
+            sin,
+            slots,
+            keys,
+            values,
+            HEADS=heads - kv_heads,
+            KV_HEADS=kv_heads,
+            SIZE=size,
+            PADDED_SIZE=triton.next_power_of_2(size),
+            QUERY_STRIDE=query_key.stride(0),
+            VALUE_STRIDE=value.stride(0),
+            num_warps=1,
+        )
+
+
+@triton.jit
+def gated_silu_part(output, gate_up, SIZE: tl.constexpr, TILE: tl.constexpr):
+    token = tl.program_id(0)
+    number = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_number = number < SIZE
+    start = gate_up + token.to(tl.int64) * 2 * SIZE
+    gate = tl.load(start + number, mask=is_number, other=0.0).to(tl.float32)
+    up = tl.load(start + SIZE + number, mask=is_number, other=0.0).to(tl.float32)
+    gated = gate / (1 + tl.exp(-gate)) * up
+    place = output + token.to(tl.int64) * SIZE + number
+    tl.store(place, gated.to(output.dtype.element_ty), mask=is_number)
+
+
+def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, [tokens, size], of ``gate_up`` [tokens, 2 * size]; in float32 inside."""
+    gate_up = gate_up.contiguous()
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    output = torch.empty(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    grid = tokens, triton.cdiv(size, GATE_TILE)
+    with torch.cuda.device_of(gate_up):  # type: ignore[no-untyped-call]
+        gated_silu_part[grid](output, gate_up, SIZE=size, TILE=GATE_TILE, num_warps=4)
+    return output
 
 
 def tile_size(places: int, dtype: torch.dtype) -> int:

@@ -1,0 +1,1 @@
+"""What is made for NVIDIA's devices: kernels, captured rounds, and their runner. docs/gpu.md explains it."""

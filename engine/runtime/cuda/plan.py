@@ -1,0 +1,112 @@
+"""What is to be captured, with how much time and memory.
+
+Decided before the caches are sized, because the graphs need memory too; done when the caches are there,
+because a graph knows their addresses.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from engine.cache_memory import free_memory
+from engine.config import EngineConfig
+from engine.models.base import Model
+from engine.models.llama import Llama
+from engine.models.model_runner import ModelRunner
+from engine.runtime.cuda.capture import Capture, make_capture
+from engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
+from engine.runtime.cuda.rows import DeviceRows
+from engine.runtime.cuda.sampling import Draws
+from engine.runtime.cuda.shapes import Shape, max_drafts, plan_shapes
+
+# What the driver keeps for one graph of some thousand kernels: a guess, which has not been measured.
+GRAPH_BYTES = 8 << 20
+# What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
+# by rounding up: a guess as well.
+FIXED_BYTES = 128 << 20
+# The most that graphs may take of the memory that is free once the models are loaded.
+MAX_SHARE = 0.25
+# Bytes of numbers that are alive together, for each position and token of the vocabulary, by what is drawn.
+DRAWS_BYTES = {Draws.GREEDY: 4, Draws.PLAIN: 28, Draws.ANY: 60}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    capture: Capture
+    shapes: list[Shape]
+    max_drafts: int
+    max_drawn: int
+    max_blocks: int
+    seconds: float
+    memory: int
+    has_draft: bool
+
+    def carry_out(
+        self, target: ModelRunner, draft: ModelRunner | None, num_blocks: int
+    ) -> tuple[ModelRunner, ModelRunner | None, RoundGraphs | None]:
+        """Capture; the models as they run from then on. Both caches must have one block behind the
+        ``num_blocks`` that their pools know."""
+        started, free = time.monotonic(), self.capture.free_memory()
+        block_size = target.cache.block_size
+        rows = DeviceRows(
+            max(shape.rows for shape in self.shapes),
+            self.max_drafts,
+            self.max_blocks,
+            block_size,
+            num_blocks * block_size,
+            target.device,
+            self.capture,
+        )
+        captured = draft if self.has_draft else None
+        graphs = RoundGraphs(target, captured, rows, self.shapes, self.max_drawn, self.capture)
+        deadline, min_free = started + self.seconds, free - self.memory
+        if not capture_rounds(graphs, self.shapes, num_blocks, deadline, min_free):
+            return target, draft, None
+        if captured is not None:
+            draft = ModelRunner(captured.model, captured.cache, DraftPass(graphs))
+        return ModelRunner(target.model, target.cache, ScorePass(graphs)), draft, graphs
+
+
+def plan_graphs(
+    config: EngineConfig, target: Model, draft: Model | None, max_model_len: int
+) -> GraphPlan | None:
+    """None where nothing can be captured: on a CPU, and for models without the kernels of this package."""
+    capture = make_capture(target.device) if config.cuda_graphs and _can_be_captured(target) else None
+    if capture is None:
+        return None
+    if draft is not None and not (_can_be_captured(draft) and draft.device == target.device):
+        draft = None
+    k, num_rows = config.num_speculative_tokens, config.max_num_sequences
+    shapes = plan_shapes(num_rows, target.vocab_size, k, draft is not None)
+    longest, drawn = max_drafts(k, draft is not None)
+    max_blocks = -(-max_model_len // config.block_size)
+    tables = 4 * 8 * num_rows * max_blocks  # those of both models, twice: on the device, and as sent
+    limit = int(MAX_SHARE * free_memory(target.device)) - tables
+    while shapes and _memory(target, shapes, drawn) > limit:
+        largest = max(shape.num_tokens for shape in shapes)
+        shapes = [shape for shape in shapes if shape.num_tokens < largest]
+    if not shapes:
+        logger.warning("CUDA graphs need more memory than there is, and are not used")
+        return None
+    memory = _memory(target, shapes, drawn) + tables
+    seconds = config.cuda_graph_seconds
+    return GraphPlan(capture, shapes, longest, drawn, max_blocks, seconds, memory, draft is not None)
+
+
+def _can_be_captured(model: Model) -> bool:
+    """Rotary angles that follow the longest text so far would be frozen at those of the capture."""
+    return isinstance(model, Llama) and model.reads_in_place and model.rotary.is_static
+
+
+def _memory(model: Model, shapes: list[Shape], max_drawn: int) -> int:
+    """Bytes, from above: what lies beside the graphs, the largest pass's tensors in the common pool, and what
+    the driver keeps for each graph."""
+    num_tokens = max(shape.num_tokens for shape in shapes)
+    max_rows = max(shape.rows for shape in shapes)
+    static = (num_tokens + max_rows * (1 + max_drawn)) * model.vocab_size * 4
+    numbers = max(shape.num_tokens * DRAWS_BYTES[shape.draws] for shape in shapes) * model.vocab_size
+    logits = 2 * num_tokens * model.vocab_size * model.dtype.itemsize
+    activations: int = 4 * num_tokens * model.config.intermediate_size * model.dtype.itemsize
+    return FIXED_BYTES + static + numbers + logits + activations + len(shapes) * GRAPH_BYTES

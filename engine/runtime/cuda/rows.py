@@ -1,0 +1,195 @@
+"""Decoding rows as they lie on the device: what changes from round to round is one message.
+
+A captured pass reads the same addresses again and again. So every row has its place in static tensors, block
+tables stay there from round to round, and what follows from fewer numbers (positions, slots, who drafts
+still) is computed there. The host sends a few integers a row and those entries of tables that are new.
+"""
+
+from collections.abc import Hashable, Sequence
+from enum import IntEnum, auto
+
+import torch
+
+from engine.batch import ForwardBatch, PagedRows
+from engine.messages import SamplingParams
+from engine.runtime.cuda.capture import Capture, SentNumbers
+from engine.sampling.processors import SMALLEST, SamplingTensors
+
+TARGET, DRAFT = 0, 1  # whose block tables
+
+
+class Field(IntEnum):
+    """The numbers of a row, int64; the last three are float64 by their bits. Token ids follow: the one before
+    the pending one, the pending one, then the drafts."""
+
+    NUM_STORED = 0  # tokens in the target's cache, which is the position of the pending one
+    NUM_DRAFTS = auto()  # to be scored; -1: there is no row
+    NUM_DRAWN = auto()  # of them, to be drawn by the draft model: all or none
+    NUM_SKIPPED = auto()  # 1: the draft's cache has the token before the pending one
+    SEED = auto()
+    RULE = auto()
+    TOP_K = auto()
+    TEMPERATURE = auto()
+    TOP_P = auto()
+    MIN_P = auto()
+    IDS = auto()
+
+
+class RuleCode(IntEnum):
+    EXACT_MATCH = 0
+    REJECTION = 1
+    COUPLED = 2
+    BLOCK = 3
+
+
+class DeviceRows:
+    """Up to ``max_rows`` of them, each with up to ``max_drafts``, and ``max_blocks`` of either cache. Slot
+    ``scratch_slot`` belongs to no sequence: padding is stored there."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_drafts: int,
+        max_blocks: int,
+        block_size: int,
+        scratch_slot: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        self.max_rows = max_rows
+        self.max_drafts = max_drafts
+        self.block_size = block_size
+        self.scratch_slot = scratch_slot
+        self.tables = torch.zeros(2, max_rows, max_blocks, dtype=torch.int64, device=device)
+        self.width = Field.IDS + 2 + max_drafts
+        # The number of the draft model's pass, then the rows.
+        self.sent = SentNumbers(1 + max_rows * self.width, device, capture)
+        self.pass_number = self.sent.numbers[:1]
+        # Places in tables and their new entries.
+        self.changes = SentNumbers(2 * self.tables.numel(), device, capture)
+        self.numbers = self._rows_of(self.sent.numbers)
+        self._host = self._rows_of(self.sent.host).numpy()
+        self._host_floats = self._rows_of(self.sent.host.view(torch.float64)).numpy()
+        self._known: dict[tuple[int, int], list[int]] = {}  # entries of tables, by cache and row
+        self._places: list[int] = []
+        self._entries: list[int] = []
+        self._row_of: dict[Hashable, int] = {}
+
+    def _rows_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers[1:].view(self.max_rows, self.width)
+
+    # On the host.
+
+    def rows_for(self, keys: Sequence[Hashable], num_rows: int) -> list[tuple[int, bool]]:
+        """A row below ``num_rows`` for each of ``keys``, and whether it is new: rows are kept from one call
+        to the next."""
+        kept = {key: self._row_of[key] for key in keys if self._row_of.get(key, num_rows) < num_rows}
+        free = iter(sorted(set(range(num_rows)) - set(kept.values())))
+        self._row_of = {key: kept[key] if key in kept else next(free) for key in keys}
+        return [(row, key not in kept) for key, row in self._row_of.items()]
+
+    def begin(self) -> None:
+        """A message in which there are no rows."""
+        self.sent.wait()
+        self.changes.wait()
+        self._host[:, Field.NUM_STORED : Field.SEED] = (0, -1, 0, 0)
+        self._places.clear()
+        self._entries.clear()
+
+    def set_row(
+        self,
+        row: int,
+        num_stored: int,
+        token_ids: Sequence[int],
+        num_drafts: int,
+        num_drawn: int = 0,
+        num_skipped: int = 0,
+    ) -> None:
+        """``token_ids``: the one before the pending one, the pending one, and drafts that are known."""
+        host = self._host[row]
+        host[: Field.SEED] = num_stored, num_drafts, num_drawn, num_skipped
+        host[Field.IDS : Field.IDS + len(token_ids)] = token_ids
+
+    def set_sampling(self, row: int, params: SamplingParams, seed: int, rule: RuleCode) -> None:
+        self._host[row, Field.SEED : Field.TEMPERATURE] = seed, rule, params.top_k
+        temperature = max(params.temperature or 1.0, SMALLEST)
+        self._host_floats[row, Field.TEMPERATURE : Field.IDS] = temperature, params.top_p, params.min_p
+
+    def set_table(self, cache: int, row: int, block_ids: list[int]) -> None:
+        block_ids = block_ids[: self.tables.shape[2]]  # more may be reserved, and will not be used
+        known = self._known.get((cache, row), [])
+        if known == block_ids:
+            return
+        first = min(len(known), len(block_ids))
+        if block_ids[:first] != known[:first]:
+            first = 0
+        place = (cache * self.max_rows + row) * self.tables.shape[2]
+        self._places += range(place + first, place + len(block_ids))
+        self._entries += block_ids[first:]
+        self._known[cache, row] = block_ids
+
+    def send(self, num_rows: int) -> None:
+        """The first ``num_rows``, before whatever is launched next."""
+        self.sent.send(1 + num_rows * self.width)
+        if self._places:
+            half, end = len(self._places), 2 * len(self._places)
+            self.changes.host.numpy()[:end] = [*self._places, *self._entries]
+            self.changes.send(end)
+            places, entries = self.changes.numbers[:half], self.changes.numbers[half:end]
+            self.changes.capture.launch(lambda: self.tables.view(-1).index_copy_(0, places, entries))
+
+    # On the device. Static shapes, and nothing that depends on the numbers: these are captured.
+
+    def field(self, num_rows: int, field: Field) -> torch.Tensor:
+        """[rows]."""
+        return self.numbers[:num_rows, field]
+
+    def ids(self, num_rows: int) -> torch.Tensor:
+        """int64 [rows, 2 + most drafts], as sent, or drawn since."""
+        return self.numbers[:num_rows, Field.IDS :]
+
+    def sampling(self, num_rows: int, cuts: bool, vocab_size: int) -> SamplingTensors:
+        """``cuts``: some rows have top-k, top-p or min-p."""
+        floats = self.numbers.view(torch.float64)[:num_rows, Field.TEMPERATURE : Field.IDS].float()
+        temperature, top_p, min_p = floats.unbind(1)
+        return SamplingTensors(
+            temperature[:, None],
+            self.field(num_rows, Field.TOP_K)[:, None],
+            top_p[:, None],
+            min_p[:, None],
+            largest_top_k=vocab_size if cuts else 0,
+            any_top_p=cuts,
+            any_min_p=cuts,
+            any_uncut=cuts,
+            may_wait=False,
+        )
+
+    def batch(
+        self,
+        cache: int,
+        token_ids: torch.Tensor,
+        first_positions: torch.Tensor,
+        num_skipped: torch.Tensor,
+        counts: torch.Tensor,
+        logits_index: torch.Tensor,
+    ) -> ForwardBatch:
+        """``token_ids`` [rows, n], of which the first ``counts`` [rows] are there; they stand at
+        ``first_positions`` [rows] and after. The first ``num_skipped`` are stored already."""
+        num_rows, num_tokens = token_ids.shape
+        place = torch.arange(num_tokens, device=token_ids.device)
+        is_there = place < counts[:, None]
+        positions = first_positions[:, None] + place
+        is_stored = is_there & (place >= num_skipped[:, None]) & (positions >= 0)
+        positions = torch.where(is_there, positions, 0).clamp(min=0)
+        # What is not there may be any row's, even a token that only the other model has.
+        token_ids = torch.where(is_there, token_ids, 0)
+        tables = self.tables[cache, :num_rows]
+        blocks = tables.gather(1, positions // self.block_size)
+        slots = blocks * self.block_size + positions % self.block_size
+        slots = torch.where(is_stored, slots, self.scratch_slot)
+        batch = ForwardBatch(
+            [], self.block_size, token_ids.reshape(1, -1), positions.view(1, -1), slots.view(-1), logits_index
+        )
+        first_tokens = torch.arange(num_rows, device=token_ids.device) * num_tokens
+        batch.short_rows = PagedRows(tables, first_tokens, counts, num_tokens)
+        return batch

@@ -1,0 +1,191 @@
+"""Rounds as captured passes: one message to the device, a launch for each drafted token, one for the target's
+pass and the verdicts, and one read.
+
+Rows that need more than a graph can hold, and prompts, go by phases in the same step, between the launch and
+the read; the others do not wait for them.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import repeat
+from operator import add
+from typing import TypeVar
+
+import torch
+
+from engine.batch import Span
+from engine.core.sequence import RowNeeds, Sequence
+from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from engine.runtime.base import Runner
+from engine.runtime.cuda.capture import Mark
+from engine.runtime.cuda.graphs import RoundGraphs
+from engine.runtime.cuda.rows import DRAFT, TARGET, RuleCode
+from engine.runtime.cuda.sampling import Draws
+from engine.runtime.cuda.shapes import Shape
+
+T = TypeVar("T")
+
+
+class CudaRunner:
+    """``phases`` runs what is not captured. A draft model's ids are the target's."""
+
+    supports = RowNeeds.DRAFT_MODEL | RowNeeds.CATCH_UP | RowNeeds.SAMPLING | RowNeeds.BLOCK_RULE
+
+    def __init__(self, graphs: RoundGraphs, phases: Runner) -> None:
+        self.graphs = graphs
+        self.draft = graphs.draft
+        self.phases = phases
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        started = time.perf_counter()
+        parts = [part for part in plan.rows if self._is_captured(part)]
+        launched = self._launch(parts) if parts else None
+        if launched is None:
+            return self.phases.run(plan)
+        ours = {part.sequence for part in parts}
+        others = [part for part in plan.scheduled if part.sequence not in ours]
+        rows = [part for part in plan.rows if part.sequence not in ours]
+        by_phases = self.phases.run(replace(plan, scheduled=others, rows=rows)) if others else StepResult([])
+        done = launched.read()
+        if rows:
+            done = _merged([part.sequence in ours for part in plan.rows], done, by_phases.rounds[0])
+        elif by_phases.prompt_seconds is not None:
+            done.seconds = PhaseSeconds(*map(add, done.seconds, by_phases.prompt_seconds))
+        # The device may still have been at work on the captured rows while phases ran.
+        share = min(1.0, (time.perf_counter() - started) / max(sum(done.seconds), 1e-9))
+        done.seconds = PhaseSeconds(*(share * seconds for seconds in done.seconds))
+        return StepResult([done])
+
+    def _is_captured(self, part: ScheduledSequence) -> bool:
+        sequence, rows = part.sequence, self.graphs.rows
+        is_decoding = part.num_tokens == 1 and part.completes and not sequence.wants_prompt_logprobs
+        if not is_decoding or part.mask is not None or sequence.needs not in self.supports:
+            return False
+        if part.draft_ids or not part.num_draft_tokens + part.num_catch_up_tokens:
+            return len(part.draft_ids) <= rows.max_drafts
+        return self.draft is not None and part.num_draft_tokens <= self.graphs.max_drawn
+
+    def _launch(self, parts: list[ScheduledSequence]) -> "_Launched | None":
+        """None, and nothing has happened, if no captured passes hold the rows."""
+        graphs, rows = self.graphs, self.graphs.rows
+        draws = max(_draws_of(part.sequence) for part in parts)
+        drawn = [0 if part.draft_ids else part.num_draft_tokens for part in parts]
+        lengths = [len(part.draft_ids) or part.num_draft_tokens for part in parts]
+        score = graphs.find(draws, len(parts), max(lengths) + 1)
+        draft = graphs.find(draws, len(parts), None) if any(drawn) else None
+        if score is None or (draft is None and any(drawn)):
+            graphs.num_misses += graphs.enabled
+            return None
+        limit, num_rows = score.rows, score.rows
+        if draft is not None:
+            limit, num_rows = min(limit, draft.rows), max(num_rows, draft.rows)
+        started = graphs.capture.mark()
+        self._catch_up(parts)
+        places = rows.rows_for([part.sequence for part in parts], limit)
+        rows.begin()
+        for part, (row, is_new), num_drawn, length in zip(parts, places, drawn, lengths, strict=True):
+            sequence = part.sequence
+            last = len(sequence.token_ids) - 1
+            before = sequence.token_ids[last - 1] if last else 0
+            known = [before, sequence.token_ids[last], *part.draft_ids]
+            has_before = sequence.draft_blocks.num_computed_tokens >= last
+            rows.set_row(row, last, known, length, num_drawn, int(has_before))
+            rows.set_table(TARGET, row, sequence.target_blocks.block_ids)
+            sequence.target_blocks.num_computed_tokens = last + 1 + length
+            if num_drawn:
+                rows.set_table(DRAFT, row, sequence.draft_blocks.block_ids)
+                sequence.draft_blocks.num_computed_tokens = last + num_drawn
+            if is_new:
+                rows.set_sampling(row, sequence.params, sequence.seed, _rule_of(sequence))
+        rows.send(num_rows)
+        for _ in range(max(drawn)):
+            assert draft is not None
+            graphs.replay(draft)
+        drafted = graphs.capture.mark()
+        graphs.replay(score)
+        return _Launched(graphs, score, [row for row, _ in places], lengths, started, drafted)
+
+    def _catch_up(self, parts: list[ScheduledSequence]) -> None:
+        """Compute what the draft's cache misses but for the last two tokens, or what the planner asks for."""
+        spans = []
+        for part in parts:
+            if self.draft is None or part.source != "draft_model" or part.draft_ids:
+                continue
+            table, token_ids = part.sequence.draft_blocks, part.sequence.token_ids
+            start = table.num_computed_tokens
+            end = len(token_ids) - 2 if part.num_draft_tokens else start + part.num_catch_up_tokens
+            if start < end:
+                spans.append(Span(table, token_ids[start:end], 0))
+        if spans:
+            assert self.draft is not None
+            unknown = self.draft.vocab_size
+            for span in spans:
+                span.token_ids = [min(token_id, unknown - 1) for token_id in span.token_ids]
+            self.draft.forward(spans)
+
+
+class _Launched:
+    """A round that the device is at work on."""
+
+    def __init__(
+        self,
+        graphs: RoundGraphs,
+        score: Shape,
+        rows: list[int],
+        lengths: list[int],
+        started: Mark,
+        drafted: Mark,
+    ) -> None:
+        # Phases that run meanwhile replay passes, too, and these write the same tensor.
+        self.verdicts = graphs.verdicts[: score.rows, : 2 + (score.queries or 0)].clone()
+        self.rows = rows
+        self.lengths = lengths
+        self.marks = started, drafted, graphs.capture.mark()
+
+    def read(self) -> Round:
+        numbers = self.verdicts.tolist()
+        started, drafted, scored = self.marks
+        draft_seconds = started.elapsed_time(drafted) / 1000
+        score_seconds = drafted.elapsed_time(scored) / 1000
+        verdicts = [numbers[row] for row in self.rows]
+        failed = [bool(verdict[2]) for verdict in verdicts]
+        return Round(
+            num_drafted=self.lengths,
+            num_accepted=[verdict[0] for verdict in verdicts],
+            emitted=[[*verdict[3 : 3 + verdict[0]], verdict[1]] for verdict in verdicts],
+            seconds=PhaseSeconds(draft_seconds, score_seconds, 0.0),
+            failed=failed if any(failed) else None,
+        )
+
+
+def _draws_of(sequence: Sequence) -> Draws:
+    params = sequence.params
+    if sequence.greedy:
+        return Draws.GREEDY
+    is_uncut = params.top_k == 0 and params.top_p >= 1 and params.min_p == 0
+    return Draws.PLAIN if is_uncut and sequence.verification == "rejection" else Draws.ANY
+
+
+def _rule_of(sequence: Sequence) -> RuleCode:
+    return RuleCode.EXACT_MATCH if sequence.greedy else RuleCode[sequence.verification.upper()]
+
+
+def _merged(is_ours: list[bool], ours: Round, theirs: Round) -> Round:
+    """One round of all rows, in order, from that of some and that of the others."""
+
+    def column(first: Iterable[T], second: Iterable[T]) -> list[T]:
+        ours, theirs = iter(first), iter(second)
+        return [next(ours if own else theirs) for own in is_ours]
+
+    nothing = repeat(None)
+    return Round(
+        num_drafted=column(ours.num_drafted, theirs.num_drafted),
+        num_accepted=column(ours.num_accepted, theirs.num_accepted),
+        emitted=column(ours.emitted, theirs.emitted),
+        seconds=PhaseSeconds(*map(add, ours.seconds, theirs.seconds)),
+        failed=column(ours.failed or repeat(False), theirs.failed or repeat(False)),
+        logprobs=None if theirs.logprobs is None else column(nothing, theirs.logprobs),
+        traces=None if theirs.traces is None else column(nothing, theirs.traces),
+    )

@@ -1,0 +1,645 @@
+"""Captured rounds: the same logits, caches, drafts and verdicts as by phases, whatever the batch; a way back
+if not.
+
+On a CPU a tape of torch's operations stands in for CUDA graphs (``tests.tape``): it freezes what a graph
+freezes and refuses what a graph cannot hold. ``torch_kernels`` stand in for those in Triton. ``test_cuda``
+runs the same gates on real graphs.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import LlamaConfig, PreTrainedConfig
+
+import tests.models
+from engine.batch import ForwardBatch, PagedRows
+from engine.core.engine import EngineCore
+from engine.messages import Failed, Generate, SamplingParams
+from engine.models import llama
+from engine.models.llama import Norm
+from engine.runtime.cuda import graphs as graphs_module
+from engine.runtime.cuda import plan as plan_module
+from engine.runtime.cuda import runner as runner_module
+from engine.runtime.cuda import sampling as sampling_module
+from engine.runtime.cuda.graphs import RoundGraphs
+from engine.runtime.cuda.rows import DeviceRows, Field
+from engine.runtime.cuda.runner import CudaRunner
+from engine.runtime.cuda.sampling import Draws
+from engine.runtime.cuda.shapes import MAX_GRAPHS, MAX_TOKENS, Shape, plan_shapes, smallest
+from engine.runtime.phases import PhaseRunner
+from tests.engine import graph_gates, torch_kernels
+from tests.engine.conftest import Models
+from tests.engine.graph_gates import PROMPTS, graphs_of, same_as_eager
+from tests.engine.test_llama import CONFIGS, ROPE, SHAPE, save
+from tests.models import run_engine
+from tests.tape import NotCapturableError, Tape, TapeCapture
+
+Patch = pytest.MonkeyPatch
+# A tape holds torch's operations only.
+make_engine = partial(tests.models.make_engine, native_kernels=False, max_num_sequences=6)
+
+
+@pytest.fixture
+def taped(monkeypatch: Patch) -> None:
+    """Engines on the CPU capture their passes, on tapes."""
+    monkeypatch.setattr(plan_module, "make_capture", TapeCapture)
+    monkeypatch.setattr(llama, "find_kernels", lambda *_: torch_kernels)
+
+
+@pytest.fixture
+def greedy_only(monkeypatch: Patch, taped: None) -> None:
+    """Where logits are compared: of all that is planned."""
+
+    def planned(*arguments: Any, **fields: Any) -> list[Shape]:
+        return [shape for shape in plan_shapes(*arguments, **fields) if shape.draws is Draws.GREEDY]
+
+    monkeypatch.setattr(plan_module, "plan_shapes", planned)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: Patch, taped: None) -> None:
+    """The comparison at start finds everything right."""
+    monkeypatch.setattr(graphs_module, "_is_right", lambda *_: True)
+
+
+STATIC = {name: config for name, config in CONFIGS.items() if "follows the length" not in name}
+STATIC["llama, more positions than the table of angles"] = LlamaConfig(
+    **(SHAPE | {"max_position_embeddings": 1 << 16}), rope_parameters=ROPE | {"rope_type": "default"}
+)
+
+
+@pytest.mark.parametrize("config", STATIC.values(), ids=STATIC.keys())
+def test_same_logits_and_caches(config: PreTrainedConfig, tmp_path: Path, greedy_only: None) -> None:
+    same_as_eager(save(config, tmp_path), max_model_len=100)
+
+
+def test_same_logits_of_drafts(models: Models, greedy_only: None) -> None:
+    same_as_eager(models.target, is_draft=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_same_logits_in_16_bits(dtype: str, models: Models, greedy_only: None) -> None:
+    same_as_eager(models.target, tolerance=0.1, dtype=dtype)
+
+
+def test_angles_that_follow_the_length_are_not_captured(tmp_path: Path, taped: None) -> None:
+    folder = save(CONFIGS["llama, rotary that follows the length"], tmp_path)
+    assert make_engine(folder, None).target.fast_pass is None
+
+
+# Whole engines.
+
+
+def engines(models: Models, draft: str | None, **config: object) -> tuple[EngineCore, EngineCore]:
+    graphed = make_engine(models.target, draft, **config)
+    eager = make_engine(models.target, draft, cuda_graphs=False, **config)
+    assert isinstance(eager.runner, PhaseRunner)
+    assert eager.target.fast_pass is None
+    return graphed, eager
+
+
+def sampled(**fields: Any) -> list[SamplingParams]:
+    usual = {"max_tokens": 24, "temperature": 0.9, "verification": "rejection"}
+    return [SamplingParams(**(usual | {"seed": i} | fields)) for i in range(5)]
+
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+PARAMS = {
+    "greedy": [GREEDY] * 5,
+    "the default request": [SamplingParams(max_tokens=24)] * 5,
+    "rejection": sampled(),
+    "rejection with cuts": sampled(top_k=5, top_p=0.9, min_p=0.02),
+    "coupled": sampled(verification=None),
+    "coupled with top-p": sampled(verification=None, top_p=0.8),
+    "block": sampled(verification="block"),
+    "every rule": [
+        GREEDY,
+        *sampled()[1:2],
+        *sampled(verification="block")[2:3],
+        *sampled(verification=None)[3:],
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def pair(models: Models) -> tuple[EngineCore, EngineCore]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "make_capture", TapeCapture)
+        patch.setattr(llama, "find_kernels", lambda *_: torch_kernels)
+        return engines(models, models.close_draft)
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
+def test_same_tokens(params: list[SamplingParams], pair: tuple[EngineCore, EngineCore]) -> None:
+    """And the same drafts, with the same verdicts."""
+    replace = msgspec.structs.replace
+    same_seeds = [replace(p, seed=p.seed or 7, verification=p.verification or "rejection") for p in params]
+    is_default = params[0] == SamplingParams(max_tokens=24)
+    graph_gates.same_tokens(*pair, same_seeds if is_default else params)
+    assert graphs_of(pair[0]).num_misses == 0
+
+
+@pytest.mark.parametrize("params", [PARAMS["greedy"], PARAMS["every rule"]], ids=["greedy", "every rule"])
+def test_same_tokens_without_drafts(params: list[SamplingParams], models: Models, taped: None) -> None:
+    graph_gates.same_tokens(*engines(models, None), params)
+
+
+def test_same_tokens_with_preemption_and_prefix_hits(models: Models, taped: None) -> None:
+    # 30 blocks of 4 tokens in each cache, for five sequences of up to 57.
+    config = {"max_num_sequences": 5, "cache_memory": 30 * 4 * 2 * 256}
+    graphed, eager = engines(models, models.close_draft, **config)
+    params = [msgspec.structs.replace(p, max_tokens=25) for p in PARAMS["coupled"]]
+    graph_gates.same_tokens(graphed, eager, params, arrivals=[0, 2, 4, 6, 8])
+    graph_gates.same_tokens(graphed, eager, params)
+    assert graphed.scheduler.num_preemptions > 0
+    assert graphed.scheduler.num_prefix_hits > 0
+
+
+def test_same_tokens_with_lengths_and_sources_by_measured_costs(models: Models, taped: None) -> None:
+    """Costs are measured over the captured passes; the text does not depend on them."""
+    core = make_engine(models.target, models.close_draft, num_speculative_tokens="auto", method="auto")
+    params = PARAMS["coupled"]
+    expected = run_engine(make_engine(models.target, None, cuda_graphs=False), PROMPTS, params)
+    assert run_engine(core, PROMPTS, params) == expected
+
+
+def test_a_draft_that_pauses_catches_up(models: Models, taped: None, monkeypatch: Patch) -> None:
+    """Where other sources have drafted the draft model's cache lacks more than the last tokens."""
+    caught: list[int] = []
+    catch_up = CudaRunner._catch_up
+
+    def counted(self: CudaRunner, parts: Any) -> None:
+        before = [part.sequence.draft_blocks.num_computed_tokens for part in parts]
+        catch_up(self, parts)
+        after = [part.sequence.draft_blocks.num_computed_tokens for part in parts]
+        caught.append(sum(after) - sum(before))
+
+    monkeypatch.setattr(CudaRunner, "_catch_up", counted)
+    core = make_engine(models.target, models.close_draft, num_speculative_tokens=3, method="auto")
+    expected = run_engine(make_engine(models.target, None, cuda_graphs=False), PROMPTS, GREEDY)
+    assert run_engine(core, PROMPTS, GREEDY) == expected
+    assert sum(caught) > 0
+
+
+@pytest.mark.parametrize("draft", ["lacking_draft", "padded_draft"])
+def test_draft_with_another_vocabulary(draft: str, models: Models, taped: None) -> None:
+    core, eager = engines(models, getattr(models, draft))
+    for name in ("greedy", "rejection"):
+        graph_gates.same_tokens(core, eager, PARAMS[name])
+
+
+OTHERS = {
+    "logprobs": SamplingParams(max_tokens=16, temperature=0, logprobs=2),
+    "penalties": SamplingParams(max_tokens=16, seed=1, frequency_penalty=0.5),
+    "bias": SamplingParams(max_tokens=16, temperature=0, logit_bias={3: 5.0}),
+    "trace": SamplingParams(max_tokens=16, seed=2, verification="rejection", trace=True),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
+def test_rows_that_need_more_do_not_slow_the_others(
+    other: SamplingParams, pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
+) -> None:
+    """They go by phases, in the same step."""
+    by_phases: list[list[str]] = []
+    run = PhaseRunner.run
+
+    def watched(self: PhaseRunner, plan: Any) -> Any:
+        by_phases.append([part.sequence.request_id for part in plan.scheduled])
+        return run(self, plan)
+
+    expected = run_engine(pair[1], PROMPTS, [GREEDY, other, GREEDY, GREEDY, GREEDY])
+    with monkeypatch.context() as patch:
+        patch.setattr(PhaseRunner, "run", watched)
+        said = run_engine(pair[0], PROMPTS, [GREEDY, other, GREEDY, GREEDY, GREEDY])
+    assert said == expected
+    assert all(ids == ["1"] for ids in by_phases[1:])
+
+
+def test_prompts_do_not_slow_the_others(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
+    """Rows that decode are captured in every step, whoever arrives."""
+    by_phases: list[set[str]] = []
+    run = PhaseRunner.run
+
+    def watched(self: PhaseRunner, plan: Any) -> Any:
+        assert all(part.num_tokens > 1 for part in plan.scheduled)
+        by_phases.append({part.sequence.request_id for part in plan.scheduled})
+        return run(self, plan)
+
+    prompts, arrivals = [[1, 2, 3], [5] * 9, list(range(16)) * 2], [0, 3, 5]
+    expected = run_engine(pair[1], prompts, sampled()[:3], arrivals)
+    with monkeypatch.context() as patch:
+        patch.setattr(PhaseRunner, "run", watched)
+        assert run_engine(pair[0], prompts, sampled()[:3], arrivals) == expected
+    assert by_phases == [{"0"}, {"1"}, {"2"}]
+
+
+def test_the_host_reads_once_a_round(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
+    core = pair[0]
+    reads: list[str] = []
+    for name in ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"):
+        honest = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, name: str = name, honest: Callable[..., Any] = honest) -> Any:
+            reads.append(name)
+            return honest(self)
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+    for params in PARAMS["every rule"]:
+        core.add(Generate("0", [1, 2, 3], params))
+        core.step()  # the prompt
+        while core.has_work:
+            reads.clear()
+            core.step()
+            # The host's own buffer is filled through numpy.
+            assert [name for name in reads if name != "numpy"] == ["tolist"]
+
+
+def test_broken_logits_fail_their_sequence_alone(models: Models, taped: None, monkeypatch: Patch) -> None:
+    core = make_engine(models.target, models.close_draft)
+    graphs = graphs_of(core)
+    for request_id in "01":
+        core.add(Generate(request_id, [1, 2, 3], GREEDY))
+    core.step()
+    ids = core.scheduler.running[1].target_blocks.block_ids
+    core.target.cache.values[0][ids[0] * 4 : ids[0] * 4 + 3] = torch.nan
+    failed = [output for output in core.step() if isinstance(output, Failed)]
+    assert [output.request_id for output in failed] == ["1"]
+    assert graphs.num_misses == 0
+
+
+# Bugs: how they are planted, by hand or in what is captured.
+
+
+def patch_batch(patch: Patch, change: Callable[[DeviceRows, ForwardBatch, torch.Tensor], None]) -> None:
+    batch = DeviceRows.batch
+
+    def changed(self: DeviceRows, *arguments: Any) -> ForwardBatch:
+        made = batch(self, *arguments)
+        change(self, made, arguments[4])
+        return made
+
+    patch.setattr(DeviceRows, "batch", changed)
+
+
+def padding_is_stored_in_slot_0(patch: Patch) -> None:
+    def change(rows: DeviceRows, batch: ForwardBatch, counts: torch.Tensor) -> None:
+        batch.slots = torch.where(batch.slots == rows.scratch_slot, 0, batch.slots)
+
+    patch_batch(patch, change)
+
+
+def padding_counts(patch: Patch) -> None:
+    """Rows see a token too many, which is not there."""
+
+    def change(rows: DeviceRows, batch: ForwardBatch, counts: torch.Tensor) -> None:
+        batch.positions = batch.positions + 1
+
+    patch_batch(patch, change)
+
+
+def tables_are_frozen(patch: Patch) -> None:
+    def change(rows: DeviceRows, batch: ForwardBatch, counts: torch.Tensor) -> None:
+        paged = batch.short_rows
+        assert paged is not None
+        with _disable_current_modes():
+            tables = paged.tables.clone()
+        batch.short_rows = PagedRows(tables, paged.first_tokens, paged.counts, paged.queries)
+
+    patch_batch(patch, change)
+
+
+def tables_keep_their_end(patch: Patch) -> None:
+    """Entries are sent once for ever."""
+    set_table = DeviceRows.set_table
+
+    def once(self: DeviceRows, cache: int, row: int, block_ids: list[int]) -> None:
+        known = self._known.get((cache, row), [])
+        set_table(self, cache, row, [*known, *block_ids[len(known) :]])
+
+    patch.setattr(DeviceRows, "set_table", once)
+
+
+def numbers_are_overwritten_before_they_are_sent(patch: Patch) -> None:
+    send = TapeCapture.send
+
+    def sent(self: TapeCapture, numbers: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
+        send(self, numbers, host)
+        late = self._late
+        host[1:].fill_(0)  # by the next batch, say, which has not waited
+        self._late = late
+        return lambda: None
+
+    patch.setattr(TapeCapture, "send", sent)
+
+
+BUGS = [
+    padding_is_stored_in_slot_0,
+    padding_counts,
+    tables_are_frozen,
+    tables_keep_their_end,
+    numbers_are_overwritten_before_they_are_sent,
+]
+# Those that the comparison at start sees.
+PLAIN_TO_SEE = [padding_counts, tables_are_frozen, numbers_are_overwritten_before_they_are_sent]
+
+
+@pytest.mark.parametrize("plant", BUGS)
+def test_gates_catch(
+    plant: Callable[[Patch], None],
+    models: Models,
+    greedy_only: None,
+    unchecked: None,
+    monkeypatch: Patch,
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        same_as_eager(models.target)
+
+
+@pytest.mark.parametrize("plant", PLAIN_TO_SEE)
+def test_the_comparison_at_start_catches(
+    plant: Callable[[Patch], None],
+    models: Models,
+    greedy_only: None,
+    monkeypatch: Patch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plant(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        core = make_engine(models.target, None)
+    assert isinstance(core.runner, PhaseRunner)
+    assert core.target.fast_pass is None
+    assert "differ from the usual pass" in caplog.text
+    graph_gates.still_says_the_same(models.target, core)
+
+
+def every_draft_is_stored_anew(patch: Patch) -> None:
+    """The draft's cache is said to lack nothing."""
+    set_row = DeviceRows.set_row
+
+    def lacking(self: DeviceRows, *given: Any) -> None:
+        row, stored, ids, drafts, drawn, *_ = [*given, 0]
+        set_row(self, row, stored, ids, drafts, drawn, 1)
+
+    patch.setattr(DeviceRows, "set_row", lacking)
+
+
+def positions_are_those_of_the_first_draft(patch: Patch) -> None:
+    draw = sampling_module.draw_draft
+    patch.setattr(graphs_module, "draw_draft", lambda a, b, rows, number: draw(a, b, rows, number * 0))
+
+
+def rows_keep_the_parameters_of_others(patch: Patch) -> None:
+    rows_for = DeviceRows.rows_for
+    patch.setattr(
+        DeviceRows, "rows_for", lambda self, *given: [(row, False) for row, _ in rows_for(self, *given)]
+    )
+
+
+def verdicts_are_read_from_where_phases_write(patch: Patch) -> None:
+    init = runner_module._Launched.__init__
+
+    def made(self: Any, graphs: RoundGraphs, score: Shape, *others: Any) -> None:
+        init(self, graphs, score, *others)
+        self.verdicts = graphs.verdicts
+
+    patch.setattr(runner_module._Launched, "__init__", made)
+
+
+def drafts_that_are_known_are_taken_for_drawn(patch: Patch) -> None:
+    field = DeviceRows.field
+    patch.setattr(
+        DeviceRows,
+        "field",
+        lambda self, rows, which: field(self, rows, which) + (1 if which is Field.NUM_DRAWN else 0),
+    )
+
+
+ROUND_BUGS = [
+    every_draft_is_stored_anew,
+    positions_are_those_of_the_first_draft,
+    rows_keep_the_parameters_of_others,
+    verdicts_are_read_from_where_phases_write,
+    drafts_that_are_known_are_taken_for_drawn,
+]
+
+
+@pytest.mark.parametrize("plant", ROUND_BUGS)
+def test_tokens_or_verdicts_show(
+    plant: Callable[[Patch], None], models: Models, unchecked: None, monkeypatch: Patch
+) -> None:
+    eager = make_engine(models.target, models.close_draft, cuda_graphs=False, num_speculative_tokens=3)
+    plant(monkeypatch)
+    core = make_engine(models.target, models.close_draft, num_speculative_tokens=3)
+
+    def compare() -> None:
+        for name in ("rejection", "every rule", "coupled"):
+            graph_gates.same_tokens(core, eager, PARAMS[name], arrivals=[0, 2, 3, 5, 6])
+
+    with pytest.raises(AssertionError):
+        compare()
+
+
+# Failures.
+
+
+def test_what_cannot_be_captured_runs_as_before(
+    models: Models, taped: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    norm = Norm.__call__
+
+    def looks(self: Norm, x: torch.Tensor) -> torch.Tensor:
+        return norm(self, x) if x.amax().item() >= 0 else x
+
+    monkeypatch.setattr(Norm, "__call__", looks)
+    with caplog.at_level(logging.WARNING):
+        core = make_engine(models.target, models.close_draft)
+    assert isinstance(core.runner, PhaseRunner)
+    assert core.target.fast_pass is None
+    assert core.draft.fast_pass is None
+    assert caplog.text.count("cannot be captured and are not used: operation not permitted") == 1
+    assert "NotCapturableError" in caplog.text  # the whole exception
+    graph_gates.still_says_the_same(models.target, core)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.max().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x + torch.tensor([1, 2]),
+        lambda x: bool((x > 1).all()),
+    ],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_tape_refuses_what_a_graph_cannot_hold(
+    look: Callable[[torch.Tensor], object], inference: bool
+) -> None:
+    with pytest.raises(NotCapturableError), torch.inference_mode(inference), Tape():
+        look(torch.arange(2))
+
+
+def test_the_tape_does_not_ask_python_again() -> None:
+    x, y, steps = torch.zeros(2), torch.zeros(2), []
+
+    def step() -> None:
+        steps.append(1)
+        y.copy_(x.view(2) * len(steps))
+
+    replay = TapeCapture(torch.device("cpu")).record(step)
+    x.fill_(3)
+    replay()
+    assert (y.tolist(), len(steps)) == ([3, 3], 1)
+
+
+# Shapes.
+
+
+def test_on_a_cpu_nothing_is_captured(models: Models) -> None:
+    core = make_engine(models.target, models.close_draft)
+    assert isinstance(core.runner, PhaseRunner)
+    assert len(core.target.cache.keys[0]) == core.scheduler.target_pool.num_blocks * 4
+
+
+def test_the_scratch_block_is_no_sequences(models: Models, taped: None) -> None:
+    core = make_engine(models.target, models.close_draft, cache_memory="64KiB")
+    pool = core.scheduler.target_pool
+    assert graphs_of(core).rows.scratch_slot == pool.num_blocks * 4
+    num_slots = len(core.target.cache.keys[0])
+    assert num_slots == (pool.num_blocks + 1) * 4
+    # It counts: both caches hold 2 layers of 2 x 2 heads of 8 float32 numbers a token.
+    assert num_slots * 2 * 2 * 2 * 2 * 8 * 4 <= 64 << 10
+
+
+def test_what_the_time_does_not_allow_runs_as_before(models: Models, taped: None) -> None:
+    core = make_engine(models.target, None, cuda_graph_seconds=0)
+    assert isinstance(core.runner, PhaseRunner)
+    graph_gates.still_says_the_same(models.target, core)
+
+
+def test_time_and_memory_end_the_capturing(models: Models, taped: None, monkeypatch: Patch) -> None:
+    """Rows without a captured pass go by phases."""
+    monkeypatch.setattr(TapeCapture, "free_memory", lambda self: -self.num_recorded << 20)
+    monkeypatch.setattr(plan_module, "_memory", lambda *_: 6 << 20)
+    core, eager = engines(models, models.close_draft)
+    assert 5 < len(graphs_of(core).replays) < 9
+    assert run_engine(core, PROMPTS, PARAMS["every rule"]) == run_engine(eager, PROMPTS, PARAMS["every rule"])
+    assert graphs_of(core).num_misses > 0
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2])
+def test_warm_ups_stay_within_the_tensors(
+    num_drafts: int, models: Models, taped: None, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(TapeCapture, "num_warm_ups", 3)
+    config = {"num_speculative_tokens": num_drafts, "max_num_sequences": 2}
+    graph_gates.same_tokens(*engines(models, models.close_draft, **config), PARAMS["rejection"])
+
+
+def test_a_small_device_captures_less(models: Models, taped: None, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(plan_module, "FIXED_BYTES", 0)
+    monkeypatch.setattr(plan_module, "GRAPH_BYTES", 0)
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: 4 * 40_000)
+    core = make_engine(models.target, models.close_draft)
+    tokens = {shape.num_tokens for shape in graphs_of(core).replays}
+    assert max(tokens) < 6 * 5
+    assert run_engine(core, PROMPTS, GREEDY) == run_engine(
+        make_engine(models.target, None, cuda_graphs=False), PROMPTS, GREEDY
+    )
+    monkeypatch.setattr(plan_module, "free_memory", lambda device: 0)
+    assert isinstance(make_engine(models.target, models.close_draft).runner, PhaseRunner)
+
+
+def test_a_server_with_default_settings_plans_at_most_100() -> None:
+    """As for a pair of 8B and 1B: 32 sequences, 128,256 tokens."""
+    shapes = plan_shapes(32, 128_256, "auto", has_draft=True)
+    assert len(set(shapes)) == len(shapes) <= MAX_GRAPHS
+    for draws in Draws:
+        for rows in (1, 2, 4, 8, 16, 32):
+            assert Shape(draws, rows) in shapes
+            assert all(Shape(draws, rows, queries) in shapes for queries in (1, 3, 5))
+    # Every round of up to 8 drafts that a default request may have.
+    assert all(smallest(Draws.PLAIN, rows, 9, shapes) for rows in range(1, 33))
+    assert all(shape.num_tokens <= MAX_TOKENS for shape in shapes)
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [0, 1, 4, 8, 32, "auto"])
+@pytest.mark.parametrize("max_rows", [1, 5, 32, 48, 300])
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_every_shape_is_within_the_limits(
+    num_speculative_tokens: Any, max_rows: int, has_draft: bool
+) -> None:
+    shapes = plan_shapes(max_rows, 128_256, num_speculative_tokens, has_draft)
+    assert 0 < len(set(shapes)) == len(shapes) <= MAX_GRAPHS
+    assert all(shape.rows <= max_rows and shape.num_tokens <= MAX_TOKENS for shape in shapes)
+    drafting = {shape.queries is None for shape in shapes}
+    assert (True in drafting) == (has_draft and num_speculative_tokens != 0)
+
+
+def test_the_smallest_that_holds_the_batch() -> None:
+    shapes = plan_shapes(8, 1000, "auto", has_draft=True)
+    for draws in Draws:
+        for rows in range(1, 11):
+            for queries in (None, *range(1, 20)):
+                found = smallest(draws, rows, queries, shapes)
+                assert (found is None) == (rows > 8 or (queries or 0) > 17)
+                if found is not None:
+                    assert (found.draws, found.rows >= rows) == (draws, True)
+                    assert found.rows < 2 * rows
+                    assert (found.queries is None) == (queries is None)
+
+
+def test_tables_are_sent_as_far_as_they_are_new() -> None:
+    capture = TapeCapture(torch.device("cpu"))
+    rows = DeviceRows(2, 2, 4, 4, 99, torch.device("cpu"), capture)
+    for block_ids, sent in (
+        ([5, 6], 2),
+        ([5, 6], 0),
+        ([5, 6, 7], 1),
+        ([5, 6], 0),
+        ([5, 6, 8], 1),
+        ([9, 6, 8, 2, 3], 4),  # more than is ever used
+    ):
+        rows.begin()
+        rows.set_table(1, 1, block_ids)
+        assert len(rows._places) == sent
+        rows.send(2)
+        rows.sent.wait()
+        assert rows.tables[1, 1, : len(block_ids)].tolist() == block_ids[:4]
+    assert not rows.tables[0].any()
+    assert not rows.tables[1, 0].any()
+
+
+def test_rows_keep_their_places() -> None:
+    rows = DeviceRows(4, 2, 3, 4, 99, torch.device("cpu"), TapeCapture(torch.device("cpu")))
+    assert rows.rows_for("abc", 4) == [(0, True), (1, True), (2, True)]
+    assert rows.rows_for("cd", 4) == [(2, False), (0, True)]
+    assert rows.rows_for("cd", 2) == [(1, True), (0, False)]  # a smaller graph
+
+
+def test_a_draft_that_cannot_be_captured_goes_by_phases(
+    models: Models, taped: None, monkeypatch: Patch
+) -> None:
+    """Rows that do not draft are captured all the same."""
+    can = plan_module._can_be_captured
+    answers = chain([True, False], repeat(False))
+    monkeypatch.setattr(plan_module, "_can_be_captured", lambda model: can(model) and next(answers))
+    core = make_engine(models.target, models.close_draft)
+    assert graphs_of(core).draft is None
+    expected = run_engine(make_engine(models.target, None, cuda_graphs=False), PROMPTS, GREEDY)
+    assert run_engine(core, PROMPTS, GREEDY) == expected
+    assert core.stats.num_accepted_tokens > 0
+    replays = graphs_of(core).num_replays
+    plain = msgspec.structs.replace(GREEDY, num_speculative_tokens=0)
+    assert run_engine(core, PROMPTS, plain) == expected
+    assert graphs_of(core).num_replays > replays

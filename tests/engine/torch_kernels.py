@@ -1,0 +1,68 @@
+"""``engine.runtime.cuda.kernels`` by torch's operations: what they must compute, and, on a CPU, in their
+place. A tape holds them, as no shape depends on a number."""
+
+import torch
+import torch.nn.functional as F
+
+from engine.batch import PagedRows
+
+
+def attend_rows(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: PagedRows,
+    positions: torch.Tensor,
+    block_size: int,
+    scaling: float,
+    sliding_window: int | None,
+    num_splits: int | None = None,
+) -> None:
+    num_tokens, heads, size = query.shape
+    shared = heads // keys.shape[1]
+    place = torch.arange(rows.queries)
+    is_query = place < rows.counts[:, None]
+    tokens = torch.where(is_query, rows.first_tokens[:, None] + place, num_tokens)  # the last: none
+    padded = F.pad(query, (0, 0, 0, 0, 0, 1))[tokens.view(-1)].view(*tokens.shape, heads, size)
+    position = torch.where(is_query, F.pad(positions, (0, 1))[tokens.view(-1)].view(tokens.shape), -1)
+    slots = (rows.tables[..., None] * block_size + torch.arange(block_size)).flatten(1)
+    number = torch.arange(slots.shape[1])
+    sees = number <= position[..., None]  # [rows, queries, keys]
+    if sliding_window is not None:
+        sees = sees & (number > position[..., None] - sliding_window)
+    is_seen = sees.any(1)[..., None, None]
+    # What no query of a row sees may be anything.
+    k, v = (
+        torch.where(is_seen, x[slots.view(-1)].view(*slots.shape, *x.shape[1:]), 0) for x in (keys, values)
+    )
+    k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
+    scores = torch.einsum("rqhd,rkhd->rhqk", padded.float(), k.float()) * scaling
+    scores = torch.where(sees[:, None], scores, -torch.inf)
+    weights = torch.where(sees.any(2)[:, None, :, None], scores.softmax(-1), 0.0)
+    attended = torch.einsum("rhqk,rkhd->rqhd", weights, v.float()).to(output.dtype)
+    result = torch.zeros(num_tokens + 1, heads, size, dtype=output.dtype)
+    result.index_copy_(0, tokens.view(-1), attended.flatten(0, 1))
+    output.copy_(result[:-1])
+
+
+def rotate_and_store(
+    query_key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    heads = query_key.shape[1] - keys.shape[1]
+    swapped = query_key.float().unflatten(2, (2, -1)).flip(2).flatten(2)
+    rotated = (query_key.float() * cos[:, None] + swapped * sin[:, None]).to(query_key.dtype)
+    query_key.copy_(rotated)
+    keys.index_copy_(0, slots, rotated[:, heads:])
+    values.index_copy_(0, slots, value)
+
+
+def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
