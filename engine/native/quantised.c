@@ -28,6 +28,7 @@
 #define MAX_ROWS 4
 #endif
 #define PREFETCH 4096
+/* Of inputs that stay in a core's cache while the panels pass by. */
 #define TILE_BYTES (256 << 10)
 
 /* 32 inputs of a row: about scale * codes. ``sum``: scale times the sum of the codes. ``minus``: minus the sums of
@@ -271,27 +272,43 @@ static void multiply_panel(const Linear *linear, float *out, const Inputs *x, co
     }
 }
 
+static inline int32_t largest_lane(ivec x) {
+#if LANES == 16
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t out = x[0];
+    for (int i = 1; i < LANES; i++) out = x[i] > out ? x[i] : out;
+    return out;
+#endif
+}
+
 static void quantise_row(Inputs *to, const float *row, int64_t num_blocks, int64_t stride) {
     for (int64_t block = 0; block < num_blocks; block++, to += stride) {
         const float *x = row + block * BLOCK;
-        float largest = 0.0f, strange = 0.0f;
-        int32_t sums[2] = {0};
-        for (int i = 0; i < BLOCK; i++) {
-            const float size = fabsf(x[i]);
-            largest = size > largest ? size : largest;
-            strange += x[i] * 0.0f; /* NaN and infinity go through the scale */
+        /* Sizes compare as integers, infinity above all numbers and NaN above that: they go through the scale. */
+        ivec sizes = {0};
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const ivec size = (ivec)*(const vec *)(x + i) & INT32_MAX, larger = size > sizes;
+            sizes = (size & larger) | (sizes & ~larger);
         }
+        const int32_t bits = largest_lane(sizes);
+        float largest;
+        memcpy(&largest, &bits, sizeof largest);
         const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        int8_t codes[BLOCK];
         for (int i = 0; i < BLOCK; i++) {
             const float code = rintf(x[i] * inverse);
-            to->codes[i] = code >= -127.0f && code <= 127.0f ? (int8_t)code : 0;
+            codes[i] = (int8_t)(int32_t)(code >= -127.0f && code <= 127.0f ? code : 0.0f);
         }
-        for (int i = 0; i < BLOCK; i++) sums[i / 16] += to->codes[i];
-        to->scale = scale + strange;
-        to->sum = to->scale * (float)(sums[0] + sums[1]);
-        to->minus[0] = -sums[0];
-        to->minus[1] = -sums[1];
-        to->minus[2] = -sums[0] - sums[1];
+        int32_t first = 0, second = 0;
+        for (int i = 0; i < BLOCK / 2; i++) first += codes[i];
+        for (int i = BLOCK / 2; i < BLOCK; i++) second += codes[i];
+        memcpy(to->codes, codes, sizeof codes);
+        to->scale = scale;
+        to->sum = to->scale * (float)(first + second);
+        to->minus[0] = -first;
+        to->minus[1] = -second;
+        to->minus[2] = -first - second;
     }
 }
 
@@ -315,7 +332,6 @@ void multiply_quantised(const Linear *linear, float *out, const float *x, const 
     Inputs *inputs = arena_alloc(&arena, rows * num_blocks, sizeof(Inputs));
     FOR_EACH(part, num_parts, rows * linear->in_features * 16,
              quantise_part(inputs, x, part, num_parts, rows, num_blocks));
-    /* As many parts at a time as stay in a core's cache while panels pass by. */
     const int64_t most = TILE_BYTES / (MAX_ROWS * num_blocks * (int64_t)sizeof(Inputs)), several = most > 1 ? most : 1;
     for (int64_t part = 0; part < num_parts; part += several) {
         const int64_t end = part + several < num_parts ? part + several : num_parts;
