@@ -152,16 +152,19 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     for row, same in zip(rows, identity.same_text(outputs, reference).values(), strict=True):
         row["same_text"] = same
     plain, speculative = runs[foretoken.PLAIN], runs[foretoken.SPECULATIVE]
+    # The only token of an answer comes with its prompt.
+    has_rounds = arguments.max_tokens > 1
     return {
         "machine": machine()
         | {"torch": torch.__version__, "threads": threads, "busy": busy, "others": others},
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
         "results": rows,
         "ratios": measured_ratios(runs),
-        "formula": formula.speedup(plain, speculative),
+        "formula": formula.speedup(plain, speculative) if has_rounds else None,
         "phases": [
             {"foretoken": name, **formula.phases(repeats)}
             for name, repeats in (("plain", plain), ("speculative", speculative))
+            if has_rounds
         ],
         "misses": [miss._asdict() for miss in identity.misses(outputs, reference, prompts, model)],
         "tokens_per_second": {
@@ -179,7 +182,8 @@ def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     )
     print_table(document["results"], "Tokens per second")
     print_table(document["ratios"], "Ratios within a repeat, medians")
-    print_table(document["phases"], "A round of Foretoken's, by phase")
+    if document["phases"]:
+        print_table(document["phases"], "A round of Foretoken's, by phase")
     if document["formula"]:
         print_table([document["formula"]], "Speed-up: tokens a round / (drafts x c + v), and achieved")
     if document["misses"]:
