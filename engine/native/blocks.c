@@ -126,7 +126,13 @@ int64_t row_bytes(int64_t type, int64_t size) {
     return size / (super_bytes(scaling_of(type)) ? BLOCK * BLOCKS_PER_SUPER : BLOCK) * block_bytes(type);
 }
 
-int64_t packed_bytes(int64_t type, int64_t in_features) { return panel_bytes(type, in_features / BLOCK); }
+/* Bytes of a panel. */
+int64_t packed_bytes(int64_t type, int64_t in_features) {
+    const Scaling scaling = scaling_of(type);
+    const int64_t num_blocks = in_features / BLOCK;
+    return num_blocks * (code_bytes(code_bits(type)) + scale_bytes(scaling))
+        + num_blocks / BLOCKS_PER_SUPER * super_bytes(scaling);
+}
 
 static void pack_codes(uint8_t *to, const uint8_t *codes, int column, int bits) {
     for (int i = 0; i < BLOCK; i++) {

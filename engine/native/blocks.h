@@ -49,18 +49,13 @@ static inline __attribute__((always_inline)) int code_offset(int64_t type) {
     }
 }
 
-/* Bytes in a panel: of the codes of a block, of its scales, of what 8 blocks share, of them all. */
+/* Bytes in a panel: of the codes of a block, of its scales, of what 8 blocks share. */
 static inline __attribute__((always_inline)) int64_t code_bytes(int bits) { return bits * BLOCK * COLUMNS / 8; }
 static inline __attribute__((always_inline)) int64_t scale_bytes(Scaling scaling) {
     return scaling == SCALE_MIN ? 4 * COLUMNS : 2 * COLUMNS;
 }
 static inline __attribute__((always_inline)) int64_t super_bytes(Scaling scaling) {
     return scaling == SUPER ? 4 * COLUMNS : scaling == SUPER_HALF ? 2 * COLUMNS : 0;
-}
-static inline int64_t panel_bytes(int64_t type, int64_t num_blocks) {
-    const Scaling scaling = scaling_of(type);
-    return num_blocks * (code_bytes(code_bits(type)) + scale_bytes(scaling))
-        + num_blocks / BLOCKS_PER_SUPER * super_bytes(scaling);
 }
 
 #endif

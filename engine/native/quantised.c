@@ -114,10 +114,10 @@ static inline ALWAYS void load(bytes codes[2], const uint8_t *block, const int g
     codes[0] = both & 15;
     codes[1] = (bytes)((words)both >> 4) & 15;
     if (bits == 4) return;
-    const int size = bits - 4, group_in_byte = group * size % 8;
+    const int size = bits - 4, from = group * size % 8;
     const bytes high = *(const bytes *)(block + (4 + group * size / 8) * GROUP_BYTES);
-    codes[0] |= high_bits(high, group_in_byte, size);
-    codes[1] |= high_bits(high, group_in_byte + size, size);
+    codes[0] |= high_bits(high, from, size);
+    codes[1] |= high_bits(high, from + size, size);
 }
 
 /* Eight bits of each column as float32. gcc converts number by number where it is not given the instruction. */
