@@ -3,7 +3,8 @@
 The same weights, prompts, draft length and threads for everybody, in the same run and interleaved: A, B, C,
 A, B, C, ... One stream, greedy, exactly ``--max-tokens`` tokens for each prompt. Ratios are taken within a
 repeat, then the median of the repeats; texts are compared token by token. llama.cpp joins in when its
-binaries are named (``--llama-cpp-bin build/bin --llama-cpp-src llama.cpp``); see benchmarks/README.md.
+binaries are named (``--llama-cpp-bin build/bin --llama-cpp-src llama.cpp``); see benchmarks/README.md. With
+``--gguf Q4_0`` both run from one quantised file; ``--prompt-length 512 --max-tokens 1`` compares prompts.
 """
 
 import argparse
@@ -43,8 +44,11 @@ RATIOS = [
     (foretoken.SPECULATIVE, foretoken.PLAIN),
     (foretoken.SPECULATIVE, transformers_generate.GENERATE),
     (foretoken.SPECULATIVE, transformers_generate.ASSISTED),
+    (foretoken.SPECULATIVE, llama_cpp.PLAIN),
     (foretoken.SPECULATIVE, llama_cpp.SPECULATIVE),
 ]
+# Of the draft with ``--gguf``.
+DRAFT_TYPE = "Q8_0"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,6 +64,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--llama-cpp-bin", type=Path, help="folder with llama-server")
     parser.add_argument("--llama-cpp-src", type=Path, help="folder with convert_hf_to_gguf.py")
+    parser.add_argument(
+        "--gguf", metavar="TYPE", help="quantise the target to it (Q8_0, Q4_0, Q4_K_M), the draft to Q8_0"
+    )
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
     parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
     return parser.parse_args()
@@ -74,6 +81,10 @@ def gguf_files(arguments: argparse.Namespace, folders: tuple[str, str], work: Pa
         llama_cpp.export_gguf(folder, arguments.llama_cpp_src, work / "gguf" / f"{name}-{role}.gguf")
         for folder, role in zip(folders, ("target", "draft"), strict=True)
     )
+    if arguments.gguf:
+        binaries = arguments.llama_cpp_bin
+        target = llama_cpp.quantise_gguf(target, binaries, arguments.gguf)
+        draft = llama_cpp.quantise_gguf(draft, binaries, DRAFT_TYPE)
     return target, draft
 
 
@@ -88,6 +99,8 @@ def measured_ratios(runs: Runs) -> list[dict[str, Any]]:
 def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict[str, Any]:
     """Everything that the tables show, as one document."""
     busy = warn_if_busy()
+    if arguments.gguf and not arguments.llama_cpp_bin:
+        raise SystemExit("--gguf needs --llama-cpp-bin, for llama-quantize")
     pair = resolve_pair(arguments, arguments.pair, work)
     if pair.draft is None:
         raise SystemExit("--target needs --draft")
@@ -97,11 +110,15 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     if arguments.prepare:
         raise SystemExit(f"Prepared {work}")
     torch.set_num_threads(threads)
-    ours = foretoken.Foretoken(*folders, k, threads, "cpu", "float32")
+    ours = (
+        foretoken.Foretoken(*map(str, gguf), k, threads, "cpu", "auto")
+        if gguf and arguments.gguf
+        else foretoken.Foretoken(*folders, k, threads, "cpu", "float32")
+    )
     prompts = prompt_ids(pair, arguments.num_prompts, arguments.prompt_length)
     variants: dict[str, Callable[[], Run]] = dict(ours.variants(prompts, arguments.max_tokens))
     model: Any | None = None
-    if not arguments.no_transformers:
+    if not arguments.no_transformers and not arguments.gguf:
         peer = transformers_generate.TransformersGenerate.from_folders(*folders, k, "cpu", torch.float32)
         model = peer.target
         variants |= peer.variants(prompts, arguments.max_tokens)
@@ -110,9 +127,13 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         context = max(map(len, prompts)) + arguments.max_tokens + 64
         answered = {token for row in variants[foretoken.PLAIN]().token_ids for token in row}
         unsaid = max(set(range(ours.core.target.vocab_size)) - answered)
+        # In float32 all keep float32 in their caches; a quantised file is run as llama.cpp does best.
+        cache_type = "f16" if arguments.gguf else "f32"
         servers = [
             stack.enter_context(
-                llama_cpp.LlamaServer(arguments.llama_cpp_bin, gguf[0], draft, k, threads, context, unsaid)
+                llama_cpp.LlamaServer(
+                    *(arguments.llama_cpp_bin, gguf[0], draft, k, threads, context, unsaid, cache_type)
+                )
             )
             for draft in (None, gguf[1])
         ]
@@ -131,16 +152,19 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     for row, same in zip(rows, identity.same_text(outputs, reference).values(), strict=True):
         row["same_text"] = same
     plain, speculative = runs[foretoken.PLAIN], runs[foretoken.SPECULATIVE]
+    # The only token of an answer comes with its prompt.
+    has_rounds = arguments.max_tokens > 1
     return {
         "machine": machine()
         | {"torch": torch.__version__, "threads": threads, "busy": busy, "others": others},
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
         "results": rows,
         "ratios": measured_ratios(runs),
-        "formula": formula.speedup(plain, speculative),
+        "formula": formula.speedup(plain, speculative) if has_rounds else None,
         "phases": [
             {"foretoken": name, **formula.phases(repeats)}
             for name, repeats in (("plain", plain), ("speculative", speculative))
+            if has_rounds
         ],
         "misses": [miss._asdict() for miss in identity.misses(outputs, reference, prompts, model)],
         "tokens_per_second": {
@@ -152,13 +176,14 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
 def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     print_facts(document["machine"])
     print(
-        f"{arguments.target or arguments.pair} pair, float32, greedy, one stream, "
+        f"{arguments.target or arguments.pair} pair, {arguments.gguf or 'float32'}, greedy, one stream, "
         f"{arguments.num_speculative_tokens} drafts a round; {arguments.num_prompts} prompts x "
         f"{arguments.max_tokens} tokens a run, medians of {arguments.repeats} interleaved runs"
     )
     print_table(document["results"], "Tokens per second")
     print_table(document["ratios"], "Ratios within a repeat, medians")
-    print_table(document["phases"], "A round of Foretoken's, by phase")
+    if document["phases"]:
+        print_table(document["phases"], "A round of Foretoken's, by phase")
     if document["formula"]:
         print_table([document["formula"]], "Speed-up: tokens a round / (drafts x c + v), and achieved")
     if document["misses"]:

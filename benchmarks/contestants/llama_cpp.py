@@ -1,4 +1,4 @@
-"""llama.cpp's server, plain and speculative, on the same weights in float32.
+"""llama.cpp's server, plain and speculative, on the same weights: in float32, or in the same quantised file.
 
 The pair is exported by llama.cpp's own converter. Prompts and answers are token ids, so the tokenizer in the
 GGUF files is only a stand-in: checkpoints are exported with the synthetic pair's, which the converter knows.
@@ -56,6 +56,21 @@ def export_gguf(checkpoint: str, source: Path, gguf: Path) -> Path:
     return gguf
 
 
+def quantise_gguf(gguf: Path, binaries: Path, kind: str) -> Path:
+    """``gguf`` in type ``kind`` (``Q4_K_M``), by llama.cpp's own program, beside it; kept if it is there."""
+    quantised = gguf.with_name(f"{gguf.stem}-{kind}.gguf")
+    if quantised.exists():
+        note(f"Using {quantised}")
+        return quantised
+    unfinished = quantised.with_suffix(".unfinished")
+    command = [str(binaries / "llama-quantize"), str(gguf), str(unfinished), kind]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"llama-quantize failed on {gguf}:\n{done.stderr[-2000:]}")
+    unfinished.rename(quantised)
+    return quantised
+
+
 class LlamaServer:
     """One ``llama-server`` process with one slot; as a context, it ends with it."""
 
@@ -68,6 +83,7 @@ class LlamaServer:
         num_threads: int,
         context: int,
         end_of_text: int,
+        cache_type: str = "f32",
     ) -> None:
         """``end_of_text`` is an id that no answer has: ignoring the end, llama.cpp never says that token,
         where others say theirs and go on. It has to have one."""
@@ -81,12 +97,11 @@ class LlamaServer:
             *(str(executable), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)),
             *("--threads", str(num_threads), "--threads-batch", str(num_threads)),
             *("--ctx-size", str(context), "--parallel", "1", "--temp", "0"),
-            # What the float32 contestants keep in their caches.
-            *("--cache-type-k", "f32", "--cache-type-v", "f32"),
+            *("--cache-type-k", cache_type, "--cache-type-v", cache_type),
             *("--override-kv", f"tokenizer.ggml.eos_token_id=int:{end_of_text}"),
         ]
         if draft is not None:
-            command += draft_options(executable, draft, num_speculative_tokens, num_threads)
+            command += draft_options(executable, draft, num_speculative_tokens, num_threads, cache_type)
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         # A missing network must not matter: nothing is fetched.
         self.process = subprocess.Popen(
@@ -147,13 +162,16 @@ class LlamaServer:
         self.close()
 
 
-def draft_options(executable: Path, draft: Path, num_speculative_tokens: int, num_threads: int) -> list[str]:
+def draft_options(
+    executable: Path, draft: Path, num_speculative_tokens: int, num_threads: int, cache_type: str
+) -> list[str]:
     """Always ``num_speculative_tokens`` drafts, however sure the draft is. Options were renamed over time."""
     known = subprocess.run([str(executable), "--help"], capture_output=True, text=True).stdout
     options = ["--model-draft", str(draft), "--threads-draft", str(num_threads), "--draft-p-min", "0"]
     if "--spec-draft-n-max" in known:
         options += ["--spec-type", "draft-simple", "--spec-draft-n-max", str(num_speculative_tokens)]
-        options += ["--spec-draft-n-min", "0", "--spec-draft-type-k", "f32", "--spec-draft-type-v", "f32"]
+        options += ["--spec-draft-n-min", "0"]
+        options += ["--spec-draft-type-k", cache_type, "--spec-draft-type-v", cache_type]
     else:
         options += ["--draft-max", str(num_speculative_tokens), "--draft-min", "0"]
     return options

@@ -130,9 +130,8 @@ int64_t row_bytes(int64_t type, int64_t size) {
 int64_t packed_bytes(int64_t type, int64_t in_features) {
     const Scaling scaling = scaling_of(type);
     const int64_t num_blocks = in_features / BLOCK;
-    const int64_t bytes = num_blocks * (code_bytes(code_bits(type)) + scale_bytes(scaling))
+    return num_blocks * (code_bytes(code_bits(type)) + scale_bytes(scaling))
         + num_blocks / BLOCKS_PER_SUPER * super_bytes(scaling);
-    return (bytes + 63) / 64 * 64;
 }
 
 static void pack_codes(uint8_t *to, const uint8_t *codes, int column, int bits) {
@@ -142,38 +141,37 @@ static void pack_codes(uint8_t *to, const uint8_t *codes, int column, int bits) 
             to[group * GROUP_BYTES + at] = codes[i];
             continue;
         }
-        to[group % 4 * GROUP_BYTES + at] |= (codes[i] & 15) << (group / 4 * 4);
-        for (int bit = 4; bit < bits; bit++) {
-            uint8_t *mask = to + 4 * GROUP_BYTES + ((bit - 4) * 8 + group) * 8;
-            mask[at / 8] |= (codes[i] >> bit & 1) << at % 8;
-        }
+        to[group / 2 * GROUP_BYTES + at] |= (codes[i] & 15) << group % 2 * 4;
+        const int high = group * (bits - 4);
+        to[(4 + high / 8) * GROUP_BYTES + at] |= codes[i] >> 4 << high % 8;
     }
 }
 
-static void pack_column(int64_t type, uint8_t *panel, const uint8_t *row, int column, int64_t num_blocks) {
+static void pack_column(int64_t type, uint8_t *at, const uint8_t *row, int column, int64_t num_blocks) {
     const Scaling scaling = scaling_of(type);
     const int bits = code_bits(type);
-    uint8_t *scales = panel + num_blocks * code_bytes(bits);
-    uint8_t *supers = scales + num_blocks * scale_bytes(scaling);
-    for (int64_t index = 0; index < num_blocks; index++, scales += scale_bytes(scaling)) {
+    for (int64_t index = 0; index < num_blocks; index++) {
         const uint8_t *block = find_block(type, row, index);
         const int part = index % BLOCKS_PER_SUPER;
+        if (!part && super_bytes(scaling)) {
+            memcpy(at + 2 * column, block + (scaling == SUPER ? 0 : 208), 2);
+            if (scaling == SUPER) memcpy(at + 2 * (COLUMNS + column), block + 2, 2);
+            at += super_bytes(scaling);
+        }
         uint8_t codes[BLOCK];
         unpack(type, codes, row, index);
-        pack_codes(panel + index * code_bytes(bits), codes, column, bits);
+        pack_codes(at, codes, column, bits);
+        at += code_bytes(bits);
         if (scaling == SUPER) {
-            six_bits(block + 4, part, scales + column, scales + COLUMNS + column);
+            six_bits(block + 4, part, at + column, at + COLUMNS + column);
         } else if (scaling == SUPER_HALF) {
-            scales[column] = block[192 + 2 * part];
-            scales[COLUMNS + column] = block[192 + 2 * part + 1];
+            at[column] = block[192 + 2 * part];
+            at[COLUMNS + column] = block[192 + 2 * part + 1];
         } else {
-            memcpy(scales + 2 * column, block, 2);
-            if (scaling == SCALE_MIN) memcpy(scales + 2 * (COLUMNS + column), block + 2, 2);
+            memcpy(at + 2 * column, block, 2);
+            if (scaling == SCALE_MIN) memcpy(at + 2 * (COLUMNS + column), block + 2, 2);
         }
-        if (part || !super_bytes(scaling)) continue;
-        memcpy(supers + 2 * column, block + (scaling == SUPER ? 0 : 208), 2);
-        if (scaling == SUPER) memcpy(supers + 2 * (COLUMNS + column), block + 2, 2);
-        supers += super_bytes(scaling);
+        at += scale_bytes(scaling);
     }
 }
 
@@ -184,7 +182,7 @@ static void pack_panel(int64_t type, uint8_t *panel, const uint8_t *blocks, cons
                     in_features / BLOCK);
 }
 
-/* Panels of the rows of that number, 16 in each; ``to`` holds zeros before. */
+/* Panels of the rows of that number, 32 in each; ``to`` holds zeros before. */
 void pack_panels(int64_t type, uint8_t *to, const uint8_t *blocks, const int64_t *rows, int64_t num_rows,
                  int64_t in_features) {
     const int64_t bytes = packed_bytes(type, in_features);

@@ -1,8 +1,9 @@
-/* Quantised weights: blocks as GGUF files have them, and panels of 16 output columns as they are multiplied.
+/* Quantised weights: blocks as GGUF files have them, and panels of 32 output columns as they are multiplied.
  *
- * A panel is read from end to end. Per 32 inputs it has the columns' codes, four inputs of each column side by
- * side; then, for all inputs, the scales; then those of blocks of 256. Codes of four bits share bytes with those
- * that stand 16 inputs later; a fifth and sixth bit are kept as masks of 64 codes.
+ * A panel is read from end to end, one stream for the processor to fetch ahead of. Per 32 inputs it has the
+ * columns' codes, four inputs of each column side by side, then the scales; per 256 inputs, before those, what they
+ * share. Codes of four bits share bytes with those of the next four inputs; then come the fifth and sixth bits, those
+ * of 32 or 16 inputs in a byte for each column and number within four.
  */
 
 #ifndef FORETOKEN_BLOCKS_H
@@ -13,7 +14,7 @@
 /* As ggml numbers them. */
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
 
-enum { COLUMNS = 16, BLOCK = 32, BLOCKS_PER_SUPER = 8, GROUP = 4, GROUP_BYTES = COLUMNS * GROUP };
+enum { COLUMNS = 32, BLOCK = 32, BLOCKS_PER_SUPER = 8, GROUP = 4, GROUP_BYTES = COLUMNS * GROUP };
 
 /* SCALE: float16 of each column and block. SCALE_MIN: and float16 to add. SUPER: scale and minimum in 8 bits each,
  * times float16 of 256 inputs. SUPER_HALF: scales in 8 bits of 16 inputs, times float16 of 256. */

@@ -35,7 +35,7 @@ typedef struct {
     float *keys, *values;         /* [slots, num_kv_heads, head_size] */
 } Layer;
 
-/* Sixteen columns of quantised weights; ``type`` as in blocks.h. */
+/* 32 columns of quantised weights; ``type`` as in blocks.h. */
 typedef struct {
     const uint8_t *data;
     int64_t type;

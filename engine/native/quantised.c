@@ -19,16 +19,17 @@
 #include "blocks.h"
 #include "vectors.h"
 
-/* Rows of a product that are summed up together, and for how many there is code: missing ones are zeros. */
+/* Columns and rows of a product that are summed up together: as many as there are registers for. */
+#define VECTORS 2
+#define TILE (VECTORS * LANES)
 #if LANES == 16
-#define MAX_ROWS 12
-#define PADDED(rows) ((rows) <= 6 ? (rows) : (rows) <= 8 ? 8 : 12)
+#define MAX_ROWS 6
 #else
 #define MAX_ROWS 4
-#define PADDED(rows) (rows)
 #endif
-#define VECTORS (COLUMNS / LANES)
 #define PREFETCH 4096
+/* Of inputs that stay in a core's cache while the panels pass by. */
+#define TILE_BYTES (256 << 10)
 
 /* 32 inputs of a row: about scale * codes. ``sum``: scale times the sum of the codes. ``minus``: minus the sums of
  * the first 16 codes, of the others, and of all. */
@@ -40,6 +41,7 @@ typedef struct {
 
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint8_t bytes __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef uint16_t words __attribute__((vector_size(4 * LANES)));
 typedef uint8_t narrow __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int8_t narrow_signed __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int32_t four __attribute__((aligned(1), may_alias)); /* inputs */
@@ -55,6 +57,7 @@ static inline ALWAYS ivec all(int32_t x) { return x - (ivec){0}; }
 
 /* ``x`` times a constant, in all lanes: multiplied there, as the other way costs a detour for every row. */
 static inline ALWAYS ivec all_times(int32_t x, const int factor) {
+    if (!factor) return (ivec){0};
     ivec out = all(x);
 #if LANES >= 8
     __asm__("" : "+v"(out));
@@ -62,20 +65,17 @@ static inline ALWAYS ivec all_times(int32_t x, const int factor) {
     return out * factor;
 }
 
-/* Adds to each column's sum the products of four codes with four inputs. Without ``is_byte`` codes are below 64,
- * and pairs of products fit into 16 bits. */
-SIMD ivec dot(ivec sum, bytes codes, const four *at, const int is_byte) {
-    const int32_t inputs = *at;
+/* Adds to each column's sum the products of four codes with four inputs, the same for all columns. Without
+ * ``is_byte`` codes are below 64, and pairs of products fit into 16 bits. */
+SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
 #if LANES == 16 && defined(__AVX512VNNI__)
-    /* Not by the intrinsic: gcc does not let it read one number for all lanes from memory. */
-    (void)is_byte, (void)inputs;
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*at));
-    return sum;
+    (void)is_byte;
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)inputs);
 #elif LANES == 8 && defined(__AVX2__) && defined(__AVXVNNI__)
     (void)is_byte;
-    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)all(inputs));
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)inputs);
 #elif LANES == 8 && defined(__AVX2__)
-    __m256i weights = (__m256i)codes, x = (__m256i)all(inputs);
+    __m256i weights = (__m256i)codes, x = (__m256i)inputs;
     if (is_byte) { /* signed, as nothing else fits */
         weights = _mm256_xor_si256(weights, _mm256_set1_epi8(-128));
         x = _mm256_sign_epi8(x, weights);
@@ -97,35 +97,27 @@ SIMD ivec dot(ivec sum, bytes codes, const four *at, const int is_byte) {
 #define BYTES_ARE_SIGNED 0
 #endif
 
-/* Codes plus ``value`` where the mask has a bit. */
-SIMD bytes add_bits(bytes codes, const uint8_t *mask, int value) {
-#if LANES == 16 && defined(__AVX512BW__)
-    uint64_t bits;
-    memcpy(&bits, mask, sizeof bits);
-    return (bytes)_mm512_mask_add_epi8((__m512i)codes, bits, (__m512i)codes, _mm512_set1_epi8(value));
-#elif LANES == 8 && defined(__AVX2__)
-    int32_t bits;
-    memcpy(&bits, mask, sizeof bits);
-    const __m256i from = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201);
-    const __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(bits), from), bit);
-    return codes + (bytes)_mm256_and_si256(_mm256_cmpeq_epi8(spread, bit), _mm256_set1_epi8(value));
-#else
-    for (int i = 0; i < 4 * LANES; i++) codes[i] += mask[i / 8] >> i % 8 & 1 ? value : 0;
-    return codes;
-#endif
+/* Bits ``count`` at ``from`` of each byte, as bits 4 and 5. */
+static inline ALWAYS bytes high_bits(const bytes high, const int from, const int count) {
+    const words shifted = from < 4 ? (words)high << (4 - from) : (words)high >> (from - 4);
+    return (bytes)shifted & (uint8_t)((1 << count) - 1 << 4);
 }
 
-/* Codes of group ``group`` of a block, of the columns of vector ``i``. */
-static inline ALWAYS bytes load(const uint8_t *block, const int group, const int i, const int bits) {
-    if (bits == 8) return *(const bytes *)(block + group * GROUP_BYTES + i * 4 * LANES);
-    bytes codes = *(const bytes *)(block + group % 4 * GROUP_BYTES + i * 4 * LANES);
-    if (group < 4) codes &= 15;
-    else codes >>= 4;
-    const uint8_t *mask = block + 4 * GROUP_BYTES + group * 8 + i * LANES / 2;
-    if (bits > 4) codes = add_bits(codes, mask, 16);
-    if (bits > 5) codes = add_bits(codes, mask + 64, 32);
-    return codes;
+/* Codes of groups ``group`` (even) and ``group + 1`` of a block, of LANES columns. */
+static inline ALWAYS void load(bytes codes[2], const uint8_t *block, const int group, const int bits) {
+    if (bits == 8) {
+        codes[0] = *(const bytes *)(block + group * GROUP_BYTES);
+        codes[1] = *(const bytes *)(block + (group + 1) * GROUP_BYTES);
+        return;
+    }
+    const bytes both = *(const bytes *)(block + group / 2 * GROUP_BYTES);
+    codes[0] = both & 15;
+    codes[1] = (bytes)((words)both >> 4) & 15;
+    if (bits == 4) return;
+    const int size = bits - 4, from = group * size % 8;
+    const bytes high = *(const bytes *)(block + (4 + group * size / 8) * GROUP_BYTES);
+    codes[0] |= high_bits(high, from, size);
+    codes[1] |= high_bits(high, from + size, size);
 }
 
 /* Eight bits of each column as float32. gcc converts number by number where it is not given the instruction. */
@@ -152,8 +144,8 @@ static inline ALWAYS vec widen_half(const uint8_t *x) { return widen((const uint
 /* Columns of some rows from their sums. One function for any number of rows. */
 static __attribute__((noinline)) void finish(const Linear *linear, float *out, const float *residual, const float *sum,
                                              int64_t column, int64_t rows) {
-    const int64_t width = linear->out_features, count = width - column < COLUMNS ? width - column : COLUMNS;
-    for (int64_t row = 0; row < rows; row++, sum += COLUMNS) {
+    const int64_t width = linear->out_features, count = width - column < TILE ? width - column : TILE;
+    for (int64_t row = 0; row < rows; row++, sum += TILE) {
         const int64_t at = row * width + column;
         for (int64_t i = 0; i < count; i++) {
             float value = sum[i];
@@ -164,44 +156,57 @@ static __attribute__((noinline)) void finish(const Linear *linear, float *out, c
     }
 }
 
-/* sums [num_rows, 16] of a panel; x [blocks, num_rows]. */
-static inline ALWAYS void multiply_rows(float *sums, const uint8_t *panel, const Inputs *x, int64_t num_blocks,
-                                        const int64_t type, const int num_rows) {
+/* sums [num_rows, TILE] of the columns from ``column`` of a panel; x [blocks, num_rows]. */
+static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const int column, const Inputs *x,
+                                        int64_t num_blocks, const int64_t type, const int num_rows) {
     const int bits = code_bits(type), offset = bits == 8 && BYTES_ARE_SIGNED ? 0 : code_offset(type);
     const Scaling scaling = scaling_of(type);
     const int num_units = scaling == SUPER_HALF ? 2 : 1; /* scales of a column in a block */
-    const uint8_t *scales = panel + num_blocks * code_bytes(bits);
-    const uint8_t *supers = scales + num_blocks * scale_bytes(scaling);
+    const int64_t size = code_bytes(bits) + scale_bytes(scaling);
     vec sum[MAX_ROWS][VECTORS];
-    for (int row = 0; row < num_rows; row++)
+    UNROLL
+    for (int row = 0; row < num_rows; row++) {
+        UNROLL
         for (int i = 0; i < VECTORS; i++) sum[row][i] = (vec){0};
-    for (int64_t block = 0; block < num_blocks; block++, panel += code_bytes(bits), x += num_rows) {
-        for (int i = 0; i < code_bytes(bits); i += 64) __builtin_prefetch(panel + PREFETCH + i);
-        const uint8_t *super = supers + block / BLOCKS_PER_SUPER * super_bytes(scaling);
-        const uint8_t *scale = scales + block * scale_bytes(scaling);
+    }
+    const uint8_t *super = panel;
+    for (int64_t block = 0; block < num_blocks; block++, panel += size, x += num_rows) {
+        if (super_bytes(scaling) && block % BLOCKS_PER_SUPER == 0) {
+            super = panel;
+            panel += super_bytes(scaling);
+        }
+        for (int i = 0; i < size; i += 64) __builtin_prefetch(panel + PREFETCH + i);
+        const uint8_t *scale = panel + code_bytes(bits);
         UNROLL
         for (int unit = 0; unit < num_units; unit++) {
             ivec dots[MAX_ROWS][VECTORS];
             UNROLL
             for (int row = 0; row < num_rows; row++) {
-                const int32_t minus = x[row].minus[num_units == 2 ? unit : 2];
+                const ivec start = all_times(x[row].minus[num_units == 2 ? unit : 2], offset);
                 UNROLL
-                for (int i = 0; i < VECTORS; i++) dots[row][i] = offset ? all_times(minus, offset) : (ivec){0};
+                for (int i = 0; i < VECTORS; i++) dots[row][i] = start;
             }
             UNROLL
-            for (int number = 0; number < 8 / num_units; number++) {
+            for (int number = 0; number < 8 / num_units; number += 2) {
                 const int group = unit * 4 + number;
+                bytes codes[VECTORS][2];
                 UNROLL
-                for (int i = 0; i < VECTORS; i++) {
-                    const bytes codes = load(panel, group, i, bits);
+                for (int i = 0; i < VECTORS; i++)
+                    load(codes[i], panel + (column + i * LANES) * GROUP, group, bits);
+                UNROLL
+                for (int row = 0; row < num_rows; row++) {
                     UNROLL
-                    for (int row = 0; row < num_rows; row++)
-                        dots[row][i] = dot(dots[row][i], codes, (const four *)x[row].codes + group, bits == 8);
+                    for (int j = 0; j < 2; j++) {
+                        const ivec inputs = all(((const four *)x[row].codes)[group + j]);
+                        UNROLL
+                        for (int i = 0; i < VECTORS; i++)
+                            dots[row][i] = dot(dots[row][i], codes[i][j], inputs, bits == 8);
+                    }
                 }
             }
             UNROLL
             for (int i = 0; i < VECTORS; i++) {
-                const int at = i * LANES;
+                const int at = column + i * LANES;
                 vec factor, min = {0};
                 if (scaling == SUPER) {
                     factor = widen_half(super + 2 * at) * widen_bytes(scale + at);
@@ -220,85 +225,99 @@ static inline ALWAYS void multiply_rows(float *sums, const uint8_t *panel, const
             }
         }
     }
-    for (int row = 0; row < num_rows; row++)
-        for (int i = 0; i < VECTORS; i++) *(vec *)(sums + row * COLUMNS + i * LANES) = sum[row][i];
+    UNROLL
+    for (int row = 0; row < num_rows; row++) {
+        UNROLL
+        for (int i = 0; i < VECTORS; i++) sums[row * VECTORS + i] = sum[row][i];
+    }
 }
 
-#if LANES == 16
-#define FOR_ROWS(CASE, type) \
-    CASE(type, 1) CASE(type, 2) CASE(type, 3) CASE(type, 4) CASE(type, 5) CASE(type, 6) CASE(type, 8) CASE(type, 12)
+#define CASE(type, rows) case rows: multiply_rows(sums, panel, column, x, num_blocks, type, rows); break;
+#if MAX_ROWS == 6
+#define FIVE_AND_SIX(type) CASE(type, 5) CASE(type, 6)
 #else
-#define FOR_ROWS(CASE, type) CASE(type, 1) CASE(type, 2) CASE(type, 3) CASE(type, 4)
+#define FIVE_AND_SIX(type)
 #endif
-#define CASE(type, rows) case rows: multiply_rows(sums, panel, x, num_blocks, type, rows); break;
 /* One function per type, so that a compiler has less to look at together. */
 #define DEFINE(type) \
     static __attribute__((noinline)) void multiply_##type( \
-        float *sums, const uint8_t *panel, const Inputs *x, int64_t num_blocks, int64_t num_rows) { \
-        switch (num_rows) { FOR_ROWS(CASE, type) } \
+        vec *sums, const uint8_t *panel, int column, const Inputs *x, int64_t num_blocks, int64_t num_rows) { \
+        switch (num_rows) { CASE(type, 1) CASE(type, 2) CASE(type, 3) CASE(type, 4) FIVE_AND_SIX(type) } \
     }
 DEFINE(Q4_0) DEFINE(Q4_1) DEFINE(Q5_0) DEFINE(Q5_1) DEFINE(Q8_0) DEFINE(Q4_K) DEFINE(Q5_K) DEFINE(Q6_K)
 
-/* Rows ``part`` of num_parts; ``first`` is where they begin, ``padded`` how many are computed. */
-typedef struct {
-    int64_t first, rows, padded, start; /* ``start``: of their inputs, in blocks */
-} Part;
+/* Row where part ``part`` of num_parts begins. */
+static inline int64_t first_row(int64_t part, int64_t num_parts, int64_t rows) { return part * rows / num_parts; }
 
-static Part find_part(int64_t part, int64_t num_parts, int64_t rows, int64_t num_blocks) {
-    const int64_t first = part * rows / num_parts, count = (part + 1) * rows / num_parts - first;
-    return (Part){first, count, PADDED(count), part * MAX_ROWS * num_blocks};
-}
-
+/* A panel's columns for parts ``part`` to end - 1 of num_parts. */
 static void multiply_panel(const Linear *linear, float *out, const Inputs *x, const float *residual, int64_t rows,
-                           int64_t num_parts, int64_t number) {
+                           int64_t part, int64_t end, int64_t num_parts, int64_t number) {
     const QuantisedPanel *panel = (const QuantisedPanel *)linear->weights + number;
     const int64_t num_blocks = linear->in_features / BLOCK, width = linear->out_features;
-    for (int64_t i = 0; i < num_parts; i++) {
-        const Part part = find_part(i, num_parts, rows, num_blocks);
-        float sums[MAX_ROWS * COLUMNS];
-        switch (panel->type) {
-#define MULTIPLY(type) case type: multiply_##type(sums, panel->data, x + part.start, num_blocks, part.padded); break;
-            MULTIPLY(Q4_0) MULTIPLY(Q4_1) MULTIPLY(Q5_0) MULTIPLY(Q5_1)
-            MULTIPLY(Q8_0) MULTIPLY(Q4_K) MULTIPLY(Q5_K) MULTIPLY(Q6_K)
+    for (; part < end; part++) {
+        const int64_t first = first_row(part, num_parts, rows), count = first_row(part + 1, num_parts, rows) - first;
+        for (int column = 0; column < COLUMNS && number * COLUMNS + column < width; column += TILE) {
+            vec sums[MAX_ROWS * VECTORS];
+            switch (panel->type) {
+#define MULTIPLY(type) \
+                case type: \
+                    multiply_##type(sums, panel->data, column, x + first * num_blocks, num_blocks, count); \
+                    break;
+                MULTIPLY(Q4_0) MULTIPLY(Q4_1) MULTIPLY(Q5_0) MULTIPLY(Q5_1)
+                MULTIPLY(Q8_0) MULTIPLY(Q4_K) MULTIPLY(Q5_K) MULTIPLY(Q6_K)
+            }
+            finish(linear, out + first * width, residual ? residual + first * width : NULL, (const float *)sums,
+                   number * COLUMNS + column, count);
         }
-        finish(linear, out + part.first * width, residual ? residual + part.first * width : NULL, sums,
-               number * COLUMNS, part.rows);
     }
 }
 
-/* A row of a part, or a missing one: ``row`` NULL. */
+static inline int32_t largest_lane(ivec x) {
+#if LANES == 16
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t out = x[0];
+    for (int i = 1; i < LANES; i++) out = x[i] > out ? x[i] : out;
+    return out;
+#endif
+}
+
 static void quantise_row(Inputs *to, const float *row, int64_t num_blocks, int64_t stride) {
     for (int64_t block = 0; block < num_blocks; block++, to += stride) {
-        if (!row) {
-            *to = (Inputs){0};
-            continue;
-        }
         const float *x = row + block * BLOCK;
-        float largest = 0.0f, strange = 0.0f;
-        int32_t sums[2] = {0};
-        for (int i = 0; i < BLOCK; i++) {
-            const float size = fabsf(x[i]);
-            largest = size > largest ? size : largest;
-            strange += x[i] * 0.0f; /* NaN and infinity go through the scale */
+        /* Sizes compare as integers, infinity above all numbers and NaN above that: they go through the scale. */
+        ivec sizes = {0};
+        for (int i = 0; i < BLOCK; i += LANES) {
+            const ivec size = (ivec)*(const vec *)(x + i) & INT32_MAX, larger = size > sizes;
+            sizes = (size & larger) | (sizes & ~larger);
         }
+        const int32_t bits = largest_lane(sizes);
+        float largest;
+        memcpy(&largest, &bits, sizeof largest);
         const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        int8_t codes[BLOCK];
         for (int i = 0; i < BLOCK; i++) {
             const float code = rintf(x[i] * inverse);
-            to->codes[i] = code >= -127.0f && code <= 127.0f ? (int8_t)code : 0;
+            codes[i] = (int8_t)(int32_t)(code >= -127.0f && code <= 127.0f ? code : 0.0f);
         }
-        for (int i = 0; i < BLOCK; i++) sums[i / 16] += to->codes[i];
-        to->scale = scale + strange;
-        to->sum = to->scale * (float)(sums[0] + sums[1]);
-        to->minus[0] = -sums[0];
-        to->minus[1] = -sums[1];
-        to->minus[2] = -sums[0] - sums[1];
+        int32_t first = 0, second = 0;
+        for (int i = 0; i < BLOCK / 2; i++) first += codes[i];
+        for (int i = BLOCK / 2; i < BLOCK; i++) second += codes[i];
+        memcpy(to->codes, codes, sizeof codes);
+        to->scale = scale;
+        to->sum = to->scale * (float)(first + second);
+        to->minus[0] = -first;
+        to->minus[1] = -second;
+        to->minus[2] = -first - second;
     }
 }
 
-static void quantise_part(Inputs *to, const float *x, Part part, int64_t num_blocks) {
-    for (int64_t row = 0; row < part.padded; row++)
-        quantise_row(to + part.start + row, row < part.rows ? x + (part.first + row) * num_blocks * BLOCK : NULL,
-                     num_blocks, part.padded);
+/* Rows of a part side by side, block by block. */
+static void quantise_part(Inputs *to, const float *x, int64_t part, int64_t num_parts, int64_t rows,
+                          int64_t num_blocks) {
+    const int64_t first = first_row(part, num_parts, rows), end = first_row(part + 1, num_parts, rows);
+    for (int64_t row = first; row < end; row++)
+        quantise_row(to + first * num_blocks + row - first, x + row * num_blocks * BLOCK, num_blocks, end - first);
 }
 
 /* As ``multiply`` in linear.c, for a linear layer whose weights are QuantisedPanels. */
@@ -306,13 +325,17 @@ void multiply_quantised(const Linear *linear, float *out, const float *x, const 
     const int64_t num_blocks = linear->in_features / BLOCK, width = linear->out_features;
     const int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
     static _Thread_local Arena arena;
-    if (!arena_reserve(&arena, num_parts * MAX_ROWS * num_blocks * sizeof(Inputs) + CACHE_LINE)) {
+    if (!arena_reserve(&arena, rows * num_blocks * sizeof(Inputs) + CACHE_LINE)) {
         for (int64_t i = 0; i < rows * width; i++) out[i] = NAN; /* no memory: not a distribution */
         return;
     }
-    Inputs *inputs = arena_alloc(&arena, num_parts * MAX_ROWS * num_blocks, sizeof(Inputs));
+    Inputs *inputs = arena_alloc(&arena, rows * num_blocks, sizeof(Inputs));
     FOR_EACH(part, num_parts, rows * linear->in_features * 16,
-             quantise_part(inputs, x, find_part(part, num_parts, rows, num_blocks), num_blocks));
-    FOR_EACH(panel, (width + COLUMNS - 1) / COLUMNS, width * linear->in_features * rows / 4,
-             multiply_panel(linear, out, inputs, residual, rows, num_parts, panel));
+             quantise_part(inputs, x, part, num_parts, rows, num_blocks));
+    const int64_t most = TILE_BYTES / (MAX_ROWS * num_blocks * (int64_t)sizeof(Inputs)), several = most > 1 ? most : 1;
+    for (int64_t part = 0; part < num_parts; part += several) {
+        const int64_t end = part + several < num_parts ? part + several : num_parts;
+        FOR_EACH(panel, (width + COLUMNS - 1) / COLUMNS, width * linear->in_features * rows / 4,
+                 multiply_panel(linear, out, inputs, residual, rows, part, end, num_parts, panel));
+    }
 }

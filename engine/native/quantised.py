@@ -14,7 +14,7 @@ from engine.native.linear import NativeLinear
 
 # As in blocks.h: ggml's numbers of what the kernels multiply, and the columns of a panel.
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
-COLUMNS = 16
+COLUMNS = 32
 # As in kernels.h.
 QUANTISED = 16
 
@@ -54,7 +54,7 @@ class Blocks:
 
 class QuantisedLinear(NativeLinear):
     """``parts`` of the same number of inputs are stacked, whatever their types. All but the last have a
-    multiple of 16 outputs."""
+    multiple of 32 outputs."""
 
     def __init__(self, library: ctypes.CDLL, parts: Sequence[Blocks], bias: torch.Tensor | None) -> None:
         self.multiply = library.multiply

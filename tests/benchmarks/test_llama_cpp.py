@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contestants.llama_cpp import PLAIN, SPECULATIVE, LlamaServer, export_gguf
+from benchmarks.contestants.llama_cpp import (
+    PLAIN,
+    SPECULATIVE,
+    LlamaServer,
+    export_gguf,
+    quantise_gguf,
+)
 from benchmarks.synthetic_pair import PAIRS, save_pair
 from tests.benchmarks.conftest import Benchmark
 
@@ -94,6 +100,24 @@ def test_a_checkpoint_is_exported_once_with_the_stand_in_tokenizer(llama_cpp: Pa
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(names)
     (llama_cpp / "convert_hf_to_gguf.py").write_text("raise SystemExit('must not be asked again')")
     assert export_gguf(target, llama_cpp, gguf) == gguf
+
+
+def test_a_file_is_quantised_once_and_run_with_the_caches_named(llama_cpp: Path, tmp_path: Path) -> None:
+    program = llama_cpp / "llama-quantize"
+    program.write_text('#!/bin/sh\necho "$3" >"$2"\n')
+    program.chmod(0o755)
+    (tmp_path / "target.gguf").touch()
+    quantised = quantise_gguf(tmp_path / "target.gguf", llama_cpp, "Q4_K_M")
+    assert quantised.name == "target-Q4_K_M.gguf"
+    assert quantised.read_text() == "Q4_K_M\n"
+    program.write_text("#!/bin/sh\necho unknown type >&2; exit 1\n")
+    assert quantise_gguf(tmp_path / "target.gguf", llama_cpp, "Q4_K_M") == quantised
+    with pytest.raises(RuntimeError, match="unknown type"):
+        quantise_gguf(tmp_path / "target.gguf", llama_cpp, "Q9_9")
+    with LlamaServer(llama_cpp, quantised, quantised, 5, 1, 64, 9, "f16"):
+        options = (llama_cpp / "speculative").read_text()
+    for option in ("--cache-type-k", "--cache-type-v", "--spec-draft-type-k", "--spec-draft-type-v"):
+        assert f"{option} f16" in options
 
 
 def test_failures_say_what_the_programs_said(llama_cpp: Path, tmp_path: Path) -> None:

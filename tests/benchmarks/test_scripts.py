@@ -34,6 +34,15 @@ def test_peers_on_a_tiny_pair(benchmark: Benchmark, capsys: pytest.CaptureFixtur
     assert "achieved to predicted" in shown
 
 
+def test_peers_on_prompts_alone(benchmark: Benchmark) -> None:
+    document = benchmark(
+        *("peers", "--pair", "tiny", "--threads", 1, "--prompt-length", 64, "--max-tokens", 1),
+        *("--repeats", 1, "--no-transformers"),
+    )
+    assert (document["formula"], document["phases"]) == (None, [])
+    assert [row["ratio"] for row in document["ratios"]] == [f"{SPECULATIVE} / {PLAIN}"]
+
+
 def test_offline_on_the_bundled_pair(benchmark: Benchmark) -> None:
     document = benchmark(
         *("offline", "--concurrency", 1, 2, "--num-prompts", 2, "--temperature", 0, 1, "--no-transformers"),
