@@ -54,7 +54,7 @@ def url() -> Iterator[str]:
 def run(**options: Any) -> None:
     from ray import serve
 
-    from foretoken.ray_serve import deployment
+    from server.ray_serve import deployment
 
     common: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.5}, "max_ongoing_requests": 64}
     serve.run(deployment(SETTINGS).options(**common, **options).bind())
@@ -150,7 +150,7 @@ def test_one_replica_becomes_two_under_load_and_one_again(url: str) -> None:
 
 
 def test_settings_of_the_proxy_are_refused() -> None:
-    from foretoken.ray_serve import app
+    from server.ray_serve import app
 
     with pytest.raises(ValueError, match="takes the place of: port"):
         app({"port": 1234})

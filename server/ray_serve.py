@@ -1,7 +1,7 @@
 """Foretoken as a deployment of Ray Serve, for several machines; needs ``pip install 'foretoken[ray]'``.
 
     serve deploy deploy/ray_serve.yaml
-    serve run foretoken.ray_serve:app target=./my-model draft=./my-small-model
+    serve run server.ray_serve:app target=./my-model draft=./my-small-model
 
 Each replica is the application of ``foretoken serve`` with workers of its own. Ray's proxies are the server:
 they listen, spread requests, and let a replica finish what it has before it is taken away.
