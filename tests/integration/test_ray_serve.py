@@ -16,7 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
+from server.settings import Settings
 from tests.faults.watched import CASES, COMPLETIONS, MODEL, STORY, Texts, num_choices, read_stream, wait_for
 
 ray = pytest.importorskip("ray", reason="Ray is not installed; it comes with pip install 'foretoken[ray]'")
@@ -108,6 +110,7 @@ def test_two_replicas_and_the_death_of_one(url: str) -> None:
             except httpx.HTTPError:
                 outcomes["lost"] += 1
     assert len(long_answers) == 1, "all of them are greedy"
+    print(outcomes)
     assert outcomes["lost"] <= NUM_STREAMS * 3 // 4, outcomes
     assert survivor in replicas()
     wait_for(lambda: len(replicas()) == 2 and num_replicas() == 2, lambda: "it was not replaced")
@@ -147,6 +150,15 @@ def test_one_replica_becomes_two_under_load_and_one_again(url: str) -> None:
         alone = threads.submit(lambda: [ask(url, LONG) == reference for _ in range(20)])
         wait_for(lambda: num_replicas() == 1, lambda: "the second replica stayed")
         assert all(alone.result())
+
+
+def test_the_file_is_valid() -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    text = (Path(__file__).parents[2] / "deploy" / "ray_serve.yaml").read_text()
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    Settings(**application.args)
+    assert [deployment.name for deployment in application.deployments] == ["Foretoken"]
 
 
 def test_settings_of_the_proxy_are_refused() -> None:
