@@ -258,6 +258,8 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
     @model_validator(mode="after")
     def _check_workers(self) -> Self:
         num_devices = len(self.devices)
+        if len(set(self.devices)) < num_devices:
+            raise ValueError("device names one twice; workers says how many share it")
         if self.num_workers % num_devices:
             raise ValueError(
                 f"workers is {self.num_workers}, which is no multiple of the {num_devices} devices in device"

@@ -270,6 +270,7 @@ def test_devices_threads_and_memory_are_divided(settings: dict[str, Any], expect
     [
         ({"workers": 3, "device": "cuda:0,1"}, "no multiple of the 2 devices"),
         ({"device": "cuda:0,1", "device_map": "auto"}, "workers must be 1"),
+        ({"device": "cpu,cpu"}, "names one twice"),
     ],
 )
 def test_workers_that_cannot_be(settings: dict[str, Any], message: str) -> None:
