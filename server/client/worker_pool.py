@@ -28,8 +28,8 @@ MAX_PLACE = 2**31
 # Prompt tokens whose computation is worth as much as one sequence less beside the request.
 TOKENS_PER_SEQUENCE = 256
 
-# Which worker speaks for all where none is ready: one that may become so.
-BY_HOPE = ("loading", "restarting", "failed", "stopped")
+# States of workers that are not ready; the pool's is the first of those that there are.
+NOT_READY = ("loading", "restarting", "failed", "stopped")
 
 
 class WorkerFailedError(Exception):
@@ -58,7 +58,7 @@ class WorkerPool:
         ready = [(state.worker.num_target_blocks, state) for state in states if state.worker is not None]
         if ready:
             return min(ready, key=lambda pair: pair[0])[1]
-        return min(states, key=lambda state: BY_HOPE.index(state.status))
+        return min(states, key=lambda state: NOT_READY.index(state.status))
 
     @property
     def num_requests(self) -> int:

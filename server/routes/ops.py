@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
-from server.errors import InvalidRequestError, NotReadyError
+from server.errors import ErrorAnswer, InvalidRequestError, NotReadyError
 from server.schemas.operate import Health, Readiness, SpeculationState, Version, WorkerHealth
 from server.services import ServicesDep
 from server.settings import public_name
@@ -65,7 +65,14 @@ async def version(services: ServicesDep) -> Version:
     )
 
 
-@router.get("/speculation", summary="Speculation status")
+@router.get(
+    "/speculation",
+    summary="Speculation status",
+    responses={
+        400: {"model": ErrorAnswer, "description": "No such worker."},
+        "default": {"model": ErrorAnswer},
+    },
+)
 async def speculation(services: ServicesDep, worker: WorkerNumber = 0) -> SpeculationState:
     """Who drafts, how much is accepted at which position, what it gains, and why it is on or off."""
     workers = services.engine.workers
