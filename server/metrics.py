@@ -182,10 +182,12 @@ class Metrics:
     """All metrics of one server; ``exposed`` is what ``/metrics`` reads."""
 
     def __init__(self, prefix: str = DEFAULT_PREFIX, model_name: str = "", num_workers: int = 1) -> None:
-        registry = CollectorRegistry()
-        self.requests = RequestMetrics(registry, prefix)
+        self.registry = CollectorRegistry()
+        self.requests = RequestMetrics(self.registry, prefix)
         self.workers = [WorkerMetrics(prefix) for _ in range(num_workers)]
-        self.exposed = LabelledRegistry(registry, [worker.registry for worker in self.workers], model_name)
+        self.exposed = LabelledRegistry(
+            self.registry, [worker.registry for worker in self.workers], model_name
+        )
 
     def count_error(self, code: str) -> None:
         self.requests.errors.labels(code).inc()
