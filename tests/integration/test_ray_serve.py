@@ -19,7 +19,17 @@ import pytest
 import yaml
 
 from server.settings import Settings
-from tests.faults.watched import CASES, COMPLETIONS, MODEL, STORY, Texts, num_choices, read_stream, wait_for
+from tests.faults.watched import (
+    CASES,
+    COMPLETIONS,
+    MODEL,
+    STORY,
+    ServerError,
+    Texts,
+    num_choices,
+    read_stream,
+    wait_for,
+)
 
 ray = pytest.importorskip("ray", reason="Ray is not installed; it comes with pip install 'foretoken[ray]'")
 
@@ -107,11 +117,10 @@ def test_two_replicas_and_the_death_of_one(url: str) -> None:
             try:
                 long_answers.add(one.result()[0])
                 outcomes["exact"] += 1
-            except httpx.HTTPError:
+            except (httpx.HTTPError, ServerError):
                 outcomes["lost"] += 1
     assert len(long_answers) == 1, "all of them are greedy"
-    print(outcomes)
-    assert outcomes["lost"] <= NUM_STREAMS * 3 // 4, outcomes
+    assert 0 < outcomes["lost"] <= NUM_STREAMS * 3 // 4, "the streams of one replica"
     assert survivor in replicas()
     wait_for(lambda: len(replicas()) == 2 and num_replicas() == 2, lambda: "it was not replaced")
     assert [ask(url, case) for case in CASES] == references
