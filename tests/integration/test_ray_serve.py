@@ -7,10 +7,10 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,14 @@ def replicas() -> list[int]:
     return sorted(mine)
 
 
-def ask(url: str, case: dict[str, Any]) -> Texts:
+def ask(url: str, case: dict[str, Any], on_start: Callable[[], None] = lambda: None) -> Texts:
     body = case | {"model": MODEL, "stream": True}
     with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=600) as response:
         response.raise_for_status()
-        return read_stream(response.iter_lines(), num_choices(case))
+        lines = response.iter_lines()
+        first = next(lines)
+        on_start()
+        return read_stream(chain([first], lines), num_choices(case))
 
 
 def test_two_replicas_and_the_death_of_one(url: str) -> None:
@@ -107,9 +110,10 @@ def test_two_replicas_and_the_death_of_one(url: str) -> None:
         answers = list(threads.map(lambda case: ask(url, CASES[case]), cases))
         assert answers == [references[case] for case in cases]
 
-        asked = [threads.submit(ask, url, LONG | {"seed": number}) for number in range(NUM_STREAMS)]
         victim, survivor = replicas()
-        time.sleep(0.5)
+        started: list[None] = []
+        asked = [threads.submit(ask, url, LONG, lambda: started.append(None)) for _ in range(NUM_STREAMS)]
+        wait_for(lambda: len(started) >= NUM_STREAMS * 3 // 4, lambda: "no load")
         os.kill(victim, signal.SIGKILL)
         outcomes: Counter[str] = Counter()
         long_answers = set()
