@@ -27,7 +27,11 @@ class ModelSettings(BaseModel):
         "weights in 4 or 8 bits), or 'none'. "
         "Default: the bundled draft with the bundled target, else none.",
     )
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.")
+    device: str = Field(
+        "auto",
+        description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one. A server may have several, "
+        "such as cuda:0,1: a worker on each.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Weights and activations. auto: bfloat16 on a GPU; on a CPU float32, with the weights of "

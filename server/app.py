@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from server import tracing
-from server.client.worker_client import WorkerClient
+from server.client.worker_pool import WorkerPool
 from server.http.access_log import AccessLogMiddleware
 from server.http.auth import BearerAuthMiddleware
 from server.http.body_limit import BodyLimitMiddleware
@@ -30,7 +30,7 @@ from server.version import package_version
 
 def create_app(
     settings: Settings,
-    engine: WorkerClient,
+    engine: WorkerPool,
     metrics: Metrics,
     load: TokenizerLoader | None = None,
 ) -> FastAPI:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import SettingsError
 
 from engine.config import EngineConfig
-from server.client.worker_client import WorkerFailedError
+from server.client.worker_pool import WorkerFailedError
 from server.config import ConfigError, check_flags, describe, load_settings, with_config_file, wrong_usage
 from server.help import command_help, serve_help
 from server.launch import StartError, launch

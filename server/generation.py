@@ -14,7 +14,7 @@ import msgspec
 
 from engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
 from server.client.engine_stream import EngineStream
-from server.client.worker_client import WorkerClient
+from server.client.worker_pool import WorkerPool
 from server.errors import RequestTimeoutError
 from server.metrics import Metrics, RequestTimer
 from server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -133,7 +133,7 @@ class Summary:
 class Generation:
     """``start`` it, read ``deltas`` or ``collect``, and always ``close`` it."""
 
-    def __init__(self, job: Job, engine: WorkerClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(self, job: Job, engine: WorkerPool, tokenizer: Tokenizer, metrics: Metrics) -> None:
         self.job = job
         self._engine = engine
         self._timer = RequestTimer(metrics.requests, self._num_prompt_tokens())

@@ -10,10 +10,11 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from engine.gguf_file import is_gguf
 from engine.messages import Ready
@@ -21,6 +22,7 @@ from server.app import create_app
 from server.client.open_requests import QueueLimits
 from server.client.temp_folders import sweep
 from server.client.worker_client import WorkerClient
+from server.client.worker_pool import WorkerPool
 from server.client.worker_process import Patience
 from server.draining import CLOSING_SECONDS, Server, drain_on_signal
 from server.metrics import Metrics
@@ -37,6 +39,10 @@ DRAFTERS = {
 }
 
 
+# How many threads torch uses unless num_threads says so.
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
 class StartError(Exception):
     """The server cannot start; the message says what to do about it."""
 
@@ -50,15 +56,7 @@ def launch(settings: Settings) -> int:
     check_tls(settings)
     sweep()
     with _listen(settings) as listener:
-        metrics = Metrics(settings.metrics_prefix, settings.model_name)
-        engine = WorkerClient(
-            settings.engine_config(),
-            metrics,
-            limits=QueueLimits.of(settings),
-            patience=Patience(settings.heartbeat_timeout, settings.step_timeout),
-            max_restarts=settings.max_worker_restarts,
-        )
-        app = create_app(settings, engine, metrics)
+        app = make_app(settings)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -76,6 +74,33 @@ def launch(settings: Settings) -> int:
     # The interpreter's last collection would take a second to walk through what transformers has imported.
     gc.freeze()
     return server.exit_code
+
+
+def make_app(settings: Settings) -> FastAPI:
+    """The application, which starts its workers when it starts itself."""
+    configs = settings.worker_configs()
+    metrics = Metrics(settings.metrics_prefix, settings.model_name, len(configs))
+    workers = [
+        WorkerClient(
+            config,
+            observer,
+            environment=thread_share(len(configs), os.environ),
+            patience=Patience(settings.heartbeat_timeout, settings.step_timeout),
+            max_restarts=settings.max_worker_restarts,
+        )
+        for config, observer in zip(configs, metrics.workers, strict=True)
+    ]
+    pool = WorkerPool(workers, QueueLimits.of(settings), shares_prefixes=settings.prefix_caching)
+    return create_app(settings, pool, metrics)
+
+
+def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What tells the OpenMP threads of one of several workers how many processors are theirs."""
+    if num_workers == 1:
+        return {}
+    given = environ.get(THREADS_VARIABLE, "")
+    num_threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    return {THREADS_VARIABLE: str(max(1, num_threads // num_workers))}
 
 
 def check_models(settings: Settings) -> None:
@@ -210,8 +235,9 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
     num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)
     num_blocks, size = worker.num_target_blocks, worker.block_size
     each = " for each model" if worker.num_draft_blocks else ""
+    each_worker = f"; each of {settings.num_workers} workers:" if settings.num_workers > 1 else "."
     return [
-        f"Ready on {worker.device} in {worker.dtype}.",
+        f"Ready on {worker.device} in {worker.dtype}{each_worker}",
         f"  drafting  {_drafting(settings, worker)}",
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
         f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "

@@ -1,4 +1,4 @@
-"""Prometheus metrics, one registry per app: what requests experience and what the worker reports.
+"""Prometheus metrics: what requests experience, and what each worker reports.
 
 The worker sends totals since its start; they are added up here as growth, so that a restarted worker does
 not make a counter fall. Updated by ``server.client`` and ``server.generation``, read by ``/metrics``.
@@ -25,7 +25,7 @@ RATE_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
 
 
 class RequestMetrics:
-    """Families that grow with requests and their tokens."""
+    """Families of requests and their tokens."""
 
     def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
@@ -33,6 +33,9 @@ class RequestMetrics:
 
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(f"{prefix}{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{prefix}{name}", text, registry=registry)
 
         self.duration = histogram(
             "e2e_request_latency_seconds", "From arrival to the last token.", DURATION_BUCKETS
@@ -72,12 +75,17 @@ class RequestMetrics:
         self.aborted = counter("requests_aborted", "Requests that ended early.", ["reason"])
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of submitted requests.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.running = gauge("num_requests_running", "Requests with a first token.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
+        self.ready = gauge("ready", "1 when a request can be taken.")
 
 
 class WorkerMetrics:
-    """Families that mirror the worker's ``Stats``."""
+    """Families that mirror one worker's ``Stats``; observes it for ``server.client.worker_client``."""
 
-    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+    def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
+        self.registry = registry = CollectorRegistry()
+
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(f"{prefix}{name}", text, labels, registry=registry)
 
@@ -85,58 +93,41 @@ class WorkerMetrics:
             return Gauge(f"{prefix}{name}", text, labels, registry=registry)
 
         method = ["method"]
-        self.drafts = counter("spec_decode_num_drafts", "Rounds that drafted.", method)
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.", method)
-        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Accepted tokens.", method)
-        self.drafted_at = counter(
+        self._drafts = counter("spec_decode_num_drafts", "Rounds that drafted.", method)
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.", method)
+        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Accepted tokens.", method)
+        self._drafted_at = counter(
             "spec_decode_num_draft_tokens_per_pos", "Tokens drafted at a position.", ["position"]
         )
-        self.accepted_at = counter(
+        self._accepted_at = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Tokens accepted at a position.", ["position"]
         )
-        self.preemptions = counter("num_preemptions", "Sequences put back to make room in the cache.")
-        self.prefix_queries = counter(
+        self._preemptions = counter("num_preemptions", "Sequences put back to make room in the cache.")
+        self._prefix_queries = counter(
             "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
         )
-        self.prefix_hits = counter("prefix_cache_hits", "Of them, those that were found there.")
-        self.phase_seconds = counter("phase_seconds", "Time spent in each phase of a round.", ["phase"])
-        self.restarts = counter("worker_restarts", "Workers that died and were replaced.")
-        self.running = gauge("num_requests_running", "Requests with a first token.")
-        self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
-        self.cache_usage = gauge("kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1.", ["model"])
-        self.num_speculative_tokens = gauge("num_speculative_tokens", "Tokens drafted per round now.")
-        self.estimated_speedup = gauge(
+        self._prefix_hits = counter("prefix_cache_hits", "Of them, those that were found there.")
+        self._phase_seconds = counter("phase_seconds", "Time spent in each phase of a round.", ["phase"])
+        self._restarts = counter("worker_restarts", "Workers that died and were replaced.")
+        self._ready = gauge("worker_ready", "1 while the worker takes part.")
+        self._cache_usage = gauge("kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1.", ["model"])
+        self._num_speculative_tokens = gauge("num_speculative_tokens", "Tokens drafted per round now.")
+        self._estimated_speedup = gauge(
             "estimated_speedup", "Tokens per second over those without drafts; NaN where not estimated."
         )
-        self.achieved_speedup = gauge(
+        self._achieved_speedup = gauge(
             "achieved_speedup", "The same, as measured over about the last fifty steps; NaN where it is not."
         )
-        self.ready = gauge("ready", "1 when a request can be taken.")
-        self.build = Info(f"{prefix}build", "Version and models.", registry=registry)
-
-
-class Metrics:
-    """All metrics of one server; observes the worker for ``server.client.worker_client``."""
-
-    def __init__(self, prefix: str = DEFAULT_PREFIX, model_name: str = "") -> None:
-        self.registry = CollectorRegistry()
-        self.exposed = LabelledRegistry(self.registry, model_name)
-        self.requests = RequestMetrics(self.registry, prefix)
-        self.worker = WorkerMetrics(self.registry, prefix)
+        self._build = Info(f"{prefix}build", "Version and models.", registry=registry)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
         self.speculation({})
-        self.worker.build.info({"version": package_version()})
+        self._build.info({"version": package_version()})
 
-    def count_error(self, code: str) -> None:
-        self.requests.errors.labels(code).inc()
-
-    def count_answer(self, route: str, status: int) -> None:
-        self.requests.http.labels(route, status).inc()
-
-    def worker_ready(self, ready: Ready) -> None:
+    def ready(self, ready: Ready) -> None:
         self._totals = {}
         self.speculation({})
-        self.worker.build.info(
+        self._ready.set(1)
+        self._build.info(
             {
                 "version": package_version(),
                 "target": public_name(ready.target),
@@ -146,31 +137,31 @@ class Metrics:
             }
         )
 
-    def worker_lost(self) -> None:
-        self.worker.restarts.inc()
-        self.worker.cache_usage.clear()  # the cache went with the worker
+    def lost(self) -> None:
+        self._restarts.inc()
+        self._ready.set(0)
+        self._cache_usage.clear()  # the cache went with the worker
 
     def speculation(self, state: Mapping[str, Any]) -> None:
-        self.worker.estimated_speedup.set(state.get("predicted_speedup", math.nan))
+        self._estimated_speedup.set(state.get("predicted_speedup", math.nan))
         achieved = achieved_speedup(state)
-        self.worker.achieved_speedup.set(math.nan if achieved is None else achieved)
+        self._achieved_speedup.set(math.nan if achieved is None else achieved)
 
     def stats(self, stats: Stats) -> None:
-        worker = self.worker
-        worker.num_speculative_tokens.set(stats.num_speculative_tokens)
+        self._num_speculative_tokens.set(stats.num_speculative_tokens)
         for model, usage in stats.cache_usage.items():
-            worker.cache_usage.labels(model).set(usage)
-        self._grow(worker.preemptions, (), stats.num_preemptions)
-        self._grow(worker.prefix_queries, (), stats.num_prefix_queries)
-        self._grow(worker.prefix_hits, (), stats.num_prefix_hits)
+            self._cache_usage.labels(model).set(usage)
+        self._grow(self._preemptions, (), stats.num_preemptions)
+        self._grow(self._prefix_queries, (), stats.num_prefix_queries)
+        self._grow(self._prefix_hits, (), stats.num_prefix_hits)
         for method, counts in stats.drafts.items():
-            self._grow(worker.drafts, (method,), counts.num_drafts)
-            self._grow(worker.draft_tokens, (method,), counts.num_draft_tokens)
-            self._grow(worker.accepted_tokens, (method,), counts.num_accepted_tokens)
-        self._grow_positions(worker.drafted_at, stats.draft_tokens_per_position)
-        self._grow_positions(worker.accepted_at, stats.accepted_tokens_per_position)
+            self._grow(self._drafts, (method,), counts.num_drafts)
+            self._grow(self._draft_tokens, (method,), counts.num_draft_tokens)
+            self._grow(self._accepted_tokens, (method,), counts.num_accepted_tokens)
+        self._grow_positions(self._drafted_at, stats.draft_tokens_per_position)
+        self._grow_positions(self._accepted_at, stats.accepted_tokens_per_position)
         for phase, seconds in stats.phase_seconds.items():
-            self._grow(worker.phase_seconds, (phase,), seconds)
+            self._grow(self._phase_seconds, (phase,), seconds)
 
     def _grow_positions(self, counter: Counter, totals: Sequence[int]) -> None:
         for position, total in enumerate(totals):
@@ -185,6 +176,24 @@ class Metrics:
         growing = counter.labels(*labels) if labels else counter
         growing.inc(max(0.0, total - (known or 0.0)))
         self._totals[counter, labels] = total
+
+
+class Metrics:
+    """All metrics of one server; ``exposed`` is what ``/metrics`` reads."""
+
+    def __init__(self, prefix: str = DEFAULT_PREFIX, model_name: str = "", num_workers: int = 1) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = RequestMetrics(self.registry, prefix)
+        self.workers = [WorkerMetrics(prefix) for _ in range(num_workers)]
+        self.exposed = LabelledRegistry(
+            self.registry, [worker.registry for worker in self.workers], model_name
+        )
+
+    def count_error(self, code: str) -> None:
+        self.requests.errors.labels(code).inc()
+
+    def count_answer(self, route: str, status: int) -> None:
+        self.requests.http.labels(route, status).inc()
 
 
 class RequestTimer:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from engine.messages import Ready
-from server.client.worker_client import WorkerClient
+from server.client.worker_pool import WorkerPool
 from server.errors import NotReadyError
 from server.metrics import Metrics
 from server.settings import Settings
@@ -43,7 +43,7 @@ class Model:
 
 class Services:
     def __init__(
-        self, settings: Settings, engine: WorkerClient, metrics: Metrics, load_tokenizer: TokenizerLoader
+        self, settings: Settings, engine: WorkerPool, metrics: Metrics, load_tokenizer: TokenizerLoader
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -52,15 +52,15 @@ class Services:
         self._load_tokenizer = load_tokenizer
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
         self._is_draining = False
-        metrics.worker.ready.set_function(lambda: self.not_ready_reason() is None)
-        metrics.worker.running.set_function(lambda: engine.num_running)
-        metrics.worker.waiting.set_function(lambda: engine.num_waiting)
-        metrics.exposed.worker_pid = lambda: engine.worker_pid
+        metrics.requests.ready.set_function(lambda: self.not_ready_reason() is None)
+        metrics.requests.running.set_function(lambda: engine.num_running)
+        metrics.requests.waiting.set_function(lambda: engine.num_waiting)
+        metrics.exposed.worker_pids = lambda: [worker.pid for worker in engine.workers]
 
     async def start(self) -> None:
         """Begin to load both; returns at once, so that the port opens before the models are there."""
         self._tokenizer = in_daemon_thread(self._load_tokenizer)
-        await self.engine.start()
+        self.engine.start()
 
     async def stop(self) -> None:
         await self.engine.stop()

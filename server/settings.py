@@ -5,7 +5,7 @@ Flags, ``FORETOKEN_*`` environment, a YAML file and ``--help`` all come from the
 """
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -90,6 +90,13 @@ class ServerSettings(BaseModel):
         ge=0,
         description="Restarts in a row, of workers that served for less than a minute, after which the "
         "server gives up and exits with an error.",
+    )
+    workers: int | None = Field(
+        None,
+        ge=1,
+        description="Workers behind this server, each with models and caches of its own. num_threads is "
+        "divided among all, the caches' memory among those of one device. Default: one, or one for each "
+        "device.",
     )
     metrics_prefix: str = Field(
         DEFAULT_PREFIX,
@@ -249,6 +256,19 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
         return self
 
     @model_validator(mode="after")
+    def _check_workers(self) -> Self:
+        num_devices = len(self.devices)
+        if len(set(self.devices)) < num_devices:
+            raise ValueError("device names one twice; workers says how many share it")
+        if self.num_workers % num_devices:
+            raise ValueError(
+                f"workers is {self.num_workers}, which is no multiple of the {num_devices} devices in device"
+            )
+        if self.device_map is not None and self.num_workers > 1:
+            raise ValueError("device_map spreads one worker over all GPUs; with it workers must be 1")
+        return self
+
+    @model_validator(mode="after")
     def _name_the_model(self) -> Self:
         if not self.served_model_name:
             self.served_model_name = _default_model_name(str(self.target))
@@ -267,6 +287,31 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
     def public_target(self) -> str:
         """The target's hub id or folder name: its path stays inside."""
         return public_name(str(self.target))
+
+    @property
+    def devices(self) -> list[str]:
+        """``cuda:0,1`` are two."""
+        names = [name.strip() for name in self.device.split(",")]
+        kind = names[0].partition(":")[0]
+        return [f"{kind}:{name}" if name.isdecimal() else name for name in names]
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers or len(self.devices)
+
+    def worker_configs(self) -> list[EngineConfig]:
+        """One for each worker, with its device and its share of threads and memory."""
+        num_sharing = self.num_workers // len(self.devices)
+        share: dict[str, Any] = {}
+        if self.num_threads:
+            share["num_threads"] = max(1, self.num_threads // self.num_workers)
+        if self.cache_memory is not None:
+            share["cache_memory"] = ByteSize(self.cache_memory // num_sharing)
+        elif num_sharing > 1:
+            whole = self.cache_memory_share or (0.9 if self.device.startswith("cuda") else 0.25)
+            share["cache_memory_share"] = whole / num_sharing
+        devices = self.devices * num_sharing
+        return [self.engine_config().model_copy(update=share | {"device": device}) for device in devices]
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig.model_validate(self.model_dump(include=set(EngineConfig.model_fields)))

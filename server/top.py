@@ -32,6 +32,7 @@ NUM_POSITIONS = 10
 BAR_WIDTH = 30
 PANEL_WIDTH = 100
 SPEED_COLUMN = 22  # where the first column of figures starts
+SERVER_LABELS = ("model_name", "worker")  # over which values are summed
 LEVELS = " ▁▂▃▄▅▆▇█"
 
 
@@ -41,7 +42,7 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True)
 class Reading:
-    """``samples``: sums by metric name without prefix, and values by (name, label value)."""
+    """``samples``: sums by metric name without prefix, and by (name, label value)."""
 
     time: float
     samples: dict[str, float]
@@ -54,6 +55,10 @@ class Reading:
 
     def at(self, name: str, label: str) -> float:
         return self.by_label.get((name, label), 0.0)
+
+    @property
+    def num_workers(self) -> float:
+        return max(1.0, self.total("worker_ready"))
 
 
 @dataclass
@@ -101,7 +106,7 @@ class Client:
         for name, labels, value in _samples(self._get("/metrics").decode()):
             samples[name] = samples.get(name, 0.0) + value
             for label in labels:
-                by_label[name, label] = value
+                by_label[name, label] = by_label.get((name, label), 0.0) + value
         speculation, version = (json.loads(self._get(path)) for path in ("/speculation", "/version"))
         return Reading(time.monotonic(), samples, by_label, speculation, version)
 
@@ -127,7 +132,7 @@ def _samples(text: str) -> Iterator[tuple[str, list[str], float]]:
     for family in families:
         for sample in family.samples:
             if sample.name.startswith(prefix):
-                labels = [value for name, value in sample.labels.items() if name != "model_name"]
+                labels = [value for name, value in sample.labels.items() if name not in SERVER_LABELS]
                 yield sample.name.removeprefix(prefix), labels, sample.value
 
 
@@ -176,8 +181,11 @@ def _figures(history: History) -> RenderableType:
     drafted = now.total("spec_decode_num_draft_tokens_total")
     accepted = now.total("spec_decode_num_accepted_tokens_total")
     rate = f"{accepted / drafted:8.0%}" if drafted else "       -"
-    pair("draft length", f"{now.total('num_speculative_tokens'):8.1f}", "drafts accepted", rate)
-    target, draft = (f"{now.at('kv_cache_usage_perc', model):8.0%}" for model in ("target", "draft"))
+    length = now.total("num_speculative_tokens") / now.num_workers
+    pair("draft length", f"{length:8.1f}", "drafts accepted", rate)
+    target, draft = (
+        f"{now.at('kv_cache_usage_perc', model) / now.num_workers:8.0%}" for model in ("target", "draft")
+    )
     pair("cache, target", target, "cache, draft", draft)
     errors, restarts = now.total("request_errors_total"), now.total("worker_restarts_total")
     pair("errors", f"{errors:8.0f}", "worker restarts", f"{restarts:8.0f}")

@@ -35,7 +35,7 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_queries_use_metrics_that_exist() -> None:
-    families = Metrics().registry.collect()
+    families = Metrics().exposed.collect()
     names = {
         sample
         for family in families

@@ -1,6 +1,9 @@
 """``from foretoken import ...``: what the README and docs/python-api.md promise, with the bundled pair."""
 
+import subprocess
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +45,24 @@ def test_chat_is_the_template_and_generate(llm: LLM) -> None:
 def test_a_prompt_that_does_not_fit_is_an_error(llm: LLM) -> None:
     with pytest.raises(RequestError):
         llm.generate([[1] * 2000], SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("from foretoken import LLM, SamplingParams; print(LLM.__module__)", "engine.llm"),
+        ("import engine, foretoken", "foretoken needs the module name 'engine'"),
+    ],
+)
+def test_a_folder_with_an_engine_and_a_server_of_its_own(tmp_path: Path, script: str, expected: str) -> None:
+    """A script's own folder is the first in which Python looks."""
+    for name in ("engine", "server"):
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / "script.py").write_text(script)
+    result = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert expected in result.stdout + result.stderr

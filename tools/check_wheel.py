@@ -54,8 +54,7 @@ def try_installed(binaries: Path, folder: Path, environment: dict[str, str]) -> 
     if "install a C compiler" not in shown.stdout:
         raise SystemExit("FAILED: --version does not say that the kernels are missing")
     (folder / "script.py").write_text(SCRIPT)
-    # -P: as an application's own modules would be found, but not this folder's engine.py.
-    run(binaries / "python", "-P", "script.py", cwd=folder, env=environment)
+    run(binaries / "python", "script.py", cwd=folder, env=environment)
     port = free_port()
     server = subprocess.Popen(
         [binaries / "foretoken", "serve", "--port", str(port)], cwd=folder, env=environment

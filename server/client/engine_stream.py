@@ -1,7 +1,7 @@
 """What the engine produces for one HTTP request: all of its prompts' sequences on one queue.
 
 It also keeps the requests as they were sent, so that they can be sent again as long as nothing has come back.
-Filled by ``server.client.worker_client``, read by ``server.generation``. ``close`` is synchronous on purpose:
+Filled by ``server.client.worker_pool``, read by ``server.generation``. ``close`` is synchronous on purpose:
 it must work inside a cancelled task.
 """
 
@@ -21,7 +21,6 @@ class EngineStream:
     """
 
     def __init__(self, requests: Sequence[Generate], abort: AbortSequence, key: str = "") -> None:
-        self.requests = requests
         self.key = key  # the API key that it counts for; empty without keys
         self._by_id = {request.request_id: request for request in requests}
         self.has_output = False
@@ -33,7 +32,7 @@ class EngineStream:
         self._open = {request.request_id: set(range(request.n)) for request in requests}
 
     def deliver(self, output: TokenOutput) -> None:
-        """Called by the engine client. Late tokens of a stopped sequence are dropped."""
+        """Called by the worker pool. Late tokens of a stopped sequence are dropped."""
         if not self._is_open(output.request_id, output.index):
             return
         self.has_output = True

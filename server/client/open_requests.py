@@ -1,7 +1,7 @@
-"""The requests that the engine has not finished: which stream each belongs to, and which still wait.
+"""The requests that the engine has not finished: the stream and the worker of each, and which still wait.
 
-Limits how many may wait, orders those of several API keys fairly, and knows which of them the next worker can
-take over when one dies. Owned by ``server.client.worker_client``.
+Limits how many may wait, orders those of several API keys fairly, and knows which of them another worker can
+take over when one dies. Owned by ``server.client.worker_pool``.
 """
 
 from collections import Counter
@@ -68,6 +68,8 @@ class OpenRequests:
         self._num_waiting_tokens = 0
         self._fair_share = FairShare()
         self._tags: dict[str, int] = {}
+        self._worker_of: dict[str, int] = {}  # request -> the number of its worker, once it has one
+        self._num_sequences: Counter[int] = Counter()  # by worker
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -126,6 +128,17 @@ class OpenRequests:
         self._num_waiting += request.n
         self._num_waiting_tokens += len(request.prompt_token_ids)
 
+    def assign(self, request: Generate, worker: int) -> None:
+        self._worker_of[request.request_id] = worker
+        self._num_sequences[worker] += request.n
+
+    def worker_of(self, request_id: str) -> int | None:
+        return self._worker_of.get(request_id)
+
+    def num_sequences(self, worker: int) -> int:
+        """Of requests that it has not finished."""
+        return self._num_sequences[worker]
+
     def deliver(self, output: TokenOutput) -> None:
         """Hand an output to its stream, if there still is one."""
         stream = self._streams.get(output.request_id)
@@ -145,6 +158,7 @@ class OpenRequests:
             return
         for index in list(self._waiting.get(request_id, ())):
             self._leave(request_id, index, stream)
+        self._unassign(request_id)
         del self._streams[request_id]
         self._tags.pop(request_id, None)
         if not self._streams:
@@ -174,16 +188,33 @@ class OpenRequests:
         for stream in set(self._streams.values()):
             stream.fail(error)
 
-    def fail_lost(self, error: ApiError) -> None:
-        """A worker has died. Fail what no other can take over: requests of which something has come back,
-        and those that were with a dying worker before, as they may be what kills it."""
-        for stream in set(self._streams.values()):
-            if stream.has_output or stream.num_submissions >= MAX_SUBMISSIONS:
+    def lose_worker(self, worker: int, error: ApiError) -> None:
+        """A worker has died, and its requests are ``unassigned``. Fail what no other can take over: requests
+        of which something has come back, and those that were with a dying worker before, as they may be what
+        kills it."""
+        lost = [request_id for request_id, holder in self._worker_of.items() if holder == worker]
+        begun = {self._streams[request_id] for request_id in lost if self._has_begun(request_id)}
+        for request_id in lost:
+            self._unassign(request_id)
+        for stream in dict.fromkeys(self._streams[request_id] for request_id in lost):
+            if stream in begun or stream.num_submissions >= MAX_SUBMISSIONS:
                 stream.fail(error)
+            else:
+                stream.num_submissions += 1
 
-    def submit_again(self) -> list[Generate]:
-        """What the next worker takes over, in the order in which it came."""
-        streams = dict.fromkeys(self._streams.values())
-        for stream in streams:
-            stream.num_submissions += 1
-        return [request for stream in streams for request in stream.requests]
+    def unassigned(self) -> list[Generate]:
+        """What a worker has still to take over, in the order in which it came."""
+        return [
+            stream.request(request_id)
+            for request_id, stream in self._streams.items()
+            if request_id not in self._worker_of
+        ]
+
+    def _has_begun(self, request_id: str) -> bool:
+        num_waiting = len(self._waiting.get(request_id, ()))
+        return num_waiting < self._streams[request_id].request(request_id).n
+
+    def _unassign(self, request_id: str) -> None:
+        worker = self._worker_of.pop(request_id, None)
+        if worker is not None:
+            self._num_sequences[worker] -= self._streams[request_id].request(request_id).n

@@ -62,7 +62,14 @@ class WorkerProcess:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
 
     @classmethod
-    async def start(cls, command: Sequence[str], config: EngineConfig, number: int) -> "WorkerProcess":
+    async def start(
+        cls,
+        command: Sequence[str],
+        config: EngineConfig,
+        number: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> "WorkerProcess":
+        """``number`` tells runs apart; ``environment`` are variables beside those of this process."""
         folder = SocketFolder()
         address = f"ipc://{folder.path / f'worker-{number}.sock'}"
         context = zmq.asyncio.Context()
@@ -79,7 +86,7 @@ class WorkerProcess:
                 *("--socket", address, "--config", config.model_dump_json()),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the front end, which then stops the worker in order
-                env=worker_environment(os.environ),
+                env=worker_environment(os.environ) | dict(environment or {}),
             )
         except BaseException:
             _close(context, socket, connection_ends, heartbeats, folder)

@@ -28,7 +28,7 @@ const mean = (histogram) => (now, before) => {
   return before && grown("count") > 0 ? (1000 * grown("sum")) / grown("count") : null;
 };
 
-const phaseRate = (phase) => rate((metrics) => metrics.by("phase_seconds_total", "phase")[phase] ?? 0);
+const phaseRate = (phase) => rate((m) => m.perWorker(m.by("phase_seconds_total", "phase")[phase] ?? 0));
 
 const CHARTS = [
   { title: "Tokens per second", format: plainNumber, series: [["generated", "green", rate((m) => m.total("generation_tokens_total"))]] },
@@ -39,7 +39,7 @@ const CHARTS = [
       ["achieved", "green", (now) => now.speculation?.speedup.achieved],
     ],
   },
-  { title: "Draft length", format: plainNumber, series: [["tokens a round", "green", (now) => now.metrics.total("num_speculative_tokens")]] },
+  { title: "Draft length", format: plainNumber, series: [["tokens a round", "green", ({ metrics }) => metrics.perWorker(metrics.total("num_speculative_tokens"))]] },
   {
     title: "Requests", format: (value) => (value == null ? "–" : String(value)),
     series: [
@@ -56,8 +56,8 @@ const CHARTS = [
   {
     title: "Cache in use", format: share, top: 1,
     series: [
-      ["target", "blue", (now) => now.metrics.by("kv_cache_usage_perc", "model").target],
-      ["draft", "green", (now) => now.metrics.by("kv_cache_usage_perc", "model").draft],
+      ["target", "blue", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").target)],
+      ["draft", "green", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").draft)],
     ],
   },
 ];

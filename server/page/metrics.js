@@ -29,8 +29,15 @@ class Samples {
     return (this.byName.get(name) ?? []).reduce((sum, sample) => sum + sample.value, 0);
   }
 
-  /** Values by one label. */
+  /** Sums by one label. */
   by(name, label) {
-    return Object.fromEntries((this.byName.get(name) ?? []).map((sample) => [sample.labels[label], sample.value]));
+    const sums = {};
+    for (const { labels, value } of this.byName.get(name) ?? []) sums[labels[label]] = (sums[labels[label]] ?? 0) + value;
+    return sums;
+  }
+
+  /** The mean over the workers of what each has; null where there is no sample yet. */
+  perWorker(sum) {
+    return sum == null ? null : sum / Math.max(1, this.total("worker_ready"));
   }
 }

@@ -1,11 +1,13 @@
 """What operators and probes ask: ``/health``, ``/ready``, ``/metrics``, ``/version``, ``/speculation``."""
 
-from fastapi import APIRouter, Request
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
-from server.errors import NotReadyError
-from server.schemas.operate import Health, Readiness, SpeculationState, Version
+from server.errors import ErrorAnswer, InvalidRequestError, NotReadyError
+from server.schemas.operate import Health, Readiness, SpeculationState, Version, WorkerHealth
 from server.services import ServicesDep
 from server.settings import public_name
 from server.speculation_state import speculation_state
@@ -13,11 +15,25 @@ from server.version import package_version
 
 router = APIRouter(tags=["operate"])
 
+WorkerNumber = Annotated[int, Query(ge=0, description="Of several workers, the one that is asked; from 0.")]
+
 
 @router.get("/health", summary="Liveness")
-async def health() -> Health:
-    """200 while this process lives, whatever the worker does."""
-    return Health()
+async def health(services: ServicesDep) -> Health:
+    """200 while this process lives, whatever its workers do; the body has the state of each."""
+    engine = services.engine
+    return Health(
+        workers=[
+            WorkerHealth(
+                worker=number,
+                status=worker.state.status,
+                reason=None if worker.state.status == "ready" else worker.state.reason,
+                device=worker.state.worker.device if worker.state.worker else None,
+                sequences=engine.num_sequences(number),
+            )
+            for number, worker in enumerate(engine.workers)
+        ]
+    )
 
 
 @router.get(
@@ -49,11 +65,21 @@ async def version(services: ServicesDep) -> Version:
     )
 
 
-@router.get("/speculation", summary="Speculation status")
-async def speculation(services: ServicesDep) -> SpeculationState:
+@router.get(
+    "/speculation",
+    summary="Speculation status",
+    responses={
+        400: {"model": ErrorAnswer, "description": "No such worker."},
+        "default": {"model": ErrorAnswer},
+    },
+)
+async def speculation(services: ServicesDep, worker: WorkerNumber = 0) -> SpeculationState:
     """Who drafts, how much is accepted at which position, what it gains, and why it is on or off."""
-    engine = services.engine
-    return speculation_state(services.settings, engine.state.worker, engine.stats, engine.speculation)
+    workers = services.engine.workers
+    if worker >= len(workers):
+        raise InvalidRequestError(f"There are {len(workers)} workers, numbered from 0.", param="worker")
+    asked = workers[worker]
+    return speculation_state(services.settings, asked.state.worker, asked.stats, asked.speculation)
 
 
 @router.get(

@@ -7,13 +7,26 @@ from pydantic import BaseModel, Field
 from engine.messages import Method, Source
 from server.schemas.answer import is_none
 
+WorkerStatus = Literal["ready", "loading", "restarting", "failed", "stopped"]
+
+
+class WorkerHealth(BaseModel):
+    worker: int = Field(description="Its number, as in the label `worker` of metrics.")
+    status: WorkerStatus
+    reason: str | None = Field(None, exclude_if=is_none, description="Why not; absent when ready.")
+    device: str | None = Field(description="Null unless it is ready.")
+    sequences: int = Field(description="That it has not finished.")
+
 
 class Health(BaseModel):
     status: Literal["ok"] = "ok"
+    workers: list[WorkerHealth]
 
 
 class Readiness(BaseModel):
-    status: Literal["ready", "loading", "restarting", "draining", "failed", "stopped"]
+    """Ready as soon as one worker is."""
+
+    status: WorkerStatus | Literal["draining"]
     reason: str | None = Field(None, exclude_if=is_none, description="Why not; absent when ready.")
 
 

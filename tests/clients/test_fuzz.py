@@ -28,6 +28,7 @@ from schemathesis.specs.openapi.checks import (
 from engine.config import EngineConfig
 from server.app import create_app
 from server.client.worker_client import WorkerClient
+from server.client.worker_pool import WorkerPool
 from server.metrics import Metrics
 from server.schemas.chat import ChatChunk
 from server.schemas.completion import Completion
@@ -41,7 +42,9 @@ CASES_PER_ROUTE = 500
 TIMEOUT_SECONDS = 60
 MAX_CHOICES = 3  # more would only cost time
 
-app = create_app(Settings(target="tiny-model"), WorkerClient(EngineConfig(), Metrics()), Metrics())
+metrics = Metrics()
+pool = WorkerPool([WorkerClient(EngineConfig(), metrics.workers[0])])
+app = create_app(Settings(target="tiny-model"), pool, metrics)
 schema = schemathesis.openapi.from_dict(app.openapi())
 schema.config.max_stream_events = 10_000  # of its own accord it stops reading a stream long before its end
 CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatChunk}

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.app import create_app
 from server.client.open_requests import QueueLimits
 from server.client.worker_client import WorkerClient
+from server.client.worker_pool import WorkerPool
 from server.client.worker_process import Patience
 from server.launch import bind
 from server.metrics import Metrics
@@ -144,16 +145,15 @@ def fake_worker_app(
     """The application whose lifespan starts the fake worker."""
     configured = Settings(target=str(model_folder), **settings)
     metrics = Metrics(configured.metrics_prefix, configured.model_name)
-    engine = WorkerClient(
+    worker = WorkerClient(
         configured.engine_config(),
-        metrics,
-        limits=QueueLimits.of(configured),
+        metrics.workers[0],
         patience=Patience(configured.heartbeat_timeout, configured.step_timeout),
         max_restarts=configured.max_worker_restarts,
         worker_command=(sys.executable, "-m", "tests.fake_worker", *worker_options),
         first_backoff_seconds=0.2,
     )
-    return create_app(configured, engine, metrics, load)
+    return create_app(configured, WorkerPool([worker], QueueLimits.of(configured)), metrics, load)
 
 
 @contextmanager

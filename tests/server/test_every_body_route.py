@@ -11,6 +11,7 @@ import pytest
 
 from server.app import create_app
 from server.client.worker_client import WorkerClient
+from server.client.worker_pool import WorkerPool
 from server.metrics import Metrics
 from server.settings import Settings
 from tests.server.conftest import StartServer
@@ -31,7 +32,7 @@ each_route = pytest.mark.parametrize("path", sorted(VALID))
 
 def test_no_route_is_left_out() -> None:
     metrics = Metrics()
-    engine = WorkerClient(Settings().engine_config(), metrics)
+    engine = WorkerPool([WorkerClient(Settings().engine_config(), metrics.workers[0])])
     paths = create_app(Settings(), engine, metrics).openapi()["paths"]
     assert {path for path, methods in paths.items() if "post" in methods} == set(VALID)
 

@@ -57,7 +57,7 @@ def own_temp_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_stopped_worker_is_replaced(start_server: StartServer) -> None:
     with start_server(heartbeat_timeout=2) as server:
-        stopped = server.services.engine.worker_pid
+        stopped = server.services.engine.workers[0].pid
         assert stopped is not None
         os.kill(stopped, signal.SIGSTOP)
         wait_for(lambda: server.services.engine.state.status == "restarting", "its replacement")
@@ -80,9 +80,9 @@ def test_a_hung_worker_is_replaced(start_server: StartServer) -> None:
 
 def test_an_idle_worker_is_not_hung(start_server: StartServer) -> None:
     with start_server(step_timeout=0.5, heartbeat_timeout=2.5) as server:
-        before = server.services.engine.worker_pid
+        before = server.services.engine.workers[0].pid
         time.sleep(4)
-        assert server.services.engine.worker_pid == before
+        assert server.services.engine.workers[0].pid == before
 
 
 def test_a_worker_that_keeps_dying_ends_the_server(model_folder: Path, tmp_path: Path) -> None:

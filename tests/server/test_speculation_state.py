@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.messages import DraftCounts, Stats
-from server.metrics import Metrics
+from server.metrics import WorkerMetrics
 from server.settings import Settings
 from server.speculation_state import speculation_state
 from tests.server.conftest import StartServer
@@ -77,7 +77,7 @@ def test_no_answer_has_a_number_that_json_lacks(start_server: StartServer) -> No
 
         assert read()["speedup"] == {"predicted": None, "achieved": None}
         rates = {"achieved": math.nan, "plain": 1.0}
-        server.services.engine.speculation.update(
+        server.services.engine.workers[0].speculation.update(
             AUTO
             | {
                 "predicted_speedup": math.nan,
@@ -96,7 +96,7 @@ def test_before_anything_ran() -> None:
 
 
 def test_gauge_follows_the_policy() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
 
     def value() -> float:
         sample = metrics.registry.get_sample_value("foretoken_estimated_speedup")
@@ -111,8 +111,8 @@ def test_gauge_follows_the_policy() -> None:
 
 
 def test_a_dead_workers_cache_is_not_in_use() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.stats(msgspec.structs.replace(STATS, cache_usage={"target": 0.5}))
     assert metrics.registry.get_sample_value("foretoken_kv_cache_usage_perc", {"model": "target"}) == 0.5
-    metrics.worker_lost()
+    metrics.lost()
     assert not metrics.registry.get_sample_value("foretoken_kv_cache_usage_perc", {"model": "target"})

@@ -1,0 +1,72 @@
+"""What several workers give on one machine: the same processors as one worker's threads, or as workers.
+
+    python -m benchmarks.workers --clients 1 4 16 --blocks 3 --seconds 4
+
+Servers of the bundled pair under the load of ``benchmarks.defaults``, by turns; tokens per second.
+"""
+
+import argparse
+import asyncio
+import statistics
+from contextlib import ExitStack
+
+import httpx
+
+from benchmarks.defaults import NUM_PROMPTS, Bench, Variant, process_ids, until_ready
+from benchmarks.online import running_server
+from benchmarks.pairs import BUNDLED, Pair, prompt_ids
+from engine.config import BUNDLED_PAIR
+from loadtest.command import find_model
+from loadtest.generator import new_client
+
+VARIANTS = {
+    "1 worker, 1 thread": {"num_threads": 1},
+    "1 worker, 2 threads": {"num_threads": 2},
+    "2 workers, 1 thread each": {"num_threads": 2, "workers": 2},
+}
+
+
+async def all_workers(client: httpx.AsyncClient, url: str) -> None:
+    while True:
+        workers = (await client.get(f"{url.removesuffix('/v1')}/health")).json()["workers"]
+        if all(worker["status"] == "ready" for worker in workers):
+            return
+        await asyncio.sleep(0.2)
+
+
+async def measure(arguments: argparse.Namespace) -> None:
+    pair = Pair(BUNDLED, str(BUNDLED_PAIR / "target"), None)
+    async with new_client("none", timeout=60.0) as client:
+        with ExitStack() as stack:
+            variants = []
+            for name, settings in VARIANTS.items():
+                server = stack.enter_context(running_server(settings))
+                await until_ready(client, server)
+                await all_workers(client, server.base_url)
+                variants.append(Variant(name, server, await find_model(client, server.base_url), {}))
+            prompts = prompt_ids(pair, NUM_PROMPTS, 32)
+            bench = Bench(client, prompts, process_ids({variant.server for variant in variants}))
+            for num_clients in arguments.clients:
+                speeds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+                for cycle in range(-1, arguments.blocks):  # the first one warms up
+                    for variant in variants:
+                        block = await bench.block(
+                            variant, num_clients, str(cycle), ramp_up=0.5, seconds=arguments.seconds
+                        )
+                        if cycle >= 0:
+                            speeds[variant.name].append(block.window.tokens_per_second)
+                for name, some in speeds.items():
+                    each = " ".join(f"{speed:.0f}" for speed in some)
+                    print(f"{num_clients:>3} clients, {name:<25}{statistics.median(some):8.0f}   ({each})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.workers")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Foretoken as a deployment of Ray Serve, for several machines; needs ``pip install 'foretoken[ray]'``.
+
+    serve deploy deploy/ray_serve.yaml
+    serve run server.ray_serve:app target=./my-model draft=./my-small-model
+
+Each replica is the application of ``foretoken serve`` with workers of its own. Ray's proxies are the server:
+they listen, spread requests, and let a replica finish what it has before it is taken away.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import disable_created_metrics
+from ray import serve
+
+from server.launch import check_models, make_app
+from server.logs import configure_logging
+from server.settings import Settings
+
+# Settings of what Ray does instead.
+OF_THE_PROXY = {"config", "host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile", "drain_timeout"}
+
+
+def app(args: dict[str, Any]) -> serve.Application:
+    """What ``import_path`` names; ``args`` are settings of ``foretoken serve``."""
+    return deployment(args).bind()
+
+
+def deployment(args: dict[str, Any]) -> serve.Deployment:
+    """For other options than those of ``serve run``: ``deployment(args).options(...).bind()``."""
+    _settings(args)  # a mistake is found here, before any replica starts
+
+    def build() -> FastAPI:
+        return make_replica(_settings(args))
+
+    @serve.deployment
+    @serve.ingress(build)
+    class Foretoken:
+        app: FastAPI  # set by ``serve.ingress``
+
+        def check_health(self) -> None:
+            """Called by Ray, which replaces a replica that raises."""
+            state = self.app.state.services.engine.state
+            if state.status == "failed":
+                raise RuntimeError(state.reason)
+
+    return Foretoken
+
+
+def make_replica(settings: Settings) -> FastAPI:
+    """The application, whose start-up takes until it can serve."""
+    configure_logging(settings.log_level, settings.log_format)
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    check_models(settings)
+    application = make_app(settings)
+    lifespan = application.router.lifespan_context
+
+    @asynccontextmanager
+    async def until_ready(_: FastAPI) -> AsyncIterator[None]:
+        async with lifespan(application):
+            await application.state.services.wait_until_ready()
+            yield
+
+    application.router.lifespan_context = until_ready
+    return application
+
+
+def _settings(args: dict[str, Any]) -> Settings:
+    settings = Settings(**args)
+    if wrong := sorted(OF_THE_PROXY & settings.model_fields_set):
+        raise ValueError(f"With Ray Serve, its own configuration takes the place of: {', '.join(wrong)}")
+    return settings

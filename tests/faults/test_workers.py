@@ -1,0 +1,82 @@
+"""Two workers behind one server, with the bundled pair: exact answers, and the death of one under load."""
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.faults.watched import CASES, ServerError, Texts, Watched, children_of, wait_for, watched
+
+NUM_STREAMS = 32
+SETTINGS = ("--workers", "2", "--num-threads", "2", "--cache-memory", "256MiB")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    with watched(tmp_path_factory.mktemp("workers"), *SETTINGS) as running:
+        wait_for(lambda: num_ready(running) == 2, lambda: "one worker only")
+        yield running
+
+
+def health(server: Watched) -> list[dict[str, Any]]:
+    workers: list[dict[str, Any]] = server.server.get("/health").json()["workers"]
+    return workers
+
+
+def num_ready(server: Watched) -> int:
+    return sum(worker["status"] == "ready" for worker in health(server))
+
+
+def loads(server: Watched) -> list[int]:
+    return [worker["sequences"] for worker in health(server)]
+
+
+def ask_all(server: Watched, threads: ThreadPoolExecutor) -> list[Future[Texts]]:
+    cases = [CASES[number % len(CASES)] for number in range(NUM_STREAMS)]
+    return [threads.submit(server.ask, case, stream=True) for case in cases]
+
+
+def is_exact(server: Watched, number: int, answer: Texts) -> bool:
+    return answer == server.references[number % len(CASES)]
+
+
+def test_streams_of_both_workers_are_exact(server: Watched) -> None:
+    """The references are those of one worker, mostly; the load is divided."""
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        answers = [asked.result() for asked in ask_all(server, threads)]
+    assert all(is_exact(server, number, answer) for number, answer in enumerate(answers))
+    lines = server.server.get("/metrics").text.splitlines()
+    scored = [line for line in lines if line.startswith("foretoken_phase_seconds_total") and "score" in line]
+    assert [line.partition('worker="')[2][0] for line in scored] == ["0", "1"]
+    statuses = [server.server.get(f"/speculation?worker={number}").status_code for number in range(3)]
+    assert statuses == [200, 200, 400]
+
+
+def test_a_killed_worker_takes_no_stream_of_the_other_with_it(server: Watched) -> None:
+    victim, survivor = children_of(server.server.pid)
+    outcomes: Counter[str] = Counter()
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        asked = ask_all(server, threads)
+        wait_for(lambda: min(loads(server)) >= 4, lambda: "no load on both")
+        held = max(loads(server))
+        os.kill(victim, signal.SIGKILL)
+        for number, one in enumerate(asked):
+            try:
+                assert is_exact(server, number, one.result())
+                outcomes["exact"] += 1
+            except ServerError as error:
+                outcomes[str(error)] += 1
+    assert set(outcomes) <= {"exact", "worker_lost"}
+    assert outcomes["worker_lost"] <= held + 2, "more than one worker held"
+    assert server.is_ready(), "the other one serves on"
+    wait_for(lambda: num_ready(server) == 2, lambda: "it was not replaced")
+    assert survivor in children_of(server.server.pid)
+    assert server.server.metric("foretoken_worker_restarts_total") == 1
+    for number, case in enumerate(CASES):
+        assert is_exact(server, number, server.ask(case))
+    wait_for(lambda: not any(server.gauges().values()), lambda: f"gauges: {server.gauges()}")
+    assert loads(server) == [0, 0]
