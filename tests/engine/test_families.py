@@ -339,6 +339,6 @@ def test_a_recurrence_beside_attention_is_noticed_though_the_model_hides_it(
     path = save_random(tmp_path, "falcon_h1", values)
     module = load_causal_model(path, LoadOptions(), ATTENTION_NAME)
     monkeypatch.setattr(type(module), "_is_stateful", False)
-    facts = ModelFacts(module.config, module.generation_config, 0, LoadOptions())
+    facts = ModelFacts(module.config, module.generation_config, 0, torch.float32, torch.device("cpu"))
     with pytest.raises(ModelLoadError, match="deviate by"):
         self_check(DecoderModel(module, facts))

@@ -46,6 +46,12 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "x"} | fields
 
 
+def _hear_signals() -> None:
+    """A shell's background job is born deaf to Ctrl-C, one of ``nohup`` to SIGHUP, and so are all its children."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def serve_process(
     model_folder: Path,
@@ -66,8 +72,7 @@ def serve_process(
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A shell's background job is born deaf to Ctrl-C, and so would be all its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_hear_signals,
         )
     try:
         wait_for(lambda: until in log.read_text(), f"{until!r} in {log}")
