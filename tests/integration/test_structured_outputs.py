@@ -86,6 +86,7 @@ def test_forced_tokens_save_rounds(server: Server) -> None:
     body = {
         "model": MODEL,
         "messages": ASK,
+        "temperature": 0,
         "response_format": {
             "type": "json_schema",
             "json_schema": {"name": "pet", "schema": Pet.model_json_schema()},
