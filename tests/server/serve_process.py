@@ -47,7 +47,7 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def _hear_signals() -> None:
-    """A shell's background job is born deaf to Ctrl-C, one of ``nohup`` to SIGHUP, as are all its children."""
+    """A shell's background jobs ignore Ctrl-C, those of ``nohup`` SIGHUP, and so would their children."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
