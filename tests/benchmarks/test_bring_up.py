@@ -1,4 +1,4 @@
-"""The command for the day a GPU is at hand, as far as it runs without one."""
+"""``benchmarks.bring_up`` on a CPU: its stages, limits and dry run."""
 
 import io
 import sys

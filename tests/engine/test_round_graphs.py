@@ -228,7 +228,7 @@ def test_rows_that_need_more_do_not_slow_the_others(
 
 
 def test_prompts_do_not_slow_the_others(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
-    """Rows that decode are captured in every step, whoever arrives."""
+    """Rows that decode are captured in every step, also when prompts arrive."""
     by_phases: list[set[str]] = []
     run = PhaseRunner.run
 

@@ -131,11 +131,14 @@ class RunningServer:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Looks are counted, not seconds: a machine that stood still has not been waited for."""
-    for _ in range(round(PATIENCE_SECONDS / POLL_SECONDS)):
+    """A look counts for a second at most: a machine that stood still has not been waited for."""
+    waited = 0.0
+    while waited < PATIENCE_SECONDS:
+        began = time.monotonic()
         if condition():
             return
         time.sleep(POLL_SECONDS)
+        waited += min(time.monotonic() - began, 1.0)
     raise AssertionError(f"gave up waiting for {what}")
 
 

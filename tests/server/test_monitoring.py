@@ -123,6 +123,7 @@ def test_every_query_of_the_dashboard_finds_something(start_server: StartServer,
         server.worker.at_most(0)
         with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 8}):
             server.wait_for_requests(1)
+        server.wait_for_messages("Abort", 1)
         server.worker.go_on()
         wait_for(lambda: not empty(), "queries that find something")
         assert prometheus.firing() == set()
