@@ -58,7 +58,7 @@ STAGES = {
 NEED_A_GPU = ("kernels", "tests")
 ROWS, DRAFTS = (1, 8, 32), (0, 2, 4)
 GEMM_ROWS = (1, 2, 5, 8, 16, 32, 80, 160)
-# Weights of a product are read in turn from so many bytes: more than any cache holds.
+# Bytes of the weights that a product cycles through: more than any cache holds.
 GEMM_BYTES = 1 << 30
 NODES = 1000
 # Of the tests, those of kernels, graphs and waits; the others are whole engines.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.workers --clients 1 4 16 --blocks 3 --seconds 4
 
-Servers of the bundled pair under the load of ``benchmarks.defaults``, by turns; tokens per second.
+Servers of the bundled pair under the load of ``benchmarks.defaults``, interleaved; tokens per second.
 """
 
 import argparse

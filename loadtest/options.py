@@ -41,9 +41,9 @@ class BenchOptions(ClientOptions):
     model: str | None = Field(None, description="Default: the first of /v1/models.")
     chat: bool = Field(False, description="Chat completions instead of completions.")
     concurrency: list[PositiveInt] | None = Field(
-        None, description="Closed loops of so many clients. Default: 1,4,16, or none with --rate."
+        None, description="Numbers of clients in closed loops. Default: 1,4,16, or none with --rate."
     )
-    rate: list[PositiveFloat] = Field([], description="Open loops of so many requests a second.")
+    rate: list[PositiveFloat] = Field([], description="Requests per second of open loops.")
     requests: PositiveInt | None = Field(
         None, description="Requests of one load, once. Default: 2 a client, 32 for a rate."
     )

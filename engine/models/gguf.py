@@ -30,7 +30,7 @@ MODEL_TYPES = {
 GEMMA = ("gemma2", "gemma3")
 # The layers of those Gemmas whose scores are scaled by hidden size / heads; in the others by the head size.
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
-# One layer in so many of Gemma 3 sees everything, and the others' rotary base, where a file does not say.
+# Gemma 3's distance between layers without a window, and the others' rotary base, where a file has none.
 GEMMA3_PATTERN, GEMMA3_LOCAL_BASE = 6, 10000.0
 # Keys that a file must have, and others; without the architecture in front.
 NEEDED = {

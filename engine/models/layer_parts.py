@@ -117,20 +117,23 @@ class TorchParts:
         return norm(x)
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
-        tokens, heads, kv_heads = qkv.shape[0], shape.num_heads, shape.num_kv_heads
-        query_key, value = qkv.view(tokens, -1, shape.head_size).split_with_sizes(
-            (heads + kv_heads, kv_heads), 1
-        )
-        if shape.norm is not None:
-            query_key = shape.norm(query_key)
+        query_key, value = split_heads(shape, qkv)
         query_key = _rotate(query_key, self.cos, self.sin)
-        query, key = query_key.split_with_sizes((heads, kv_heads), 1)
+        query, key = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
         attended = self.context.attend(shape.call, query, key, value)
-        return attended.reshape(tokens, -1)
+        return attended.reshape(len(qkv), -1)
 
     def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)
         return F.silu(gate).mul_(up)
+
+
+def split_heads(shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``qkv`` [tokens, (heads + 2 kv heads) * size] as queries and keys, normed where the model norms them,
+    [tokens, heads + kv heads, size], and values [tokens, kv heads, size]."""
+    sizes = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
+    query_key, value = qkv.view(len(qkv), -1, shape.head_size).split_with_sizes(sizes, 1)
+    return query_key if shape.norm is None else shape.norm(query_key), value
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

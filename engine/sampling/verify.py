@@ -156,14 +156,26 @@ def verify_block(
 
     Arguments as ``verify_rejection``. All lengths are tried independently and the longest one kept.
     """
+    num_accepted, weights = longest_block(target_probs, draft_ids, draft_probs, num_draft, accept_uniforms)
+    args = target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms
+    return Verdict(num_accepted, draw(*args))
+
+
+def longest_block(
+    target_probs: torch.Tensor,
+    draft_ids: torch.Tensor,
+    draft_probs: torch.Tensor,
+    num_draft: torch.Tensor,
+    accept_uniforms: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The longest length that stands, int64 [B], and its prefix weight, float64 [B]. By tensors' operations
+    alone."""
     prefix_weights, stand_probs = block_stand_probs(target_probs, draft_ids, draft_probs, num_draft)
     num_positions = draft_ids.shape[1]
     lengths = torch.arange(1, num_positions + 1, device=draft_ids.device)
     stands = (accept_uniforms < stand_probs[:, 1:]) & (lengths <= num_draft[:, None])
-    num_accepted = (stands * lengths).amax(-1) if num_positions else torch.zeros_like(num_draft)
-    weights = prefix_weights.gather(1, num_accepted[:, None]).squeeze(1)
-    args = target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms
-    return Verdict(num_accepted, draw(*args))
+    longest = (stands * lengths).amax(-1) if num_positions else torch.zeros_like(num_draft)
+    return longest, prefix_weights.gather(1, longest[:, None]).squeeze(1)
 
 
 def block_stand_probs(

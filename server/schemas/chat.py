@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from server.schemas.answer import Answer, Choice, is_none
-from server.schemas.common import GenerationRequest, TextPart, kind_of_content
+from server.schemas.common import CONTENT_KIND, GenerationRequest, ReasoningEffort, TextPart
 from server.schemas.logprobs import ChatLogprobs, PromptLogprobs
 from server.schemas.tools import (
     MAX_TOOLS,
@@ -37,11 +37,7 @@ ContentPart = Annotated[
 
 Content = Annotated[
     Annotated[str, Tag("string")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("parts")],
-    Discriminator(
-        kind_of_content,
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
+    CONTENT_KIND,
 ]
 
 
@@ -87,7 +83,7 @@ class TemplateFields(BaseModel):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that the model may call, written out by the chat template."
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: ReasoningEffort | None = Field(
         None, description="For templates that use it; `none` also sets `enable_thinking` to false."
     )
 

@@ -53,11 +53,20 @@ class TextPart(StrictModel):
     text: str
 
 
-def kind_of_content(value: Any) -> str | None:
-    """Which of the two forms of a content this is, so that an error is about that form only."""
+def _kind_of_content(value: Any) -> str | None:
     if isinstance(value, str):
         return "string"
     return "parts" if isinstance(value, list) else None
+
+
+# Which of the two forms of a content this is, so that an error is about that form only.
+CONTENT_KIND = Discriminator(
+    _kind_of_content,
+    custom_error_type="content_type",
+    custom_error_message="Input should be a string or a list of text parts",
+)
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Prediction(StrictModel):
@@ -66,11 +75,7 @@ class Prediction(StrictModel):
     type: Literal["content"]
     content: Annotated[
         Annotated[str, Tag("string")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
-        Discriminator(
-            kind_of_content,
-            custom_error_type="content_type",
-            custom_error_message="Input should be a string or a list of text parts",
-        ),
+        CONTENT_KIND,
     ]
 
     @property

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from server.schemas.answer import TokenOrigin, is_none
+from server.schemas.common import CONTENT_KIND
 from server.schemas.logprobs import ChatTokenLogprob
 from server.schemas.tools import ArgumentsText
 
@@ -33,22 +34,12 @@ def _kind_of_part(value: Any) -> str:
     return "text" if is_text else "other"
 
 
-def _kind_of_content(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "string"
-    return "parts" if isinstance(value, list) else None
-
-
 InputPart = Annotated[
     Annotated[InputText, Tag("text")] | Annotated[OtherInput, Tag("other")], Discriminator(_kind_of_part)
 ]
 InputContent = Annotated[
     Annotated[str, Tag("string")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("parts")],
-    Discriminator(
-        _kind_of_content,
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
+    CONTENT_KIND,
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from server.schemas.answer import SpeculationReport, is_none
-from server.schemas.common import SamplingRequest
+from server.schemas.common import ReasoningEffort, SamplingRequest
 from server.schemas.response_items import (
     InputCall,
     InputCallOutput,
@@ -61,7 +61,7 @@ AnyInput = Annotated[
 
 
 class ReasoningOptions(StrictModel):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    effort: ReasoningEffort | None = Field(
         None, description="For chat templates that use it; `none` also sets `enable_thinking` to false."
     )
     summary: None = Field(None, description="Only null: reasoning is given as it is.")

@@ -139,7 +139,7 @@ class RoundGraphs:
 
 
 class ScorePass:
-    """The target's passes over a few tokens of each row, for whoever needs their logits."""
+    """The target's passes over a few tokens of each row, for callers that need their logits."""
 
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs

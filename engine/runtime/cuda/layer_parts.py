@@ -19,7 +19,7 @@ from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, tab
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionCall, PagedAttention, attend_group
-from engine.models.layer_parts import AttentionShape, Norm, Rotary
+from engine.models.layer_parts import AttentionShape, Norm, Rotary, split_heads
 
 MAX_HEAD_SIZE = 256
 # The first with matrix units for bfloat16 and with copies that run beside the arithmetic.
@@ -112,15 +112,10 @@ class CudaParts:
         return norm(x)
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
-        tokens, heads, kv_heads = qkv.shape[0], shape.num_heads, shape.num_kv_heads
-        query_key, value = qkv.view(tokens, -1, shape.head_size).split_with_sizes(
-            (heads + kv_heads, kv_heads), 1
-        )
-        if shape.norm is not None:
-            query_key = shape.norm(query_key)
+        query_key, value = split_heads(shape, qkv)
         keys, values = self.cache.keys[shape.layer], self.cache.values[shape.layer]
         self.kernels.rotate_and_store(query_key, value, self.cos, self.sin, self.slots, keys, values)
-        return self.attention.attend(shape.call, query_key[:, :heads]).view(tokens, -1)
+        return self.attention.attend(shape.call, query_key[:, : shape.num_heads]).view(len(qkv), -1)
 
     def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self.kernels.gated_silu(gate_up)

@@ -13,7 +13,7 @@ from engine.runtime.cuda.rows import DeviceRows, Field, RuleCode
 from engine.sampling.ops import inverse_cdf
 from engine.sampling.processors import to_probs
 from engine.sampling.random import Stream, noise_on_device, round_seeds_on_device, uniform_on_device
-from engine.sampling.verify import block_stand_probs, draw_next, leading_on_device, probs_of_draft
+from engine.sampling.verify import draw_next, leading_on_device, longest_block, probs_of_draft
 
 
 class Draws(IntEnum):
@@ -89,7 +89,7 @@ def verdict(
             is_block = rule == RuleCode.BLOCK
             spent = round_seeds_on_device(seeds, first)
             spent_accept = uniform_on_device(spent[:, None], positions[:, :-1], Stream.ACCEPT)
-            longest, prefix_weights = _block_lengths(probs, draft_ids, drawn, num_drafts, spent_accept)
+            longest, prefix_weights = longest_block(probs, draft_ids, drawn, num_drafts, spent_accept)
             stand = torch.where(is_block, longest, stand)
             weights = torch.where(is_block, prefix_weights, weights)
         recovered = draw_next(probs, drawn, num_drafts, stand, weights, recover)
@@ -98,20 +98,6 @@ def verdict(
         next_token = torch.where(by_probs, recovered, next_token)
     reached = torch.arange(num_positions, device=logits.device) <= num_accepted[:, None]
     return torch.stack([num_accepted, next_token, (broken & reached).any(1).long()], dim=1)
-
-
-def _block_lengths(
-    probs: torch.Tensor,
-    draft_ids: torch.Tensor,
-    draft_probs: torch.Tensor,
-    num_drafts: torch.Tensor,
-    uniforms: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in ``verify_block``: the longest length that stands, and its prefix weight."""
-    prefix_weights, stand_probs = block_stand_probs(probs, draft_ids, draft_probs, num_drafts)
-    lengths = torch.arange(1, probs.shape[1], device=probs.device)
-    longest = ((uniforms < stand_probs[:, 1:]) & (lengths <= num_drafts[:, None])).mul(lengths).amax(-1)
-    return longest, prefix_weights.gather(1, longest[:, None]).squeeze(1)
 
 
 def _probs(logits: torch.Tensor, draws: Draws, rows: DeviceRows) -> torch.Tensor:
