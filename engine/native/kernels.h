@@ -1,4 +1,5 @@
-/* What the C files call of each other, and what "library.py" calls: each function is explained where it is. */
+/* What the C files call of each other, and what Python calls: each function is explained where it is. "headers.py" reads
+ * structures and functions here, so a declaration has one type, and an argument is a number or a pointer. */
 
 #ifndef FORETOKEN_KERNELS_H
 #define FORETOKEN_KERNELS_H
@@ -90,6 +91,7 @@ void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size);
 void attend(const Spans *spans, const Layer *layer, float *qkv, float *out);
 
 /* linear.c */
+int64_t panel_size(void);
 void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows);
 
 /* quantised.c */
@@ -97,6 +99,11 @@ void multiply_quantised(const Linear *linear, float *out, const float *x, const 
 
 /* blocks.c */
 int64_t row_bytes(int64_t type, int64_t size);
+int64_t packed_bytes(int64_t type, int64_t in_features);
+void pack_panels(int64_t type, uint8_t *to, const uint8_t *blocks, const int64_t *rows, int64_t num_rows,
+                 int64_t in_features);
+void dequantise_rows(int64_t type, float *to, const uint8_t *blocks, const int64_t *rows, int64_t count,
+                     int64_t size);
 void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size);
 
 /* decoder.c */
@@ -107,9 +114,13 @@ void process(float *probs, const float *logits, const Processors *processors, fl
              int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
 void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
                       int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
+void noise_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab);
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
 void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
                  int64_t num_threads);
+void draw_next(int64_t *ids, const float *target, const float *draft, const int64_t *num_draft,
+               const int64_t *num_accepted, const double *scale, const double *uniforms,
+               int64_t rows, int64_t positions, int64_t vocab, int64_t num_threads);
 int64_t sample_residual(const float *target, const float *draft, double scale, double uniform, int64_t vocab);
 int is_distribution(const float *logits, int64_t vocab);
 int64_t argmax(const float *logits, int64_t vocab);

@@ -18,8 +18,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-HEADERS = [FOLDER / name for name in ("arena.h", "blocks.h", "kernels.h", "rounds.h", "vectors.h")]
+from engine.native.headers import FOLDER, HEADERS, declare_functions, fields_of
+
 SOURCES = sorted(FOLDER.glob("*.c"))
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
@@ -34,107 +34,47 @@ BASELINE_LIBRARY = FOLDER / f"kernels-{BASELINE}.so"
 
 logger = logging.getLogger(__name__)
 
-Pointer = ctypes.c_void_p
-Integer = ctypes.c_int64
-Float = ctypes.c_float
-Double = ctypes.c_double
-Constrain = ctypes.CFUNCTYPE(Integer)
+# Structures as the headers declare and explain them.
 
 
 class Spans(ctypes.Structure):
-    """As in ``kernels.h``, where the fields of all of these are explained."""
-
-    _fields_ = (
-        *((name, Integer) for name in ("num_spans", "num_tokens", "block_size", "max_queries")),
-        *((name, Pointer) for name in ("slots", "first_token", "num_stored", "first_block", "blocks")),
-        *((name, Pointer) for name in ("angle", "cos", "sin")),
-    )
+    _fields_ = fields_of("Spans")
 
 
 class Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, Integer) for name in ("num_heads", "num_kv_heads", "head_size", "window")),
-        *((name, Float) for name in ("scaling", "norm_eps")),
-        *((name, Pointer) for name in ("norm_weight", "keys", "values")),
-    )
+    _fields_ = fields_of("Layer")
 
 
 class QuantisedPanel(ctypes.Structure):
-    _fields_ = (("data", Pointer), ("type", Integer))
+    _fields_ = fields_of("QuantisedPanel")
 
 
 class Linear(ctypes.Structure):
-    _fields_ = (
-        *((name, Integer) for name in ("in_features", "out_features", "is_half", "is_quantised")),
-        ("weights", Pointer),
-        ("scale", Float),
-        ("bias", Pointer),
-    )
+    _fields_ = fields_of("Linear")
 
 
 class DecoderLayer(ctypes.Structure):
-    _fields_ = (
-        *((name, Pointer) for name in ("qkv", "output", "gate_up", "down", "attention")),
-        *((name, Pointer) for name in ("input_norm", "mlp_norm")),
-        *((name, Float) for name in ("input_eps", "mlp_eps")),
-    )
+    _fields_ = fields_of("DecoderLayer")
 
 
 class Decoder(ctypes.Structure):
-    _fields_ = (
-        *((name, Integer) for name in ("num_layers", "hidden_size", "block_size", "embedding_type")),
-        *((name, Pointer) for name in ("layers", "embeddings", "norm", "head", "cos", "sin")),
-        ("norm_eps", Float),
-    )
+    _fields_ = fields_of("Decoder")
 
 
 class NewTokens(ctypes.Structure):
-    _fields_ = (
-        ("num_spans", Integer),
-        *((name, Pointer) for name in ("num_tokens", "num_stored", "num_logits", "first_block")),
-        *((name, Pointer) for name in ("token_ids", "blocks")),
-    )
+    _fields_ = fields_of("NewTokens")
 
 
 class Processors(ctypes.Structure):
-    _fields_ = tuple((name, Pointer) for name in ("temperature", "top_k", "top_p", "min_p"))
+    _fields_ = fields_of("Processors")
 
 
 class Row(ctypes.Structure):
-    """As in ``rounds.h``, as is the next one."""
-
-    _fields_ = (
-        *((name, Integer) for name in ("num_tokens", "num_draft_computed", "num_distinct", "num_counted")),
-        ("num_draft_tokens", Integer),
-        ("draft_ids", Pointer),
-        *((name, Integer) for name in ("num_blocks", "num_draft_blocks")),
-        *((name, Pointer) for name in ("blocks", "draft_blocks")),
-        *((name, Integer) for name in ("num_masked", "mask_words")),
-        *((name, Pointer) for name in ("mask", "logits", "token_ids")),
-        *((name, Integer) for name in ("max_num_tokens", "min_num_tokens", "num_stops")),
-        ("stop_ids", Pointer),
-        *((name, Integer) for name in ("rule", "seed", "top_k")),
-        *((name, Float) for name in ("temperature", "top_p", "min_p")),
-        *((name, Float) for name in ("repetition", "frequency", "presence")),
-        *((name, Pointer) for name in ("distinct_ids", "counts")),
-        ("num_biases", Integer),
-        *((name, Pointer) for name in ("bias_ids", "biases")),
-    )
+    _fields_ = fields_of("Row")
 
 
 class Rounds(ctypes.Structure):
-    _fields_ = (
-        *((name, Integer) for name in ("num_rows", "num_rounds", "max_drafts", "max_draft_len")),
-        ("num_threads", Integer),
-        ("seconds", Double),
-        ("rows", Pointer),
-        ("constrain", Constrain),
-        *((name, Pointer) for name in ("num_drafted", "num_accepted", "phase_seconds")),
-    )
-
-
-# In the order of sizes.c.
-STRUCTS = (Spans, Layer, QuantisedPanel, Linear, DecoderLayer, Decoder, NewTokens, Processors, Row, Rounds)
+    _fields_ = fields_of("Rounds")
 
 
 @cache
@@ -148,39 +88,7 @@ def load_library() -> ctypes.CDLL | None:
             return None
         logger.warning("Native kernels for %s, not for this very processor: %s", BASELINE, _reason(error))
         library = ctypes.CDLL(str(BASELINE_LIBRARY))
-    if not _same_sizes(library):
-        logger.warning("No native kernels, the slower way is taken: their structures differ from library.py")
-        return None
-    library.rms_norm.argtypes = [Pointer, Pointer, Pointer, Integer, Integer, Float]
-    library.gated_silu.argtypes = [Pointer, Pointer, Integer, Integer]
-    library.attend.argtypes = [ctypes.POINTER(Spans), ctypes.POINTER(Layer), Pointer, Pointer]
-    library.multiply.argtypes = [ctypes.POINTER(Linear), Pointer, Pointer, Pointer, Integer]
-    library.packed_bytes.argtypes = [Integer, Integer]
-    library.pack_panels.argtypes = [Integer, Pointer, Pointer, Pointer, Integer, Integer]
-    library.dequantise_rows.argtypes = [Integer, Pointer, Pointer, Pointer, Integer, Integer]
-    library.decode.argtypes = [ctypes.POINTER(Decoder), ctypes.POINTER(NewTokens), Pointer]
-    library.run_rounds.argtypes = [Pointer, Pointer, ctypes.POINTER(Rounds)]
-    library.process.argtypes = [Pointer, Pointer, ctypes.POINTER(Processors), Pointer, *[Integer] * 4]
-    library.gumbel_argmax.argtypes = [Pointer, Pointer, Pointer, Pointer, *[Integer] * 5]
-    library.noise_uniforms.argtypes = [Pointer, Integer, Integer, Integer]
-    library.uniform.argtypes = [Pointer, Pointer, Pointer, Integer, Integer]
-    library.inverse_cdf.argtypes = [Pointer, Pointer, Pointer, *[Integer] * 3]
-    library.draw_next.argtypes = [*[Pointer] * 7, *[Integer] * 4]
-    of_layers = library.rms_norm, library.gated_silu, library.attend, library.multiply
-    of_blocks = library.pack_panels, library.dequantise_rows
-    of_draws = library.process, library.gumbel_argmax, library.noise_uniforms, library.uniform
-    of_choices = library.inverse_cdf, library.draw_next
-    for function in (*of_layers, *of_blocks, *of_draws, *of_choices):
-        function.restype = None
-    library.argmax.argtypes = [Pointer, Integer]
-    for function in (
-        library.panel_size,
-        library.packed_bytes,
-        library.decode,
-        library.run_rounds,
-        library.argmax,
-    ):
-        function.restype = Integer
+    declare_functions(library)
     return library
 
 
@@ -192,12 +100,6 @@ def kernels_in_words() -> str:
     if library._name == str(BASELINE_LIBRARY):
         return f"C, prebuilt for {BASELINE}: faster if a C compiler can write to the cache folder"
     return "C, compiled for this processor"
-
-
-def _same_sizes(library: ctypes.CDLL) -> bool:
-    library.struct_size.restype = Integer
-    library.struct_size.argtypes = [Integer]
-    return all(library.struct_size(index) == ctypes.sizeof(struct) for index, struct in enumerate(STRUCTS))
 
 
 def _compiled() -> Path:

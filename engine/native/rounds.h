@@ -1,7 +1,4 @@
-/* The rows of a step as C knows them, and what the files that run their rounds call of each other.
- *
- * "library.py" has the same structures; their sizes are compared at load.
- */
+/* The rows of a step as C knows them, and what the files that run their rounds call of each other. */
 
 #ifndef FORETOKEN_ROUNDS_H
 #define FORETOKEN_ROUNDS_H
@@ -87,6 +84,9 @@ typedef struct {
     int64_t vocab;                /* the target's; all distributions have its width */
     int64_t samples;              /* whether a row does */
 } Scratch;
+
+/* rounds.c */
+int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Rounds *rounds);
 
 /* adjust.c */
 void adjust_logits(const Row *row, int64_t position, float *logits, int64_t vocab);

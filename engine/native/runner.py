@@ -16,7 +16,8 @@ from engine.core.sequence import RowNeeds, Sequence
 from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from engine.messages import TokenLogprob
 from engine.native.decoder import NativeDecoder
-from engine.native.library import Constrain, Rounds
+from engine.native.headers import Constrain
+from engine.native.library import Rounds
 from engine.native.rows import INTEGER_BYTES, NativeRow, address, integers
 from engine.runtime.base import Runner
 from engine.sampling.logprobs import token_logprobs

@@ -1,0 +1,57 @@
+"""What the C headers declare, as ctypes wants it. They are read instead of repeated: one order of fields, one
+list of arguments."""
+
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+HEADERS = sorted(FOLDER.glob("*.h"))
+
+Integer = ctypes.c_int64
+# The only function that C calls here; see rounds.h.
+Constrain = ctypes.CFUNCTYPE(Integer)
+TYPES = {
+    "int64_t": Integer,
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "void": None,
+    "Constrain": Constrain,
+}
+COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+FUNCTION = re.compile(r"^(int64_t|int|void) (\w+)\(([^)]*)\);", re.MULTILINE)
+
+
+def fields_of(struct: str) -> list[tuple[str, Any]]:
+    """``_fields_`` of the structure of that name: pointers are ``c_void_p`` whatever they point at."""
+    (body,) = re.findall(r"typedef struct \{([^}]*)\} " + struct + ";", _code())
+    return [field for line in body.split(";") if line.strip() for field in _declared(line)]
+
+
+def declare_functions(library: ctypes.CDLL) -> None:
+    """Give the functions that the headers declare their types of arguments and result."""
+    for result, name, arguments in FUNCTION.findall(_code()):
+        function = getattr(library, name)
+        function.restype = TYPES[result]
+        function.argtypes = (
+            []
+            if arguments == "void"
+            else [kind for argument in arguments.split(",") for _, kind in _declared(argument)]
+        )
+
+
+def _declared(line: str) -> Iterator[tuple[str, Any]]:
+    """Names and types of ``const float *cos, *sin``."""
+    first, *others = line.split(",")
+    *words, first = first.split()
+    (kind,) = set(words) - {"const"}
+    for name in (first, *others):
+        pointer = "*" in name
+        yield name.strip().lstrip("*"), ctypes.c_void_p if pointer else TYPES[kind]
+
+
+def _code() -> str:
+    return COMMENT.sub("", "\n".join(path.read_text() for path in HEADERS))
