@@ -27,10 +27,16 @@ FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
 FLAGS = ["-std=gnu11", "-O3", *FAST_MATH, "-fopenmp", "-shared", "-fPIC"]
 TIMEOUT_SECONDS = 120
 
-# Made when an image is built, on a machine that may have other instructions than the one that serves.
+
+def _source() -> str:
+    return "\n".join(path.read_text() for path in (*HEADERS, *SOURCES))
+
+
+# Made when an image is built, on a machine that may have other instructions than the one that serves. Named
+# after the source: what was made from another one has other structures.
 BASELINE = "x86-64-v3"
 BASELINE_FEATURES = {"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
-BASELINE_LIBRARY = FOLDER / f"kernels-{BASELINE}.so"
+BASELINE_LIBRARY = FOLDER / f"kernels-{BASELINE}-{hashlib.sha256(_source().encode()).hexdigest()[:8]}.so"
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +158,7 @@ def _key(compiler: str) -> str:
     version = subprocess.run(
         [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
-    code = [path.read_text() for path in (*HEADERS, *SOURCES)]
-    parts = [*code, compiler, *FLAGS, version.stdout, _processor()]
+    parts = [_source(), compiler, *FLAGS, version.stdout, _processor()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
