@@ -100,7 +100,7 @@ SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
 /* Bits ``count`` at ``from`` of each byte, as bits 4 and 5. */
 static inline ALWAYS bytes high_bits(const bytes high, const int from, const int count) {
     const words shifted = from < 4 ? (words)high << (4 - from) : (words)high >> (from - 4);
-    return (bytes)shifted & (uint8_t)((1 << count) - 1 << 4);
+    return (bytes)shifted & (uint8_t)(((1 << count) - 1) << 4);
 }
 
 /* Codes of groups ``group`` (even) and ``group + 1`` of a block, of LANES columns. */

@@ -52,3 +52,11 @@ def test_functions_have_the_arguments_of_their_definitions() -> None:
         (defined,) = re.findall(rf"^{result} {name}\(([^)]*)\) \{{", code, re.MULTILINE)
         assert defined.split() == arguments.split()
         assert len(getattr(loaded, name).argtypes) == (0 if arguments == "void" else arguments.count(",") + 1)
+
+
+def test_there_is_nothing_to_warn_of() -> None:
+    flags = ["-std=gnu11", "-fopenmp", "-march=native", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    result = subprocess.run(
+        [*library._compiler().split(), *flags, *map(str, library.SOURCES)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
