@@ -26,7 +26,7 @@ class LayerShape:
 
 # How much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
 # written to, which would take the first requests milliseconds; of a large cache most is never used.
-TOUCHED_BYTES = 256 << 20
+TOUCHED_BYTES = 64 << 20
 
 
 class KVCache:
