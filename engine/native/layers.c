@@ -91,39 +91,20 @@ static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t to
     memcpy(layer->values + to * width, qkv + rotated * size, width * sizeof(float));
 }
 
-/* a0 + a1, a2 + a3, ..., b0 + b1, ... */
-static inline ALWAYS vec add_neighbours(vec a, vec b) {
-#if LANES == 16
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#elif LANES == 8
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+static inline ALWAYS float sum_of(vec x) {
+    float sum = 0.0f;
+#if LANES == 16 && __has_builtin(__builtin_shufflevector)
+    typedef float half __attribute__((vector_size(32)));
+    typedef float quarter __attribute__((vector_size(16)));
+    half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
+           + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+    q += __builtin_shufflevector(q, q, 2, 3, 0, 1);
+    sum = q[0] + q[1];
 #else
-#define EVEN 0, 2, 4, 6
-#define ODD 1, 3, 5, 7
+    for (int i = 0; i < LANES; i++) sum += x[i];
 #endif
-    return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
-}
-
-/* One query's scores of LANES keys, which begin at ``offset``. Their sums are added up together, in a tree. */
-static inline ALWAYS vec score_keys(const float *query, const float *keys, const int64_t *offset,
-                                    const int64_t width) {
-    const vec *of = (const vec *)query;
-    vec sum[LANES];
-    UNROLL
-    for (int j = 0; j < LANES; j++) {
-        const vec *key = (const vec *)(keys + offset[j]);
-        sum[j] = of[0] * key[0];
-        UNROLL
-        for (int64_t i = 1; i < width; i++) sum[j] += of[i] * key[i];
-    }
-    UNROLL
-    for (int left = LANES / 2; left > 0; left /= 2) {
-        UNROLL
-        for (int j = 0; j < left; j++) sum[j] = add_neighbours(sum[2 * j], sum[2 * j + 1]);
-    }
-    return sum[0];
+    return sum;
 }
 
 /* Scores of one query's chunk to weights, from ``from`` to ``last``, 0 elsewhere. Returns their sum;
@@ -143,40 +124,8 @@ static inline ALWAYS float soften(float *score, int64_t from, int64_t last, floa
     return sum;
 }
 
-/* One query of a head against a chunk's keys and values, from ``from`` to ``last``. */
-static inline ALWAYS void attend_chunk(
-    const float *query, float *out, const float *keys, const float *values, const int64_t *offset, int64_t from,
-    int64_t last, float scaling, float *best, float *total, const int64_t width) {
-    float scores[CHUNK];
-    for (int64_t j = 0; j < last; j += LANES)
-        *(vec *)(scores + j) = score_keys(query, keys, offset + j, width) * scaling;
-    const float before = *best, sum = soften(scores, from, last, best);
-    const float shrink = before == -INFINITY ? 0.0f : fast_exp(before - *best);
-    *total = *total * shrink + sum;
-    /* Two sums of every other value: each waits for its last addition. */
-    vec *to = (vec *)out, even[MAX_WIDTH] = {0}, odd[MAX_WIDTH] = {0};
-    UNROLL
-    for (int64_t i = 0; i < width; i++) even[i] = to[i] * shrink;
-    int64_t j = from;
-    for (; j + 1 < last; j += 2) {
-        const vec *first = (const vec *)(values + offset[j]), *second = (const vec *)(values + offset[j + 1]);
-        UNROLL
-        for (int64_t i = 0; i < width; i++) {
-            even[i] += scores[j] * first[i];
-            odd[i] += scores[j + 1] * second[i];
-        }
-    }
-    if (j < last) {
-        const vec *first = (const vec *)(values + offset[j]);
-        UNROLL
-        for (int64_t i = 0; i < width; i++) even[i] += scores[j] * first[i];
-    }
-    UNROLL
-    for (int64_t i = 0; i < width; i++) to[i] = even[i] + odd[i];
-}
-
 /* One span's queries against its keys and values, for the kv heads from first_head to end_head, with a
- * running softmax (arXiv 1805.02867). A chunk's keys and values stay in the first-level cache for all queries.
+ * running softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it.
  * Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
 static inline ALWAYS void attend_span(
     const Spans *spans, const Layer *layer, int64_t span, int64_t first_head, int64_t end_head,
@@ -191,7 +140,8 @@ static inline ALWAYS void attend_span(
     qkv += first * qkv_size + first_head * shared * size;
     out += first * out_size + first_head * shared * size;
     const float *keys = layer->keys + first_head * size, *values = layer->values + first_head * size;
-    float best[rows], total[rows];
+    const float scaling = layer->scaling;
+    float best[rows], total[rows], scores[rows][CHUNK];
     for (int64_t row = 0; row < rows; row++) {
         best[row] = -INFINITY;
         total[row] = 0.0f;
@@ -207,16 +157,43 @@ static inline ALWAYS void attend_span(
         int64_t offset[CHUNK];
         find_slots(offset, spans, span, begin, length);
         for (int64_t j = 0; j < length; j++) offset[j] *= kv_size;
-        for (int64_t j = length; j < CHUNK; j++) offset[j] = offset[0]; /* scored in vain */
+        for (int64_t j = 0; j < length; j++) {
+            const int64_t at = offset[j];
+            for (int64_t i = 0; i < (end_head - first_head) * size; i += 16)
+                __builtin_prefetch(values + at + i);
+            const float *at_head = keys + at;
+            for (int64_t head = 0; head < heads; at_head += size) {
+                const vec *key = (const vec *)at_head;
+                for (int64_t end = head + shared; head < end; head++) {
+                    for (int64_t query = 0; query < num_queries; query++) {
+                        const vec *of = (const vec *)(qkv + query * qkv_size + head * size);
+                        vec score = of[0] * key[0];
+                        UNROLL
+                        for (int64_t i = 1; i < width; i++) score += of[i] * key[i];
+                        scores[head * num_queries + query][j] = sum_of(score) * scaling;
+                    }
+                }
+            }
+        }
         for (int64_t row = 0; row < rows; row++) {
             const int64_t head = row / num_queries, query = row % num_queries;
             const int64_t past = stored + query + 1 - begin, window_start = past - layer->window;
-            const int64_t last = past < length ? past : length, at = head / shared * size;
+            const int64_t last = past < length ? past : length;
             const int64_t from = layer->window && window_start > 0 ? window_start : 0;
-            if (from < last)
-                attend_chunk(qkv + query * qkv_size + head * size, out + query * out_size + head * size,
-                             keys + at, values + at, offset, from, last, layer->scaling,
-                             &best[row], &total[row], width);
+            if (from >= last) continue;
+            const float before = best[row], sum = soften(scores[row], from, last, &best[row]);
+            const float shrink = before == -INFINITY ? 0.0f : fast_exp(before - best[row]);
+            total[row] = total[row] * shrink + sum;
+            vec *to = (vec *)(out + query * out_size + head * size), value[MAX_WIDTH];
+            UNROLL
+            for (int64_t i = 0; i < width; i++) value[i] = to[i] * shrink;
+            for (int64_t j = from; j < last; j++) {
+                const vec *of = (const vec *)(values + offset[j] + head / shared * size);
+                UNROLL
+                for (int64_t i = 0; i < width; i++) value[i] += scores[row][j] * of[i];
+            }
+            UNROLL
+            for (int64_t i = 0; i < width; i++) to[i] = value[i];
         }
     }
     for (int64_t row = 0; row < rows; row++) {

@@ -24,7 +24,7 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 /* Multiplications, some 10 microseconds, below which other threads are not woken: that takes as long. */
 #define MIN_PARALLEL (1 << 19)
 
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 12")
 #define ALWAYS __attribute__((always_inline))
 
 /* LANES float16 numbers as float32. */

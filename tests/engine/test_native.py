@@ -239,8 +239,7 @@ def test_what_was_compiled_otherwise_is_not_taken(kernels: NativeKernels) -> Non
 # Planted bugs: (what is right, what is wrong).
 BUGS = {
     "sees the next token": ("stored + query + 1 - begin", "stored + query + 2 - begin"),
-    "forgets to shrink": ("even[i] = to[i] * shrink", "even[i] = to[i]"),
-    "loses the last of an odd number": ("if (j < last) {", "if (0) {"),
+    "forgets to shrink": ("value[i] = to[i] * shrink", "value[i] = to[i]"),
     "turns the wrong way": ("a * cos[i] + b * sin[i]", "a * cos[i] - b * sin[i]"),
     "adds no eps, halves the sum": ("sum / (float)size + eps", "sum / (float)size * 0.5f"),
     "gates with a sigmoid": ("gate[i] / (1.0f", "1.0f / (1.0f"),
