@@ -11,7 +11,7 @@ from collections.abc import Mapping
 # Positions with a rate of their own; later ones share the last.
 POSITIONS = 9
 # Verdicts on a position that its rate remembers, and those that an old rate is worth.
-MEMORY, OLD_VERDICTS = 200, 12.0
+MEMORY, OLD_VERDICTS = 200, 50.0
 # The first rate starts here, each other one from the position before, a sequence's from its group's. That is
 # worth some verdicts.
 PRIOR_RATE, PRIOR_VERDICTS = 0.6, 4.0

@@ -2,9 +2,10 @@
 
 ``seconds(shape) = exp(level + correction[rows, option]) * base(shape) + overhead(rows) / rounds in a step``
 
-``base`` is what calibration says of the passes. ``level`` is the machine's speed: when the same kind of
-round takes longer than before, all kinds do. ``correction`` is what calibration has not seen of an option: it
-moves when that one runs after another (an exploration, a switch), at the machine's present speed.
+``base`` is what calibration says of the passes. ``level`` is the machine's speed, for all rounds alike.
+``correction`` is what calibration has not seen of an option. A round that takes longer than expected may have
+either reason; as in a Kalman filter, each of the two takes a share of the surprise by its uncertainty. An
+option that has hardly run moves its own correction, one that has often run moves the level.
 """
 
 import math
@@ -15,11 +16,15 @@ from typing import NamedTuple
 MAX_LENGTH, MIXED = 8, 9
 # The most rounds that share a step.
 MAX_ROUNDS = 16
-# Share of a surprise (the logarithm of measured over expected seconds) by which the level moves, and the
-# least by which a correction does; both start with larger ones.
-LEVEL_RATE, CORRECTION_RATE = 0.2, 0.1
-# Surprises are clipped, first ones later: a process that was descheduled says nothing about its model.
-MAX_SURPRISE, MAX_FIRST_SURPRISE = 0.2, 0.5
+# Variances of logarithms of seconds: a measured round's; the level's and a correction's at start; what every
+# measurement adds to the level's; and the least of a correction.
+NOISE, FIRST_LEVEL, FIRST_CORRECTION = 0.02, 1.0, 0.04
+LEVEL_DRIFT, LEAST_CORRECTION = 0.001, 0.0003
+# Standard deviations at which a surprise, the logarithm of measured over expected seconds, is clipped: a
+# process that was descheduled says nothing about its model.
+MAX_DEVIATIONS = 1.5
+# Share of a surprise by which the overhead moves, and where that is clipped.
+OVERHEAD_RATE, MAX_OVERHEAD_SURPRISE = 0.1, 0.5
 # Overhead of a step until it is measured: for each row, and for three more.
 HOST_SECONDS_PER_ROW = 3e-5
 
@@ -85,10 +90,10 @@ class Costs:
         self.step_seconds = step_seconds
         self.is_calibrated = is_calibrated
         self.stored_per_row = 0.0  # tokens in the cache, set before each step
-        self._level = self._overhead_level = 0.0
-        self._num_levels = 0
-        # By bucket of rows and option: the correction, and how often it was measured.
-        self._corrections: dict[int, dict[int, tuple[float, int]]] = {}
+        self._level, self._level_variance = 0.0, FIRST_LEVEL
+        self._overhead_level = 0.0
+        # By bucket of rows and option: the correction and its variance.
+        self._corrections: dict[int, dict[int, tuple[float, float]]] = {}
 
     @classmethod
     def uncalibrated(cls, step_seconds: float = 0.0) -> "Costs":
@@ -128,8 +133,8 @@ class Costs:
         """Similar numbers of rows have the same corrections."""
         return round(2 * math.log2(num_rows))
 
-    def _correction(self, num_rows: int, option: int) -> tuple[float, int]:
-        """And how often it was measured. One that never was is that of the nearest number of rows, or of the
+    def _correction(self, num_rows: int, option: int) -> tuple[float, float]:
+        """And its variance. One that never was measured is that of the nearest number of rows, or of the
         nearest length that drafts."""
         bucket = self.bucket(num_rows)
         measured = self._corrections.get(bucket)
@@ -138,28 +143,33 @@ class Costs:
         for near in sorted(self._corrections, key=lambda near: abs(near - bucket)):
             measured = self._corrections[near]
             if option in measured:
-                return measured[option][0], 0
+                return measured[option][0], FIRST_CORRECTION
             lengths = [length for length in measured if 1 <= length <= MAX_LENGTH]
             if 1 <= option <= MAX_LENGTH and lengths:
-                return measured[min(lengths, key=lambda length: abs(length - option))][0], 0
-        return 0.0, 0
+                nearest = min(lengths, key=lambda length: abs(length - option))
+                return measured[nearest][0], FIRST_CORRECTION
+        return 0.0, FIRST_CORRECTION
 
-    def observe(self, shape: Shape, model_seconds: float, is_same: bool) -> None:
-        """A round took ``model_seconds``; ``is_same``: the one before was of the same option."""
+    def observe(self, shape: Shape, model_seconds: float) -> None:
+        """A round took ``model_seconds``."""
         surprise = math.log(max(model_seconds, 1e-9) / self.model_seconds(shape))
-        if is_same:
-            self._level += _step(surprise, self._num_levels, LEVEL_RATE)
-            self._num_levels += 1
-            return
-        before, count = self._correction(shape.num_rows, shape.option)
-        correction = before + _step(surprise, count, CORRECTION_RATE)
+        correction, variance = self._correction(shape.num_rows, shape.option)
+        level = self._level_variance
+        total = level + variance + NOISE
+        most = MAX_DEVIATIONS * math.sqrt(total)
+        # Rounds take longer for many reasons, but much less than expected only if the estimate is too high.
+        gain = min(surprise, most) / total if surprise > -most else surprise / (2 * (level + variance))
+        self._level += gain * level
+        self._level_variance = level - level * level / total + LEVEL_DRIFT
+        variance, correction = variance - variance * variance / total, correction + gain * variance
         measured = self._corrections.setdefault(self.bucket(shape.num_rows), {})
-        measured[shape.option] = correction, count + 1
+        measured[shape.option] = correction, max(variance, LEAST_CORRECTION)
 
     def observe_overhead(self, num_rows: int, seconds: float) -> None:
         """A step took ``seconds`` outside its rounds."""
         surprise = math.log(max(seconds, 1e-6) / self.overhead(num_rows))
-        self._overhead_level += CORRECTION_RATE * max(-MAX_FIRST_SURPRISE, min(surprise, MAX_FIRST_SURPRISE))
+        clipped = max(-MAX_OVERHEAD_SURPRISE, min(surprise, MAX_OVERHEAD_SURPRISE))
+        self._overhead_level += OVERHEAD_RATE * clipped
 
     def state(self) -> dict[str, object]:
         """Milliseconds, and the level as a factor."""
@@ -170,12 +180,3 @@ class Costs:
             "level": round(math.exp(self._level), 3),
             "overhead_ms_of_a_row": round(1000 * self.overhead(1), 4),
         }
-
-
-def _step(surprise: float, count: int, rate: float) -> float:
-    """By how much an estimate moves that was measured ``count`` times before. Rounds take longer for many
-    reasons, but much less than expected for one only: the estimate was too high."""
-    if surprise < -MAX_SURPRISE:
-        return surprise / 2
-    most = MAX_SURPRISE if count else MAX_FIRST_SURPRISE
-    return max(rate, 1 / (count + 1.5)) * min(surprise, most)

@@ -9,7 +9,7 @@ Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the rou
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -21,11 +21,9 @@ from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 REPLAN_SECONDS, FIRST_ROUNDS = 0.2, 4
 # Factors that drafting must gain over the rate of none, since prompts beside it and a busy front end cost it
 # more than rounds show, and another length over that of the active one.
-DRAFT_GAIN, CHANGE_GAIN = 1.03, 1.01
-# Timed steps after a change of length that correct the new one's costs; later ones tell the machine's speed.
-NEW_STEPS = 4
+DRAFT_GAIN, CHANGE_GAIN = 1.06, 1.01
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
-CATCH_UP_ROUNDS = 128
+CATCH_UP_ROUNDS = 64
 # Rounds of an exploration: a single one is timed to a tenth only, and the first of a step finds cold caches.
 EXPLORED_ROUNDS = 4
 # Decay per step of the sums behind the reported rates.
@@ -79,7 +77,6 @@ class Exploration:
     num_rounds: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
-    round_seconds: list[float] = field(default_factory=list)  # of rounds that were timed
 
 
 class Policy:
@@ -96,9 +93,6 @@ class Policy:
         self._num_rounds, self._seconds = 0, 0.0  # since the last replan
         self._interval = FIRST_ROUNDS  # rounds until the next one
         self._is_due = self._repeats = False
-        # Of the last timed step that was no exploration; and how many are still to correct its costs.
-        self._timed_option: int | None = None
-        self._num_new = 0
         # Emitted tokens and their seconds, those of plain rounds instead, rows, and drafted tokens.
         self._report = [0.0] * 6
 
@@ -237,7 +231,7 @@ class Policy:
             usual = median(round_seconds[1:] or round_seconds)
             overhead = host_seconds + max(0.0, round_seconds[0] - usual)
             self.costs.observe_overhead(shape.num_rows, overhead)
-            self._observe_seconds(best, usual, shape)
+            self.costs.observe(shape, usual)
             self._count(best, num_rounds, num_tokens, num_drafted, seconds, usual)
         if exploration is None:
             return
@@ -247,17 +241,6 @@ class Policy:
         exploration.rounds_left -= num_rounds
         if exploration.rounds_left <= 0:
             self._settle(exploration)
-
-    def _observe_seconds(self, best: Best, usual: float, shape: Shape) -> None:
-        if self.exploration is not None:
-            self.exploration.round_seconds.append(usual)
-        elif shape.option != best.active.shape.option:
-            self.costs.observe(shape, usual, is_same=False)
-        else:
-            if self._timed_option not in (None, shape.option):
-                self._num_new = NEW_STEPS
-            self.costs.observe(shape, usual, is_same=self._num_new == 0)
-            self._num_new, self._timed_option = max(0, self._num_new - 1), shape.option
 
     def _count(
         self, best: Best, num_rounds: int, num_tokens: int, num_drafted: int, seconds: float, took: float
@@ -282,8 +265,6 @@ class Policy:
         self.exploration, self._is_due, self._repeats = None, True, False
         if best is None or num_rounds == 0:
             return
-        if exploration.round_seconds and plan.scouts is None:
-            self.costs.observe(plan.shape, min(exploration.round_seconds), is_same=False)
         rate = best.active.tokens / self.costs.seconds(best.active.shape)
         lost = exploration.seconds - exploration.num_tokens / rate
         # At most what the rounds would have taken otherwise: what a busy moment spoils is soon tried again.

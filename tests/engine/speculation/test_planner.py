@@ -210,7 +210,7 @@ def test_costs_measured_at_a_busy_moment_are_tried_again(machine: Machine) -> No
     simulation = Simulation(machine, planner, always(0.05), lambda _: 4).run(5.0)
     shape = Shape(4, 0)
     while planner.costs.model_seconds(shape) < 5 * machine.score_seconds(4):
-        planner.costs.observe(shape, 100.0, is_same=False)
+        planner.costs.observe(shape, 100.0)
     simulation.run(40.0)
     assert simulation.rate(30.0) > 0.95 * fixed_rates(machine, always(0.05), 4)[0]
 
@@ -269,13 +269,28 @@ def test_what_slows_every_option_is_the_level() -> None:
     plain, drafting = Shape(1, 0, 0, ()), Shape(1, 3, 3, (1, 1, 1))
     before = costs.model_seconds(drafting) / costs.model_seconds(plain)
     for _ in range(50):
-        costs.observe(plain, 3.0, is_same=True)
+        costs.observe(plain, 3.0)
     assert costs.model_seconds(plain) == pytest.approx(3.0, rel=0.05)
-    assert costs.model_seconds(drafting) / costs.model_seconds(plain) == pytest.approx(before)
+    assert costs.model_seconds(drafting) / costs.model_seconds(plain) == pytest.approx(before, rel=0.1)
     for _ in range(50):
-        costs.observe(drafting, 9.0, is_same=False)
+        costs.observe(drafting, 9.0)
     assert costs.model_seconds(drafting) == pytest.approx(9.0, rel=0.05)
-    assert costs.model_seconds(plain) == pytest.approx(3.0, rel=0.05)
+    assert costs.model_seconds(plain) == pytest.approx(3.0, rel=0.2)  # of a factor of 1.7
+
+
+def test_estimates_of_what_does_not_run_do_not_drift() -> None:
+    """Rounds get slower within a text by more than is known; two options take turns, a third stays right."""
+    costs = Costs(PassCosts({1: 1.0, 64: 2.0}), PassCosts({1: 0.1, 64: 0.2}))
+    shapes = [Shape(4, length, 4 * length, (4,) * length) for length in range(3)]
+    true = [1.0, 1.3, 1.7]
+    for _ in range(20):
+        for shape, seconds in zip(shapes, true, strict=True):
+            costs.observe(shape, seconds)
+    for _ in range(300):
+        for shape, seconds in zip(shapes[:2], true, strict=False):
+            for growth in range(10):
+                costs.observe(shape, seconds * (0.92 + 0.016 * growth))
+    assert costs.model_seconds(shapes[2]) == pytest.approx(true[2], rel=0.12)
 
 
 def test_sources_without_a_model_of_theirs_cost_nothing() -> None:
