@@ -71,12 +71,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
     "phi3": Phi3Config(**SHAPE, sliding_window=6),
     "phi3 with long texts": Phi3Config(**SHAPE, **LONG, original_max_position_embeddings=128),
-}
-# Through transformers' layers.
-OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
-    "phi3 that turns a part of each head": Phi3Config(
-        **SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    ),
     "gemma2": Gemma2Config(
         **SHAPE,
         head_dim=32,
@@ -87,6 +81,12 @@ OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "gemma3": Gemma3TextConfig(
         **SHAPE | {"num_hidden_layers": 6}, head_dim=32, query_pre_attn_scalar=32, sliding_window=6
+    ),
+}
+# Through transformers' layers.
+OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
+    "phi3 that turns a part of each head": Phi3Config(
+        **SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     ),
 }
 IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -156,7 +156,7 @@ def test_families_that_transformers_computes(name: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("needs_compiler")
 def test_their_embeddings_stay_quantised(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    save_gguf(path, OTHER_CONFIGS["gemma3"])
+    save_gguf(path, OTHER_CONFIGS["phi3 that turns a part of each head"])
     model = load_model(str(path), LoadOptions())
     assert isinstance(model, DecoderModel)
     assert isinstance(model.module.get_input_embeddings(), QuantisedEmbeddingModule)
