@@ -67,6 +67,8 @@ class Rotary:
         self.module = module
         self.kinds = rotary_kinds(config)
         self.like = like
+        # Numbers of a head that are rotated, the first ones.
+        self.size = self.compute(torch.zeros(1, dtype=torch.int64, device=like.device))[0].shape[-1]
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
         num_positions = int(config.max_position_embeddings)
         original = config.rope_parameters.get("original_max_position_embeddings") or 0
@@ -77,7 +79,7 @@ class Rotary:
             self.table = self.compute(torch.arange(num_positions, device=like.device))
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For ``positions`` [tokens]: cos and signed sin, [kinds, tokens, head size]."""
+        """For ``positions`` [tokens]: cos and signed sin, [kinds, tokens, ``size``]."""
         if self.table is None:
             return self.compute(positions)
         cos, sin = self.table
@@ -171,7 +173,10 @@ def split_heads(shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``x`` [tokens, heads, size]: (a, b) to (a cos - b sin, b cos + a sin)."""
+    """Rotary embedding of ``x`` [tokens, heads, size], or of as many numbers of a head as there are angles:
+    (a, b) to (a cos - b sin, b cos + a sin)."""
     tokens, heads, size = x.shape
+    if (rotated := cos.shape[-1]) < size:
+        return torch.cat((_rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]), dim=-1)
     swapped = x.view(tokens, heads, 2, size // 2).flip(2).view(tokens, heads, size)
     return torch.addcmul(x * cos, swapped, sin)

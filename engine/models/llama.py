@@ -77,19 +77,12 @@ def is_llama(module: Any) -> bool:
         and type(module).__module__.startswith("transformers.models.")
         and _activation(config) in ACTIVATIONS
         and not getattr(config, "use_bidirectional_attention", None)
-        and all(2 * angles.numel() == module.model.layers[0].self_attn.head_dim for angles in _angles(module))
     )
 
 
 def _activation(config: Any) -> Activation:
     name: Activation = getattr(config, "hidden_activation", None) or config.hidden_act
     return name
-
-
-def _angles(module: Any) -> Iterator[torch.Tensor]:
-    """Frequencies of the rotary embedding: Gemma 3 has some for each type of layers."""
-    buffers = module.model.rotary_emb.named_buffers()
-    return (buffer for name, buffer in buffers if name.endswith("inv_freq"))
 
 
 class LlamaLayer:
@@ -280,7 +273,9 @@ def checked(
         kernels = NativeKernels(library, cuts_long=weights.is_quantised)
         ways = [("The native kernels", Llama(facts, weights, kernels))]
     else:
-        cuda = find_kernels([layer.attention for layer in weights.layers], facts.dtype, facts.device)
+        shapes = [layer.attention for layer in weights.layers]
+        rotates_all = all(shape.head_size == weights.rotary.size for shape in shapes)
+        cuda = find_kernels(shapes, facts.dtype, facts.device) if rotates_all else None
         if cuda is not None:
             ways = [("The CUDA kernels", Llama(facts, weights, partial(CudaParts, cuda)))]
         ways.append(("The short forward", Llama(facts, weights)))

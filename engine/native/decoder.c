@@ -62,7 +62,8 @@ static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t n
         .num_spans = new->num_spans, .num_tokens = num_tokens, .block_size = block_size,
         .max_queries = num_tokens, .slots = slots, .first_token = first_token,
         .num_stored = new->num_stored, .first_block = new->first_block, .blocks = new->blocks,
-        .angle = angle, .num_angles = decoder->num_angles, .cos = decoder->cos, .sin = decoder->sin,
+        .angle = angle, .num_angles = decoder->num_angles, .rotary_size = decoder->rotary_size,
+        .cos = decoder->cos, .sin = decoder->sin,
     };
 }
 

@@ -91,6 +91,7 @@ class NativeDecoder:
             hidden_size=hidden_size,
             block_size=cache.block_size,
             num_angles=cos.shape[1],
+            rotary_size=cos.shape[2],
             layers=addressof(in_c),
             embeddings=embeddings.data_ptr(),
             embedding_type=embedding_type,

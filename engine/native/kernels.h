@@ -28,8 +28,8 @@ typedef struct {
     const int64_t *first_block;   /* [num_spans] into blocks */
     const int64_t *blocks;        /* block ids of all spans */
     const int64_t *angle;         /* [num_tokens] row of cos and sin, of num_angles */
-    int64_t num_angles;
-    const float *cos, *sin;       /* [rotaries, num_angles, head_size]; sin is negative in the first half */
+    int64_t num_angles, rotary_size;
+    const float *cos, *sin;       /* [rotaries, num_angles, rotary_size]; sin is negative in the first half */
 } Spans;
 
 typedef struct {
@@ -68,7 +68,7 @@ typedef struct {
 /* A decoder and the cache it writes to. */
 typedef struct {
     int64_t num_layers, hidden_size, block_size;
-    int64_t num_angles;           /* as in Spans */
+    int64_t num_angles, rotary_size; /* as in Spans */
     int64_t embedding_type;       /* 0: float32, 1: float16, 2: bfloat16, or QUANTISED plus its type in blocks.h */
     const DecoderLayer *layers;
     const void *embeddings;       /* [vocab, hidden_size] */

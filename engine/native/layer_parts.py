@@ -107,6 +107,7 @@ class NativeParts:
             blocks=start + 8 * (3 * num_spans + 1),
             angle=rows.data_ptr(),
             num_angles=cos.shape[1],
+            rotary_size=cos.shape[2],
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
         )

@@ -92,7 +92,7 @@ static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, 
     }
 }
 
-/* (a, b) to (a cos - b sin, b cos + a sin), halves of one head; in place. */
+/* (a, b) to (a cos - b sin, b cos + a sin), halves of a head or of its first numbers; in place. */
 static inline void rotate(float *x, const float *cos, const float *sin, int64_t size) {
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -105,11 +105,12 @@ static inline void rotate(float *x, const float *cos, const float *sin, int64_t 
 /* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
 static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t token) {
     const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
-    const int64_t angle = layer->rotary * spans->num_angles + spans->angle[token], to = spans->slots[token];
+    const int64_t rotary_size = spans->rotary_size, to = spans->slots[token];
+    const int64_t angle = (layer->rotary * spans->num_angles + spans->angle[token]) * rotary_size;
     for (int64_t head = 0; head < rotated; head++) {
         float *x = qkv + head * size;
         if (layer->norm_weight) norm_row(x, x, layer->norm_weight + head * size, NULL, size, layer->norm_eps);
-        rotate(x, spans->cos + angle * size, spans->sin + angle * size, size);
+        rotate(x, spans->cos + angle, spans->sin + angle, rotary_size);
     }
     const int64_t width = layer->num_kv_heads * size;
     memcpy(layer->keys + to * width, qkv + layer->num_heads * size, width * sizeof(float));

@@ -75,6 +75,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "phi3 with a window": Phi3Config(
         **SHAPE, sliding_window=6, original_max_position_embeddings=128, pad_token_id=0
     ),
+    "phi3 that turns a part of each head": Phi3Config(
+        **SHAPE,
+        rope_parameters=ROPE | {"rope_type": "default", "partial_rotary_factor": 0.75},
+        original_max_position_embeddings=128,
+        pad_token_id=0,
+    ),
     "gemma": GemmaConfig(**GEMMA),
     "gemma2": Gemma2Config(
         **GEMMA,

@@ -48,12 +48,9 @@ class TableOfAngles:
     """As much of ``Rotary`` as the parts ask for."""
 
     def __init__(self, size: int, has_table: bool) -> None:
-        angles = torch.randn(256, size // 2)
+        angles = torch.randn(2, 128, size // 2)
         cos, sin = angles.cos(), angles.sin()
-        self.all = (
-            torch.cat([cos, cos], dim=1).view(2, 128, size),
-            torch.cat([-sin, sin], dim=1).view(2, 128, size),
-        )
+        self.all = torch.cat([cos, cos], dim=2), torch.cat([-sin, sin], dim=2)
         self.table = self.all if has_table else None
 
     def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +99,17 @@ def make_cache(shape: AttentionShape) -> KVCache:
 def test_attention_is_torchs(
     shape: AttentionShape, rows: list[tuple[int, int]], has_table: bool, kernels: NativeKernels
 ) -> None:
-    rotary: Any = TableOfAngles(shape.head_size, has_table)
+    check_attention(shape, rows, TableOfAngles(shape.head_size, has_table), kernels)
+
+
+def test_a_part_of_each_head_is_turned(kernels: NativeKernels) -> None:
+    for shape in SHAPES.values():
+        check_attention(shape, BATCHES["beside a prompt"], TableOfAngles(shape.head_size // 4, True), kernels)
+
+
+def check_attention(
+    shape: AttentionShape, rows: list[tuple[int, int]], rotary: Any, kernels: NativeKernels
+) -> None:
     batch = make_batch(rows)
     qkv = torch.randn(batch.slots.shape[0], (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size)
     results = []
