@@ -137,11 +137,13 @@ def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp
 
 
 @pytest.mark.usefixtures("needs_compiler")
-@pytest.mark.parametrize("kind", TYPES)
-def test_bits_do_not_depend_on_how_a_text_is_cut(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", kind) for kind in TYPES] + [(name, "Q5_1") for name in list(CONFIGS)[1:]]
+)
+def test_bits_do_not_depend_on_how_a_text_is_cut(name: str, kind: str, tmp_path: Path) -> None:
     """Not even in prompts that are longer than what is attended at once."""
     path = tmp_path / "model.gguf"
-    save_gguf(path, CONFIGS["llama"], kind, value_kind="Q6_K")
+    save_gguf(path, CONFIGS[name], kind, value_kind="Q6_K")
     model = load(path)
     alone = logits_in(model, [1] * len(IDS))
     assert len(IDS) > 2 * MAX_GROUPED_QUERIES

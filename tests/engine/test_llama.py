@@ -161,10 +161,11 @@ def test_hidden_states_are_transformers(folder: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3, tied embeddings"])
 def test_a_wrong_forward_is_noticed_and_not_used(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save(CONFIGS["qwen3"], tmp_path)
+    path = save(CONFIGS[name], tmp_path)
     ids = list(range(sum(PARTS)))
     model = make_engine(path, None, dtype=dtype).target.model
     assert isinstance(model, Llama)
