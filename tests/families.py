@@ -42,7 +42,26 @@ SLIDING = {"sliding_window": 8}
 # Random embeddings as large as Gemma's would repeat the last token for ever if they were the head too.
 UNTIED = {"tie_word_embeddings": False}
 
-# Family -> (transformers' model type, what its config says beyond the common shape).
+GEMMA2: dict[str, Any] = {
+    **UNTIED,
+    **SLIDING,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0,
+    "layer_types": INTERLEAVED,
+}
+GEMMA3: dict[str, Any] = {
+    **UNTIED,
+    **SLIDING,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "layer_types": INTERLEAVED,
+}
+PARTLY_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+# Family -> (transformers' model type, what its config says beyond the common shape). Kernels in C take
+# heads of 16 numbers and more.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Llama with scaled rotary positions": (
@@ -62,23 +81,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", {"head_dim": 16}),
     "Mistral, sliding window": ("mistral", SLIDING),
     "Gemma": ("gemma", {**UNTIED, "head_dim": 8}),
-    "Gemma 2": (
-        "gemma2",
-        {
-            **UNTIED,
-            **SLIDING,
-            "head_dim": 8,
-            "query_pre_attn_scalar": 8,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
-            "layer_types": INTERLEAVED,
-        },
-    ),
-    "Gemma 3": (
-        "gemma3_text",
-        {**UNTIED, **SLIDING, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": INTERLEAVED},
-    ),
+    "Gemma 2": ("gemma2", GEMMA2),
+    "Gemma 2 in C": ("gemma2", {**GEMMA2, "head_dim": 16}),
+    "Gemma 3": ("gemma3_text", GEMMA3),
+    "Gemma 3 in C": ("gemma3_text", {**GEMMA3, "head_dim": 16}),
     "Phi-3": ("phi3", SLIDING),
+    "Phi-3 in C, part of each head rotated": (
+        "phi3",
+        {**SLIDING, "num_attention_heads": 2, "rope_parameters": PARTLY_ROTATED},
+    ),
     "Phi": ("phi", {"partial_rotary_factor": 0.5}),
     "GPT-2": ("gpt2", GPT2_SHAPE),
     "GPT-BigCode": ("gpt_bigcode", GPT2_SHAPE),

@@ -59,7 +59,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
                 parameter.add_(torch.randn_like(parameter) * 0.3)  # ones and zeros would hide a mistake
             base, suffix = name.rsplit(".", 1)
             theirs = f"{names.get_name(base)}.{suffix}"
-            own = "Q8_0" if "embed" in name else value_kind if "v_proj" in name else kind
+            own = "Q8_0" if "embed" in name else value_kind if ".v_proj" in name else kind
             values = parameter.numpy()
             if parameter.dim() == 1:
                 stored = values + 1 if architecture.startswith("gemma") else values

@@ -5,7 +5,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from engine.models.attention import AttentionCall, PagedAttention
 # Rotary types whose angles are a function of the position alone, so that a table can hold them.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 MAX_TABLE_POSITIONS = 1 << 17
+# Of gates, by transformers' names and in the order of kernels.h.
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 class Norm:
@@ -34,9 +37,15 @@ class Norm:
 
     @classmethod
     def of(cls, module: Any) -> "Norm":
-        return cls(module.weight.detach(), module.variance_epsilon)
+        weight = module.weight.detach()
+        if hasattr(module, "variance_epsilon"):
+            return cls(weight, module.variance_epsilon)
+        return cls(1 + weight.float(), module.eps)  # Gemma's, in float32 whatever the model's type
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._normed(x.to(self.weight.dtype)).to(x.dtype)
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
         if self.short:
             length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.leg)
             return (x / length).mul_(self.scaled_weight)
@@ -45,37 +54,49 @@ class Norm:
         return F.rms_norm(x, (self.size,), None, self.eps) * self.weight
 
 
+def rotary_kinds(config: Any) -> list[str | None]:
+    """Types of layers that have angles of their own; [None]: all layers have the same."""
+    types = sorted(set(getattr(config, "layer_types", None) or ()))
+    return [kind for kind in types if kind in config.rope_parameters] or [None]
+
+
 class Rotary:
-    """cos and sin of every position, from the model's own rotary module."""
+    """cos and signed sin of every position, from the model's own rotary module, by ``rotary_kinds``."""
 
     def __init__(self, module: Any, config: Any, like: torch.Tensor) -> None:
         self.module = module
+        self.kinds = rotary_kinds(config)
         self.like = like
+        # Numbers of a head that are rotated, the first ones.
+        self.size = self.compute(torch.zeros(1, dtype=torch.int64, device=like.device))[0].shape[-1]
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
         num_positions = int(config.max_position_embeddings)
         original = config.rope_parameters.get("original_max_position_embeddings") or 0
         is_short = module.rope_type == "longrope" and num_positions <= original
-        self.is_static = is_short or module.rope_type in STATIC_ROTARY
+        types = module.rope_type.values() if isinstance(module.rope_type, dict) else [module.rope_type]
+        self.is_static = is_short or all(each in STATIC_ROTARY for each in types)
         if self.is_static and num_positions <= MAX_TABLE_POSITIONS:
             self.table = self.compute(torch.arange(num_positions, device=like.device))
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For ``positions`` [tokens]: cos and signed sin, [tokens, head size]."""
+        """For ``positions`` [tokens]: cos and signed sin, [kinds, tokens, ``size``]."""
         if self.table is None:
             return self.compute(positions)
         cos, sin = self.table
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+        return cos.index_select(1, positions), sin.index_select(1, positions)
 
     def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = self.module(self.like, positions[None])
+        more = [() if kind is None else (kind,) for kind in self.kinds]
+        found = [self.module(self.like, positions[None], *kind) for kind in more]
+        cos, sin = (torch.cat(parts) for parts in zip(*found, strict=True))
         half = sin.shape[-1] // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
-        return cos[0].contiguous(), signed[0]
+        return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One layer's attention. ``norm`` is of queries and keys together: weight [heads + kv heads, size]."""
+    """One layer's attention. ``norm`` is of queries and keys together: weight [heads + kv heads, size];
+    ``rotary`` the number of its kind of angles."""
 
     layer: int
     num_heads: int
@@ -84,48 +105,63 @@ class AttentionShape:
     scaling: float
     sliding_window: int | None
     norm: Norm | None
+    rotary: int = 0
+    softcap: float | None = None
 
     @property
     def call(self) -> AttentionCall:
-        return AttentionCall(self.layer, self.scaling, self.sliding_window)
+        return AttentionCall(self.layer, self.scaling, self.sliding_window, self.softcap)
 
 
 class LayerParts(Protocol):
     """Of one forward; every tensor is [tokens, ...]."""
 
-    def norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor: ...
+    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Plus ``residual``, if there is one."""
+        ...
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], which may be
         overwritten, to [tokens, heads * size]."""
         ...
 
-    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         """[tokens, 2 * size] to [tokens, size]; ``gate_up`` may be overwritten."""
         ...
 
+    def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
+        """c tanh(logit / c) of each; ``logits`` may be overwritten."""
+        ...
 
-class TorchParts:
+
+class TorchPointwise:
+    """Parts that look at one token at a time, with torch's operations."""
+
+    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return norm(x) if residual is None else residual + norm(x)
+
+    def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+    def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
+        return torch.tanh(logits / softcap) * softcap
+
+
+class TorchParts(TorchPointwise):
     """On any device; attention gathers."""
 
     def __init__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.context = PagedAttention(batch, cache)
         cos, sin = rotary.angles(batch.positions[0])
-        self.cos, self.sin = cos[:, None], sin[:, None]
-
-    def norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        return norm(x)
+        self.angles = list(zip(cos[:, :, None], sin[:, :, None], strict=True))
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         query_key, value = split_heads(shape, qkv)
-        query_key = _rotate(query_key, self.cos, self.sin)
+        query_key = _rotate(query_key, *self.angles[shape.rotary])
         query, key = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
         attended = self.context.attend(shape.call, query, key, value)
         return attended.reshape(len(qkv), -1)
-
-    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=1)
-        return F.silu(gate).mul_(up)
 
 
 def split_heads(shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +173,10 @@ def split_heads(shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of ``x`` [tokens, heads, size]: (a, b) to (a cos - b sin, b cos + a sin)."""
+    """Rotary embedding of ``x`` [tokens, heads, size], or of as many numbers of a head as there are angles:
+    (a, b) to (a cos - b sin, b cos + a sin)."""
     tokens, heads, size = x.shape
+    if (rotated := cos.shape[-1]) < size:
+        return torch.cat((_rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]), dim=-1)
     swapped = x.view(tokens, heads, 2, size // 2).flip(2).view(tokens, heads, size)
     return torch.addcmul(x * cos, swapped, sin)

@@ -17,7 +17,7 @@ from torch.backends import mkldnn
 from transformers.pytorch_utils import Conv1D
 
 from engine.native.linear import NativeLinear, half_scale
-from engine.native.quantised import QuantisedEmbeddings, QuantisedLinear, can_stack
+from engine.native.quantised import QuantisedLinear, can_stack
 
 # Below this many weights a module's own overhead outweighs what packing saves; oneDNN's fixed cost is some
 # 10 microseconds.
@@ -134,19 +134,6 @@ class LinearModule(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.linear(x.reshape(-1, self.in_features))
         return rows.view(*x.shape[:-1], self.out_features)
-
-
-class QuantisedEmbeddingModule(nn.Module):
-    """Stands in for an embedding of transformers' whose weights stay quantised."""
-
-    def __init__(self, module: nn.Module, embeddings: QuantisedEmbeddings) -> None:
-        super().__init__()
-        self.embeddings = embeddings
-        self.scale = float(getattr(module, "scalar_embed_scale", 1.0))  # Gemma's
-
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        rows = self.embeddings.look_up(token_ids.reshape(-1)) * self.scale
-        return rows.view(*token_ids.shape, -1)
 
 
 def replace_linears(model: nn.Module, library: ctypes.CDLL | None, narrow: bool) -> None:

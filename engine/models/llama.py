@@ -27,7 +27,16 @@ from engine.core.block_pool import BlockTable
 from engine.huge_pages import trim_heap
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
-from engine.models.layer_parts import AttentionShape, LayerParts, Norm, Rotary, TorchParts
+from engine.models.layer_parts import (
+    ACTIVATIONS,
+    Activation,
+    AttentionShape,
+    LayerParts,
+    Norm,
+    Rotary,
+    TorchParts,
+    rotary_kinds,
+)
 from engine.models.linear import Linear, make_linear
 from engine.models.model_runner import ModelRunner
 from engine.models.options import LoadOptions
@@ -39,8 +48,9 @@ from engine.native.linear import NativeLinear
 from engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
 from engine.runtime.cuda.layer_parts import CudaParts, find_kernels
 
-# Model types with exactly this layer: rotary halves, RMSNorm before both branches, gated SiLU MLP.
-FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
+# Model types with exactly this layer: rotary halves, RMSNorm before both branches (and behind them in Gemma 2
+# and 3), gated MLP.
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
 EMBEDDINGS = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # More than the native kernels look at together.
@@ -65,9 +75,14 @@ def is_llama(module: Any) -> bool:
     return (
         config.model_type in FAMILIES
         and type(module).__module__.startswith("transformers.models.")
-        and config.hidden_act == "silu"
-        and 2 * module.model.rotary_emb.inv_freq.numel() == module.model.layers[0].self_attn.head_dim
+        and _activation(config) in ACTIVATIONS
+        and not getattr(config, "use_bidirectional_attention", None)
     )
+
+
+def _activation(config: Any) -> Activation:
+    name: Activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    return name
 
 
 class LlamaLayer:
@@ -77,38 +92,63 @@ class LlamaLayer:
         self.input_norm = Norm.of(layer.input_layernorm)
         self.qkv = make(_joined(attention, "qkv_proj", "q_proj", "k_proj", "v_proj"))
         self.output = make([attention.o_proj])
-        self.mlp_norm = Norm.of(layer.post_attention_layernorm)
         self.gate_up = make(_joined(mlp, "gate_up_proj", "gate_proj", "up_proj"))
+        self.activation = _activation(attention.config)
         self.down = make([mlp.down_proj])
+        # Gemma 2 and 3 norm what they add to the residual.
+        self.output_norm = self.down_norm = None
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            self.output_norm = Norm.of(layer.post_attention_layernorm)
+            self.mlp_norm = Norm.of(layer.pre_feedforward_layernorm)
+            self.down_norm = Norm.of(layer.post_feedforward_layernorm)
+        else:
+            self.mlp_norm = Norm.of(layer.post_attention_layernorm)
 
     def __call__(self, hidden: torch.Tensor, parts: LayerParts) -> torch.Tensor:
         """``hidden`` [tokens, hidden size]."""
         qkv = self.qkv(parts.norm(self.input_norm, hidden))
-        hidden = self.output.add_to(hidden, parts.attend(self.attention, qkv))
+        hidden = _add(hidden, self.output, self.output_norm, parts.attend(self.attention, qkv), parts)
         gate_up = self.gate_up(parts.norm(self.mlp_norm, hidden))
-        return self.down.add_to(hidden, parts.gated_silu(gate_up))
+        return _add(hidden, self.down, self.down_norm, parts.gate(self.activation, gate_up), parts)
+
+
+def _add(
+    hidden: torch.Tensor, linear: Linear, norm: Norm | None, x: torch.Tensor, parts: LayerParts
+) -> torch.Tensor:
+    return linear.add_to(hidden, x) if norm is None else parts.norm(norm, linear(x), hidden)
 
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """``embeddings`` [vocab, hidden size], in the checkpoint's type where its 16 bits are kept."""
+    """``embeddings`` [vocab, hidden size], in the checkpoint's type where its 16 bits are kept; ``softcap``
+    of the logits, as in ``AttentionCall``."""
 
     embeddings: torch.Tensor | QuantisedEmbeddings
     layers: list[LlamaLayer]
     norm: Norm
     head: Linear
     rotary: Rotary
+    embedding_scale: float
+    softcap: float | None
 
     @property
     def is_quantised(self) -> bool:
         linears = (self.head, *(layer.down for layer in self.layers))
         return any(isinstance(linear, QuantisedLinear) for linear in linears)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[tokens, hidden size]."""
-        if isinstance(self.embeddings, QuantisedEmbeddings):
-            return self.embeddings.look_up(token_ids)
-        return F.embedding(token_ids, self.embeddings)
+        return _embed(self.embeddings, token_ids, self.embedding_scale, dtype)
+
+
+def _embed(
+    embeddings: torch.Tensor | QuantisedEmbeddings, token_ids: torch.Tensor, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    if isinstance(embeddings, QuantisedEmbeddings):
+        rows = embeddings.look_up(token_ids)
+    else:
+        rows = F.embedding(token_ids, embeddings)
+    return rows.to(dtype) if scale == 1 else rows.to(dtype) * scale
 
 
 class Llama(Model):
@@ -150,7 +190,7 @@ class Llama(Model):
         """No Python decision here or below depends on the values of the batch's tensors."""
         weights = self.weights
         parts = self.parts(batch, cache, self.rotary)
-        hidden = weights.embed(batch.token_ids[0]).to(self.dtype)
+        hidden = weights.embed(batch.token_ids[0], self.dtype)
         tapped = {}
         for index, layer in enumerate(weights.layers):
             hidden = layer(hidden, parts)
@@ -159,8 +199,10 @@ class Llama(Model):
         # All tokens' logits are in order, but for a captured batch, which has no spans.
         if not batch.spans or len(batch.logits_index) != len(hidden):
             hidden = hidden.index_select(0, batch.logits_index)
-        logits = weights.head(parts.norm(weights.norm, hidden)).float()
-        return ForwardOutput(logits, torch.stack([tapped[tap] for tap in taps], 1) if taps else None)
+        logits = weights.head(parts.norm(weights.norm, hidden))
+        if weights.softcap is not None:
+            logits = parts.cap(logits, weights.softcap)
+        return ForwardOutput(logits.float(), torch.stack([tapped[tap] for tap in taps], 1) if taps else None)
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
         """Passes over a few tokens as one call of C; None without the kernels, or angles in a table."""
@@ -211,6 +253,8 @@ def read_module(module: Any, facts: ModelFacts) -> LlamaWeights:
         Norm.of(module.model.norm),
         make_linear([module.lm_head]),
         Rotary(module.model.rotary_emb, module.config, embeddings.to(facts.dtype)),
+        _embedding_scale(module, facts.dtype),
+        _logit_softcap(module.config),
     )
 
 
@@ -229,7 +273,9 @@ def checked(
         kernels = NativeKernels(library, cuts_long=weights.is_quantised)
         ways = [("The native kernels", Llama(facts, weights, kernels))]
     else:
-        cuda = find_kernels([layer.attention for layer in weights.layers], facts.dtype, facts.device)
+        shapes = [layer.attention for layer in weights.layers]
+        rotates_all = all(shape.head_size == weights.rotary.size for shape in shapes)
+        cuda = find_kernels(shapes, facts.dtype, facts.device) if rotates_all else None
         if cuda is not None:
             ways = [("The CUDA kernels", Llama(facts, weights, partial(CudaParts, cuda)))]
         ways.append(("The short forward", Llama(facts, weights)))
@@ -307,10 +353,8 @@ class _Reader:
         hooks = [self._follow(layer, index) for index, layer in enumerate(module.model.layers)]
         self._fill(module.model.norm, "model.norm")
         ids = torch.tensor([probe_ids(module.config)], device=facts.device)
-        if isinstance(embeddings, QuantisedEmbeddings):
-            embedded = embeddings.look_up(ids[0])[None]
-        else:
-            embedded = F.embedding(ids, embeddings).to(facts.dtype)
+        scale = _embedding_scale(module, facts.dtype)
+        embedded = _embed(embeddings, ids[0], scale, facts.dtype)[None]
         hidden = module.model(inputs_embeds=embedded, use_cache=False).last_hidden_state[0]
         for hook in (hook for pair in hooks for hook in pair):
             hook.remove()
@@ -325,16 +369,20 @@ class _Reader:
             head.weight = _frozen(self._tensor(HEAD, self.keep_type))
         kept = [row for row in range(len(hidden)) if row != len(hidden) - 5]
         parts = [F.linear(hidden[kept], part.to(facts.dtype)) for part in self._parts(head)]
-        logits = torch.cat(parts, dim=-1).float()
+        logits = torch.cat(parts, dim=-1)
+        if (softcap := _logit_softcap(module.config)) is not None:
+            logits = torch.tanh(logits / softcap) * softcap
         weights = LlamaWeights(
             embeddings,
             self.layers,
             Norm.of(module.model.norm),
             self.make([head]),
             Rotary(module.model.rotary_emb, module.config, like),
+            scale,
+            softcap,
         )
         trim_heap()
-        return weights, logits
+        return weights, logits.float()
 
     def _embeddings(self) -> tuple[torch.Tensor | QuantisedEmbeddings, Blocks | None]:
         blocks = self._blocks(EMBEDDINGS)
@@ -399,6 +447,17 @@ def _kernels(module: Any, facts: ModelFacts) -> ctypes.CDLL | None:
     return load_library()
 
 
+def _embedding_scale(module: Any, dtype: torch.dtype) -> float:
+    """Gemma's, rounded as transformers rounds it."""
+    scale = getattr(module.model.embed_tokens, "scalar_embed_scale", 1.0)
+    return torch.tensor(scale).to(dtype).item()
+
+
+def _logit_softcap(config: Any) -> float | None:
+    softcap: float | None = getattr(config, "final_logit_softcapping", None)
+    return softcap
+
+
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
@@ -415,9 +474,10 @@ def _attention_shape(attention: Any, index: int) -> AttentionShape:
     window_home = config if config.model_type in ("mistral", "phi3") else attention
     norm = None
     if hasattr(attention, "q_norm"):
-        query, key = attention.q_norm, attention.k_norm
+        query, key = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
         weight = torch.cat([query.weight.expand(num_heads, -1), key.weight.expand(num_kv_heads, -1)])
-        norm = Norm(weight.detach(), query.variance_epsilon)
+        norm = Norm(weight, query.eps)
+    kinds = rotary_kinds(config)
     return AttentionShape(
         layer=index,
         num_heads=num_heads,
@@ -426,4 +486,7 @@ def _attention_shape(attention: Any, index: int) -> AttentionShape:
         scaling=attention.scaling,
         sliding_window=getattr(window_home, "sliding_window", None),
         norm=norm,
+        rotary=0 if kinds == [None] else kinds.index(attention.layer_type),
+        # Gemma 3's layers keep the setting, too, but do not use it.
+        softcap=attention.attn_logit_softcapping if config.model_type == "gemma2" else None,
     )

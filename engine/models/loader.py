@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from engine.config import SELF_DRAFTS, EngineConfig
 from engine.gguf_file import GgufError, is_gguf
-from engine.huge_pages import trim_heap
 from engine.models import cross_attention
 from engine.models.attention import ATTENTION_NAME
 from engine.models.base import Model, ModelFacts
@@ -25,15 +24,14 @@ from engine.models.decoder_only import DecoderModel
 from engine.models.encoder_decoder import EncoderDecoderModel
 from engine.models.errors import ModelLoadError
 from engine.models.gguf import check_complete, generation_config, open_gguf
-from engine.models.linear import QuantisedEmbeddingModule, replace_linears
-from engine.models.llama import EMBEDDINGS, FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from engine.models.linear import replace_linears
+from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
 from engine.models.options import LoadOptions
 from engine.models.packed import PackedCheckpoint, PackingError, open_packed
 from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.models.self_check import self_check
 from engine.models.weights import Checkpoint
 from engine.native.linear import linear_library
-from engine.native.quantised import QuantisedEmbeddings
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +124,7 @@ def load_quantised(path: str, options: LoadOptions) -> Llama | None:
     return model if isinstance(model, Llama) and model.is_quantised else None
 
 
-def _load_gguf(path: str, options: LoadOptions) -> Llama | DecoderModel:
+def _load_gguf(path: str, options: LoadOptions) -> Llama:
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     try:
@@ -137,11 +135,7 @@ def _load_gguf(path: str, options: LoadOptions) -> Llama | DecoderModel:
             file.config, generation_config(file), count(skeleton), options.dtype, options.device
         )
         checkpoint = _quantised(file, options)
-        model: Llama | DecoderModel | None
-        if is_llama(skeleton):
-            model = load_llama(skeleton, checkpoint, facts, options)
-        else:
-            model = _load_dequantised(checkpoint, facts, options)
+        model = load_llama(skeleton, checkpoint, facts, options)
     except ModelLoadError:
         raise
     except GgufError as error:
@@ -153,24 +147,6 @@ def _load_gguf(path: str, options: LoadOptions) -> Llama | DecoderModel:
     if options.quantize != "none" and not model.is_quantised:
         raise ModelLoadError(NOT_QUANTISED.format(path))
     file.release()
-    return model
-
-
-def _load_dequantised(checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions) -> DecoderModel:
-    """By transformers' module. Its layers hand on other bits when they compute other numbers of tokens, and
-    would make more of them where quantised layers round; so only embeddings stay quantised, on a CPU."""
-    module = _module_of(checkpoint, facts.config, facts.generation_config, options, ATTENTION_NAME)
-    if options.device.type == "cpu" and options.dtype == torch.float32:
-        library = linear_library() if options.native_kernels else None
-        replace_linears(module, library, options.narrow)
-        blocks = checkpoint.blocks(EMBEDDINGS)
-        if library is not None and options.narrow and blocks is not None:
-            kept = QuantisedEmbeddings(library, blocks)
-            module.set_input_embeddings(QuantisedEmbeddingModule(module.get_input_embeddings(), kept))
-    trim_heap()
-    model = DecoderModel(module, facts)
-    if options.self_check:
-        self_check(model)
     return model
 
 

@@ -40,6 +40,7 @@ static void embed(float *to, const Decoder *decoder, int64_t token_id) {
             to[i] = wide.f;
         }
     }
+    for (int64_t i = 0; i < size; i++) to[i] *= decoder->embedding_scale;
 }
 
 /* Where every token is stored and stands, and how its span lies among the others. */
@@ -61,7 +62,8 @@ static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t n
         .num_spans = new->num_spans, .num_tokens = num_tokens, .block_size = block_size,
         .max_queries = num_tokens, .slots = slots, .first_token = first_token,
         .num_stored = new->num_stored, .first_block = new->first_block, .blocks = new->blocks,
-        .angle = angle, .cos = decoder->cos, .sin = decoder->sin,
+        .angle = angle, .num_angles = decoder->num_angles, .rotary_size = decoder->rotary_size,
+        .cos = decoder->cos, .sin = decoder->sin,
     };
 }
 
@@ -73,6 +75,13 @@ static void gather(float *to, const float *hidden, const NewTokens *new, int64_t
         memcpy(to, hidden + (end - num_rows) * size, num_rows * size * sizeof(float));
         to += num_rows * size;
     }
+}
+
+/* Adds a layer's output for x to the rows, normed before unless norm is NULL. */
+static void add(float *rows, const Linear *layer, const float *x, const float *norm, float eps, float *normed,
+                int64_t num_rows) {
+    multiply(layer, norm ? normed : rows, x, norm ? NULL : rows, num_rows);
+    if (norm) rms_norm(rows, normed, norm, rows, num_rows, layer->out_features, eps);
 }
 
 /* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones. 0 if there is no memory,
@@ -105,17 +114,18 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
         embed(hidden + row * size, decoder, new->token_ids[row]);
     for (int64_t i = 0; i < decoder->num_layers; i++) {
         const DecoderLayer *layer = &decoder->layers[i];
-        rms_norm(normed, hidden, layer->input_norm, rows, size, layer->input_eps);
+        rms_norm(normed, hidden, layer->input_norm, NULL, rows, size, layer->input_eps);
         multiply(layer->qkv, qkv, normed, NULL, rows);
         attend(&spans, layer->attention, qkv, attended);
-        multiply(layer->output, hidden, attended, hidden, rows);
-        rms_norm(normed, hidden, layer->mlp_norm, rows, size, layer->mlp_eps);
+        add(hidden, layer->output, attended, layer->output_norm, layer->output_eps, normed, rows);
+        rms_norm(normed, hidden, layer->mlp_norm, NULL, rows, size, layer->mlp_eps);
         multiply(layer->gate_up, gate_up, normed, NULL, rows);
-        gated_silu(gated, gate_up, rows, mlp);
-        multiply(layer->down, hidden, gated, hidden, rows);
+        gate(gated, gate_up, layer->activation, rows, mlp);
+        add(hidden, layer->down, gated, layer->down_norm, layer->down_eps, normed, rows);
     }
     gather(normed, hidden, new, size);
-    rms_norm(normed, normed, decoder->norm, num_logits, size, decoder->norm_eps);
+    rms_norm(normed, normed, decoder->norm, NULL, num_logits, size, decoder->norm_eps);
     multiply(decoder->head, logits, normed, NULL, num_logits);
+    if (decoder->softcap > 0) cap(logits, num_logits, decoder->head->out_features, decoder->softcap);
     return 1;
 }

@@ -13,6 +13,7 @@ import torch
 
 from engine.batch import MAX_GROUPED_QUERIES, Span
 from engine.kv_cache import KVCache
+from engine.models.layer_parts import ACTIVATIONS, Norm
 from engine.native.layer_parts import NativeKernels
 from engine.native.library import Decoder, DecoderLayer, NewTokens
 from engine.native.quantised import QuantisedEmbeddings
@@ -68,10 +69,11 @@ class NativeDecoder:
                     gate_up=addressof(layer.gate_up.struct),
                     down=addressof(layer.down.struct),
                     attention=addressof(shape),
-                    input_norm=layer.input_norm.weight.data_ptr(),
-                    mlp_norm=layer.mlp_norm.weight.data_ptr(),
-                    input_eps=layer.input_norm.eps,
-                    mlp_eps=layer.mlp_norm.eps,
+                    activation=ACTIVATIONS.index(layer.activation),
+                    **_norm("input", layer.input_norm),
+                    **_norm("output", layer.output_norm),
+                    **_norm("mlp", layer.mlp_norm),
+                    **_norm("down", layer.down_norm),
                 )
                 for layer, shape in zip(weights.layers, attention, strict=True)
             )
@@ -88,6 +90,8 @@ class NativeDecoder:
             num_layers=len(attention),
             hidden_size=hidden_size,
             block_size=cache.block_size,
+            num_angles=cos.shape[1],
+            rotary_size=cos.shape[2],
             layers=addressof(in_c),
             embeddings=embeddings.data_ptr(),
             embedding_type=embedding_type,
@@ -96,6 +100,8 @@ class NativeDecoder:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             norm_eps=weights.norm.eps,
+            embedding_scale=weights.embedding_scale,
+            softcap=weights.softcap or 0.0,
         )
 
     def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -114,3 +120,8 @@ class NativeDecoder:
 
     def holds(self, spans: Sequence[Span]) -> bool:
         return all(len(span.token_ids) <= MAX_GROUPED_QUERIES for span in spans)
+
+
+def _norm(name: str, norm: Norm | None) -> dict[str, Any]:
+    """Fields of ``DecoderLayer``."""
+    return {} if norm is None else {f"{name}_norm": norm.weight.data_ptr(), f"{name}_eps": norm.eps}

@@ -12,6 +12,9 @@ enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, RACE_STREAM = 4 
 /* What is added to the types of quantised embeddings. */
 enum { QUANTISED = 16 };
 
+/* Activations of gates. */
+enum { SILU, GELU_TANH };
+
 /* Numbers to draw from, some 10 microseconds, below which other threads are not woken. */
 #define MIN_PARALLEL_DRAWS (1 << 14)
 
@@ -24,14 +27,17 @@ typedef struct {
     const int64_t *num_stored;    /* [num_spans] tokens that the cache had before */
     const int64_t *first_block;   /* [num_spans] into blocks */
     const int64_t *blocks;        /* block ids of all spans */
-    const int64_t *angle;         /* [num_tokens] row of cos and sin */
-    const float *cos, *sin;       /* [rows, head_size]; sin is negative in the first half */
+    const int64_t *angle;         /* [num_tokens] row of cos and sin, of num_angles */
+    int64_t num_angles, rotary_size;
+    const float *cos, *sin;       /* [rotaries, num_angles, rotary_size]; sin is negative in the first half */
 } Spans;
 
 typedef struct {
     int64_t num_heads, num_kv_heads, head_size;
     int64_t window;               /* keys that a query sees, itself included; 0: all */
+    int64_t rotary;               /* whose cos and sin */
     float scaling, norm_eps;
+    float softcap;                /* c makes c tanh(s / c) of each score s; 0: none */
     const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
     float *keys, *values;         /* [slots, num_kv_heads, head_size] */
 } Layer;
@@ -53,20 +59,24 @@ typedef struct {
 typedef struct {
     const Linear *qkv, *output, *gate_up, *down;
     const Layer *attention;
+    int64_t activation;
     const float *input_norm, *mlp_norm; /* [hidden_size] */
-    float input_eps, mlp_eps;
+    const float *output_norm, *down_norm; /* of what is added to the residual, or NULL */
+    float input_eps, mlp_eps, output_eps, down_eps;
 } DecoderLayer;
 
 /* A decoder and the cache it writes to. */
 typedef struct {
     int64_t num_layers, hidden_size, block_size;
+    int64_t num_angles, rotary_size; /* as in Spans */
     int64_t embedding_type;       /* 0: float32, 1: float16, 2: bfloat16, or QUANTISED plus its type in blocks.h */
     const DecoderLayer *layers;
     const void *embeddings;       /* [vocab, hidden_size] */
     const float *norm;            /* [hidden_size] */
     const Linear *head;
-    const float *cos, *sin;       /* [positions, head_size], as in Spans */
-    float norm_eps;
+    const float *cos, *sin;       /* as in Spans */
+    float norm_eps, embedding_scale;
+    float softcap;                /* of logits, as in Layer */
 } Decoder;
 
 /* What a pass is to store, by span: tokens of one sequence that follow those stored before. */
@@ -86,8 +96,10 @@ typedef struct {
 } Processors;
 
 /* layers.c */
-void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size, float eps);
-void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size);
+void rms_norm(float *out, const float *x, const float *weight, const float *residual, int64_t rows, int64_t size,
+              float eps);
+void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size);
+void cap(float *x, int64_t rows, int64_t size, float softcap);
 void attend(const Spans *spans, const Layer *layer, float *qkv, float *out);
 
 /* linear.c */

@@ -13,7 +13,7 @@ import torch
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch
 from engine.kv_cache import KVCache
 from engine.models.attention import attend_group
-from engine.models.layer_parts import AttentionShape, Norm, Rotary
+from engine.models.layer_parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
 from engine.native.library import Layer, Spans
 
 # A head fills whole vector registers, up to as many as the kernels keep.
@@ -49,7 +49,9 @@ class NativeKernels:
                 num_kv_heads=shape.num_kv_heads,
                 head_size=shape.head_size,
                 window=shape.sliding_window or 0,
+                rotary=shape.rotary,
                 scaling=shape.scaling,
+                softcap=shape.softcap or 0.0,
                 norm_eps=0.0 if shape.norm is None else shape.norm.eps,
                 norm_weight=None if shape.norm is None else shape.norm.weight.data_ptr(),
                 keys=cache.keys[shape.layer].data_ptr(),
@@ -104,15 +106,19 @@ class NativeParts:
             first_block=start + 8 * (2 * num_spans + 1),
             blocks=start + 8 * (3 * num_spans + 1),
             angle=rows.data_ptr(),
+            num_angles=cos.shape[1],
+            rotary_size=cos.shape[2],
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
         )
 
-    def norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x = x.contiguous()
+        added = None if residual is None else residual.contiguous()
         out = torch.empty_like(x)
         self.kernels.library.rms_norm(
-            out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), x.shape[0], norm.size, norm.eps
+            *(out.data_ptr(), x.data_ptr(), norm.weight.data_ptr()),
+            *(None if added is None else added.data_ptr(), x.shape[0], norm.size, norm.eps),
         )
         return out
 
@@ -132,9 +138,15 @@ class NativeParts:
             ).view(end - first, width)
         return out
 
-    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
-        self.kernels.library.gated_silu(out.data_ptr(), gate_up.data_ptr(), rows, size)
+        number = ACTIVATIONS.index(activation)
+        self.kernels.library.gate(out.data_ptr(), gate_up.data_ptr(), number, rows, size)
         return out
+
+    def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
+        logits = logits.contiguous()
+        self.kernels.library.cap(logits.data_ptr(), *logits.shape, softcap)
+        return logits

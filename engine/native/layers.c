@@ -32,26 +32,51 @@ static inline ALWAYS float fast_exp(float x) {
     return p * power.f;
 }
 
-static inline void norm_row(float *out, const float *x, const float *weight, int64_t size, float eps) {
+static inline void norm_row(float *out, const float *x, const float *weight, const float *residual, int64_t size,
+                            float eps) {
     float sum = 0.0f;
     for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
     const float scale = 1.0f / sqrtf(sum / (float)size + eps);
-    for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+    if (residual) {
+        for (int64_t i = 0; i < size; i++) out[i] = residual[i] + x[i] * scale * weight[i];
+    } else {
+        for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+    }
 }
 
-/* RMSNorm (arXiv 1910.07467) of rows [rows, size]. */
-void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t size, float eps) {
-    FOR_EACH(row, rows, rows * size * 4, norm_row(out + row * size, x + row * size, weight, size, eps));
+/* RMSNorm (arXiv 1910.07467) of rows [rows, size], plus the residual unless that is NULL; it may be out. */
+void rms_norm(float *out, const float *x, const float *weight, const float *residual, int64_t rows, int64_t size,
+              float eps) {
+    FOR_EACH(row, rows, rows * size * 4,
+             norm_row(out + row * size, x + row * size, weight, residual ? residual + row * size : NULL, size, eps));
 }
 
-static inline void gate_row(float *out, const float *gate, const float *up, int64_t size) {
-    for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
+static inline void gate_row(float *out, const float *gate, const float *up, int64_t activation, int64_t size) {
+    if (activation == SILU) {
+        for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
+    } else {
+        /* 1 + tanh(u) is 2 / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */
+        for (int64_t i = 0; i < size; i++) {
+            const float x = gate[i], twice = 1.59576912f * (x + 0.044715f * x * x * x);
+            out[i] = x / (1.0f + fast_exp(-twice)) * up[i];
+        }
+    }
 }
 
-/* out [rows, size] = silu(gate) * up of gate_up [rows, 2 * size]. */
-void gated_silu(float *out, const float *gate_up, int64_t rows, int64_t size) {
+/* out [rows, size] = activation(gate) * up of gate_up [rows, 2 * size]. */
+void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size) {
     FOR_EACH(row, rows, rows * size * 16,
-             gate_row(out + row * size, gate_up + row * 2 * size, gate_up + (row * 2 + 1) * size, size));
+             gate_row(out + row * size, gate_up + row * 2 * size, gate_up + (row * 2 + 1) * size, activation, size));
+}
+
+static inline ALWAYS void cap_row(float *x, int64_t size, float softcap) {
+    for (int64_t i = 0; i < size; i++)
+        x[i] = softcap - 2.0f * softcap / (1.0f + fast_exp(2.0f / softcap * x[i])); /* c tanh(x / c) */
+}
+
+/* Soft cap (arXiv 2408.00118) of rows [rows, size]. */
+void cap(float *x, int64_t rows, int64_t size, float softcap) {
+    FOR_EACH(row, rows, rows * size * 16, cap_row(x + row * size, size, softcap));
 }
 
 /* Slots of ``length`` positions of a span, from ``begin`` on. */
@@ -67,7 +92,7 @@ static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, 
     }
 }
 
-/* (a, b) to (a cos - b sin, b cos + a sin), halves of one head; in place. */
+/* (a, b) to (a cos - b sin, b cos + a sin), halves of a head or of its first numbers; in place. */
 static inline void rotate(float *x, const float *cos, const float *sin, int64_t size) {
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -80,11 +105,12 @@ static inline void rotate(float *x, const float *cos, const float *sin, int64_t 
 /* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
 static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t token) {
     const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
-    const int64_t angle = spans->angle[token], to = spans->slots[token];
+    const int64_t rotary_size = spans->rotary_size, to = spans->slots[token];
+    const int64_t angle = (layer->rotary * spans->num_angles + spans->angle[token]) * rotary_size;
     for (int64_t head = 0; head < rotated; head++) {
         float *x = qkv + head * size;
-        if (layer->norm_weight) norm_row(x, x, layer->norm_weight + head * size, size, layer->norm_eps);
-        rotate(x, spans->cos + angle * size, spans->sin + angle * size, size);
+        if (layer->norm_weight) norm_row(x, x, layer->norm_weight + head * size, NULL, size, layer->norm_eps);
+        rotate(x, spans->cos + angle, spans->sin + angle, rotary_size);
     }
     const int64_t width = layer->num_kv_heads * size;
     memcpy(layer->keys + to * width, qkv + layer->num_heads * size, width * sizeof(float));
@@ -181,6 +207,7 @@ static inline ALWAYS void attend_span(
             const int64_t last = past < length ? past : length;
             const int64_t from = layer->window && window_start > 0 ? window_start : 0;
             if (from >= last) continue;
+            if (layer->softcap > 0) cap_row(scores[row], CHUNK, layer->softcap);
             const float before = best[row], sum = soften(scores[row], from, last, &best[row]);
             const float shrink = before == -INFINITY ? 0.0f : fast_exp(before - best[row]);
             total[row] = total[row] * shrink + sum;

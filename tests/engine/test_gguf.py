@@ -24,9 +24,7 @@ from engine.core.block_pool import BlockTable
 from engine.gguf_file import GgufError, read_gguf
 from engine.messages import SamplingParams
 from engine.models.base import Model
-from engine.models.decoder_only import DecoderModel
 from engine.models.errors import ModelLoadError
-from engine.models.linear import QuantisedEmbeddingModule
 from engine.models.llama import Llama
 from engine.models.loader import load_causal_model, load_model
 from engine.models.model_runner import ModelRunner
@@ -71,9 +69,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
     "phi3": Phi3Config(**SHAPE, sliding_window=6),
     "phi3 with long texts": Phi3Config(**SHAPE, **LONG, original_max_position_embeddings=128),
-}
-# Through transformers' layers.
-OTHER_CONFIGS: dict[str, PreTrainedConfig] = {
     "phi3 that turns a part of each head": Phi3Config(
         **SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     ),
@@ -141,34 +136,14 @@ def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp
     assert 0 < deviation < 0.05
 
 
-@pytest.mark.parametrize("name", OTHER_CONFIGS)
-def test_families_that_transformers_computes(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    expected = expected_logits(save_gguf(path, OTHER_CONFIGS[name]))
-    for options in (LoadOptions(), LoadOptions(narrow=False), LoadOptions(native_kernels=False)):
-        model = load_model(str(path), options)
-        assert isinstance(model, DecoderModel)
-        assert torch.allclose(logits_in(model, [30, 1, 39]), expected, atol=2e-4, rtol=1e-4)
-    reference = load_causal_model(str(path), LoadOptions(), "eager")
-    assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
-
-
 @pytest.mark.usefixtures("needs_compiler")
-def test_their_embeddings_stay_quantised(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    save_gguf(path, OTHER_CONFIGS["gemma3"])
-    model = load_model(str(path), LoadOptions())
-    assert isinstance(model, DecoderModel)
-    assert isinstance(model.module.get_input_embeddings(), QuantisedEmbeddingModule)
-    assert all(parameter.dim() == 1 for parameter in model.module.parameters())
-
-
-@pytest.mark.usefixtures("needs_compiler")
-@pytest.mark.parametrize("kind", TYPES)
-def test_bits_do_not_depend_on_how_a_text_is_cut(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", kind) for kind in TYPES] + [(name, "Q5_1") for name in list(CONFIGS)[1:]]
+)
+def test_bits_do_not_depend_on_how_a_text_is_cut(name: str, kind: str, tmp_path: Path) -> None:
     """Not even in prompts that are longer than what is attended at once."""
     path = tmp_path / "model.gguf"
-    save_gguf(path, CONFIGS["llama"], kind, value_kind="Q6_K")
+    save_gguf(path, CONFIGS[name], kind, value_kind="Q6_K")
     model = load(path)
     alone = logits_in(model, [1] * len(IDS))
     assert len(IDS) > 2 * MAX_GROUPED_QUERIES

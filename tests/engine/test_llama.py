@@ -9,6 +9,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -43,6 +46,8 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 ROPE = {"rope_theta": 10000.0}
+# Random embeddings, scaled, would repeat the last token for ever if they were the head too.
+GEMMA: dict[str, Any] = {**SHAPE, "head_dim": 32, "tie_word_embeddings": False}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama with biases and tied embeddings": LlamaConfig(
@@ -69,6 +74,30 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
     "phi3 with a window": Phi3Config(
         **SHAPE, sliding_window=6, original_max_position_embeddings=128, pad_token_id=0
+    ),
+    "phi3 that turns a part of each head": Phi3Config(
+        **SHAPE,
+        rope_parameters=ROPE | {"rope_type": "default", "partial_rotary_factor": 0.75},
+        original_max_position_embeddings=128,
+        pad_token_id=0,
+    ),
+    "gemma": GemmaConfig(**GEMMA),
+    "gemma2": Gemma2Config(
+        **GEMMA,
+        query_pre_attn_scalar=16,
+        sliding_window=6,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3, tied embeddings": Gemma3TextConfig(
+        **{**GEMMA, "tie_word_embeddings": True},
+        query_pre_attn_scalar=16,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     ),
 }
 PARTS = (19, 1, 5, 1, 3)
@@ -132,10 +161,11 @@ def test_hidden_states_are_transformers(folder: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3, tied embeddings"])
 def test_a_wrong_forward_is_noticed_and_not_used(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save(CONFIGS["qwen3"], tmp_path)
+    path = save(CONFIGS[name], tmp_path)
     ids = list(range(sum(PARTS)))
     model = make_engine(path, None, dtype=dtype).target.model
     assert isinstance(model, Llama)

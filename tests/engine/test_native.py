@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
-from engine.models.layer_parts import AttentionShape, LayerParts, Norm, TorchParts
+from engine.models.layer_parts import ACTIVATIONS, AttentionShape, LayerParts, Norm, TorchParts
 from engine.models.llama import Llama
 from engine.native import library
 from engine.native.layer_parts import NativeKernels, serves
@@ -39,6 +39,8 @@ SHAPES = {
     "shared heads": AttentionShape(0, 6, 2, 32, 0.2, None, None),
     "128, a window": AttentionShape(0, 2, 1, 128, 0.1, 9, None),
     "odd size, norms": AttentionShape(0, 4, 2, 80, 0.3, None, NORM),
+    "256, other angles": AttentionShape(0, 2, 1, 256, 0.1, None, None, rotary=1),
+    "a softcap, a window": AttentionShape(0, 6, 2, 32, 0.4, 9, None, softcap=1.5),
 }
 
 
@@ -46,13 +48,13 @@ class TableOfAngles:
     """As much of ``Rotary`` as the parts ask for."""
 
     def __init__(self, size: int, has_table: bool) -> None:
-        angles = torch.randn(256, size // 2)
+        angles = torch.randn(2, 128, size // 2)
         cos, sin = angles.cos(), angles.sin()
-        self.all = torch.cat([cos, cos], dim=1), torch.cat([-sin, sin], dim=1)
+        self.all = torch.cat([cos, cos], dim=2), torch.cat([-sin, sin], dim=2)
         self.table = self.all if has_table else None
 
     def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.all[0][positions], self.all[1][positions]
+        return self.all[0][:, positions], self.all[1][:, positions]
 
     angles = compute
 
@@ -97,7 +99,17 @@ def make_cache(shape: AttentionShape) -> KVCache:
 def test_attention_is_torchs(
     shape: AttentionShape, rows: list[tuple[int, int]], has_table: bool, kernels: NativeKernels
 ) -> None:
-    rotary: Any = TableOfAngles(shape.head_size, has_table)
+    check_attention(shape, rows, TableOfAngles(shape.head_size, has_table), kernels)
+
+
+def test_a_part_of_each_head_is_turned(kernels: NativeKernels) -> None:
+    for shape in SHAPES.values():
+        check_attention(shape, BATCHES["beside a prompt"], TableOfAngles(shape.head_size // 4, True), kernels)
+
+
+def check_attention(
+    shape: AttentionShape, rows: list[tuple[int, int]], rotary: Any, kernels: NativeKernels
+) -> None:
     batch = make_batch(rows)
     qkv = torch.randn(batch.slots.shape[0], (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size)
     results = []
@@ -122,11 +134,17 @@ def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: N
         x = torch.randn(rows, 2 * size) * torch.logspace(-3, 2, rows)[:, None]
         norm = Norm(torch.rand(2 * size) + 0.5, 1e-6)
         normed = [parts.norm(norm, x) for parts in both]
-        gated = [parts.gated_silu(x.clone()) for parts in both]
+        added = [parts.norm(norm, x, x.flip(0)) for parts in both]
+        gated = [[parts.gate(activation, x.clone()) for activation in ACTIVATIONS] for parts in both]
+        capped = [parts.cap(x.clone(), 20.0) for parts in both]
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(normed[1], normed[0], rtol=2e-6, atol=1e-6)
-    torch.testing.assert_close(gated[1], gated[0], rtol=2e-6, atol=1e-30)
+    torch.testing.assert_close(added[1], added[0], rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(gated[1][0], gated[0][0], rtol=2e-6, atol=1e-30)
+    # torch adds 1 to the tangent, where digits are lost if it is almost -1.
+    torch.testing.assert_close(gated[1][1], gated[0][1], rtol=2e-6, atol=1e-4)
+    torch.testing.assert_close(capped[1], capped[0], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -180,10 +198,12 @@ def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
     assert attended[1, 0].isnan().all()
     assert attended[0].isfinite().all()
     gate_up = torch.tensor([[math.nan, math.inf, -math.inf, 1e30, 1.0, 1.0, 1.0, 1.0]])
-    gated = parts.gated_silu(gate_up)[0]
-    assert gated[0].isnan()
-    assert gated[1:2].tolist() == [math.inf]
-    assert gated[3] == pytest.approx(1e30)
+    for activation in ACTIVATIONS:
+        gated = parts.gate(activation, gate_up)[0]
+        assert gated[0].isnan()
+        assert gated[1:2].tolist() == [math.inf]
+        assert gated[3] == pytest.approx(1e30)
+    assert parts.cap(gate_up, 5.0)[0, :4].tolist() == pytest.approx([math.nan, 5, -5, 5], nan_ok=True)
 
 
 @pytest.mark.parametrize("native", [True, False])

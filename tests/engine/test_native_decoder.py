@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import MistralConfig, PreTrainedConfig
 
 from engine.batch import MAX_GROUPED_QUERIES, Span
 from engine.core.block_pool import BlockTable
@@ -88,10 +88,16 @@ def test_without_the_kernels_there_is_none(tmp_path: Path) -> None:
     assert make_engine(path, None, native_kernels=False).target.fast_pass is None
 
 
-@pytest.mark.parametrize("window", [5, 40])
-def test_a_row_does_not_depend_on_the_length_of_its_span(window: int, tmp_path: Path) -> None:
+WINDOWS: dict[str, PreTrainedConfig] = {
+    **{f"a window of {n}": MistralConfig(**SHAPE, sliding_window=n, head_dim=32) for n in (5, 40)},
+    **{name: config for name, config in CONFIGS.items() if name.startswith("gemma")},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_row_does_not_depend_on_the_length_of_its_span(name: str, tmp_path: Path) -> None:
     """Greedy text is the same with and without drafts only if the bits are: a window may begin anywhere."""
-    path = save(MistralConfig(**SHAPE, sliding_window=window, head_dim=32), tmp_path)
+    path = save(WINDOWS[name], tmp_path)
     model = make_engine(path, None).target.model
     ids = [(5 * i * i + i) % 96 for i in range(100)]
     said = []
@@ -105,22 +111,37 @@ def test_a_row_does_not_depend_on_the_length_of_its_span(window: int, tmp_path: 
     assert torch.equal(said[2], said[0])
 
 
-# Planted bugs: (what is right, what is wrong).
+# Planted bugs: (the model that shows them, what is right, what is wrong).
+GEMMA3 = "gemma3, tied embeddings"
 BUGS = {
-    "stores in the wrong block": ("blocks[at / block_size] * block_size", "blocks[0] * block_size"),
-    "stands a token too far": ("angle[token] = at;", "angle[token] = at + 1;"),
-    "takes the rows before": ("hidden + (end - num_rows) * size", "hidden + (end - num_rows - 1) * size"),
-    "forgets the residual": ("hidden, gated, hidden, rows)", "hidden, gated, NULL, rows)"),
-    "norms with another layer's weights": ("layer->mlp_norm, rows", "decoder->layers->mlp_norm, rows"),
+    "stores in the wrong block": ("llama", "blocks[at / block_size] * block_size", "blocks[0] * block_size"),
+    "stands a token too far": ("llama", "angle[token] = at;", "angle[token] = at + 1;"),
+    "takes the rows before": (
+        "llama",
+        "hidden + (end - num_rows) * size",
+        "hidden + (end - num_rows - 1) * size",
+    ),
+    "forgets the residual": ("llama", "norm ? NULL : rows", "NULL"),
+    "norms with another layer's weights": (
+        "llama",
+        "layer->mlp_norm, NULL",
+        "decoder->layers->mlp_norm, NULL",
+    ),
+    "forgets the residual behind a norm": (GEMMA3, "normed, norm, rows,", "normed, norm, NULL,"),
+    "takes embeddings as they are": (GEMMA3, "*= decoder->embedding_scale", "*= 1.0f"),
+    "turns all layers alike": (GEMMA3, "layer->rotary * spans->num_angles + ", ""),
+    "gates with a SiLU": (GEMMA3, "activation == SILU", "activation >= SILU"),
+    "caps no scores": ("gemma2", "layer->softcap > 0", "0"),
+    "caps no logits": ("gemma2", "decoder->softcap > 0", "0"),
 }
 
 
-@pytest.mark.parametrize(("right", "wrong"), BUGS.values(), ids=BUGS)
+@pytest.mark.parametrize(("name", "right", "wrong"), BUGS.values(), ids=BUGS)
 def test_wrong_passes_are_noticed_and_not_used(
-    right: str, wrong: str, fresh_library: pytest.MonkeyPatch, tmp_path: Path
+    name: str, right: str, wrong: str, fresh_library: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
-    runner = make_engine(save(CONFIGS["llama"], tmp_path / "model"), None).target
+    runner = make_engine(save(CONFIGS[name], tmp_path / "model"), None).target
     assert isinstance(runner.model, Llama)
     assert not runner.model.is_native
     assert runner.fast_pass is None

@@ -19,7 +19,7 @@ from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, tab
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionCall, PagedAttention, attend_group
-from engine.models.layer_parts import AttentionShape, Norm, Rotary, split_heads
+from engine.models.layer_parts import Activation, AttentionShape, Rotary, TorchPointwise, split_heads
 
 MAX_HEAD_SIZE = 256
 # The first with matrix units for bfloat16 and with copies that run beside the arithmetic.
@@ -98,27 +98,25 @@ class InPlaceAttention:
         return output
 
 
-class CudaParts:
+class CudaParts(TorchPointwise):
     """``LayerParts`` of one forward."""
 
     def __init__(self, kernels: Kernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.kernels = kernels
         self.cache = cache
         self.slots = batch.slots
-        self.cos, self.sin = rotary.angles(batch.positions[0])
+        self.angles = list(zip(*rotary.angles(batch.positions[0]), strict=True))
         self.attention = InPlaceAttention(kernels.attend_rows, batch, cache)
-
-    def norm(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        return norm(x)
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         query_key, value = split_heads(shape, qkv)
         keys, values = self.cache.keys[shape.layer], self.cache.values[shape.layer]
-        self.kernels.rotate_and_store(query_key, value, self.cos, self.sin, self.slots, keys, values)
+        angles = self.angles[shape.rotary]
+        self.kernels.rotate_and_store(query_key, value, *angles, self.slots, keys, values)
         return self.attention.attend(shape.call, query_key[:, : shape.num_heads]).view(len(qkv), -1)
 
-    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self.kernels.gated_silu(gate_up)
+    def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+        return self.kernels.gated_silu(gate_up) if activation == "silu" else super().gate(activation, gate_up)
 
 
 def find_kernels(
@@ -157,7 +155,7 @@ def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.d
     return (
         _is_fit(device)
         and dtype in TOLERANCES
-        and all(shape.head_size <= MAX_HEAD_SIZE for shape in shapes)
+        and all(shape.head_size <= MAX_HEAD_SIZE and shape.softcap is None for shape in shapes)
         and find_spec("triton") is not None
     )
 
