@@ -11,6 +11,7 @@ from typing import Any
 
 from server.schemas.tools import FunctionDefinition
 from server.text.families import CallFormat, ReasoningMarks
+from server.text.pattern import exact_schema
 from server.text.tool_arguments import is_plain_text, properties_of
 
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -157,6 +158,7 @@ def _with(schema: Any, shared: dict[str, Any]) -> Any:
 def _json(schema: Any, function: FunctionDefinition | None = None) -> str:
     """Keywords that are not supported matter where the tool is strict only."""
     layout = JSON_LAYOUT | ({"lenient": True} if function is not None and not function.strict else {})
+    schema = exact_schema(schema)
     if isinstance(schema, dict):
         schema = {"x-guidance": layout} | schema
     return "%json " + json.dumps(schema, ensure_ascii=False)

@@ -180,6 +180,7 @@ def test_grammars(speaking: RunningServer) -> None:
         ({"tools": [tool()] * 2}, "tools.1", "invalid_value"),
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "invalid_value"),
         ({"tools": [tool(strict=True, parameters={"contains": {}})]}, "tools", "invalid_grammar"),
+        ({"tools": [tool(parameters={"items": {"pattern": "a++"}})]}, "tools", "invalid_grammar"),
         ({"tools": [tool(parameters={"properties": 5})]}, "tools", "invalid_grammar"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "invalid_value"),
