@@ -69,16 +69,19 @@ def after_reasoning(
     grammar: str, marks: ReasoningMarks, token_ids: Mapping[str, int], *, is_open: bool
 ) -> tuple[str, list[int]]:
     """For a model that may reason before what ``grammar`` is of, or does if the prompt has opened that: a
-    grammar, and the tokens after which it starts; without any it starts at once."""
-    if marks.close not in token_ids:
+    grammar, and the tokens after which it starts; without any it starts at once. The closing mark must begin
+    with a token that reasoning does not have."""
+    end = next((token for token in token_ids if marks.close.startswith(token)), None)
+    if end is None:
         return grammar, []
     body = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     rules = Rules(token_ids)
-    thought = f"{rules.literal(marks.open)} {rules.other_tokens(marks.close)}* {rules.literal(marks.close)}"
-    rules.add("start", "SPACE @body" if is_open else f"({thought} SPACE)? @body")
+    thought = f"{rules.literal(marks.open)} {rules.other_tokens(end)}* {rules.literal(marks.close)}"
+    rest = rules.literal(marks.close.removeprefix(end))
+    rules.add("start", f"{rest} SPACE @body" if is_open else f"({thought} SPACE)? @body")
     rules.add("SPACE", r"/\s*/")
     whole = [{"name": "answer", "lark_grammar": str(rules)}, body[0] | {"name": "body"}, *body[1:]]
-    return json.dumps({"grammars": whole}), [token_ids[marks.close]] if is_open else []
+    return json.dumps({"grammars": whole}), [token_ids[end]] if is_open else []
 
 
 class Rules:
