@@ -140,8 +140,13 @@ def test_conversations_reach_the_template(speaking: RunningServer) -> None:
 def test_effort_and_variables_reach_the_template(speaking: RunningServer) -> None:
     assert prompt_of(speaking, CHAT, ASK | {"reasoning_effort": "low"}).startswith("(low)")
     assert prompt_of(speaking, RESPONSES, {"input": "x", "reasoning": {"effort": "low"}}).startswith("(low)")
-    off = ASK | {"chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_of(speaking, CHAT, off).endswith("a:<think></think>")
+    for path, ask in ((CHAT, ASK), (RESPONSES, {"input": "x"})):
+        off = ask | {"chat_template_kwargs": {"enable_thinking": False}}
+        assert prompt_of(speaking, path, off).endswith("a:<think></think>")
+        other = ask | {"chat_template_kwargs": {"other": 1}}
+        assert refused(speaking, path, other)["param"] == "chat_template_kwargs.other"
+        reserved = ask | {"chat_template_kwargs": {"tools": []}}
+        assert refused(speaking, path, reserved)["param"] == "chat_template_kwargs"
 
 
 def test_a_prompt_that_opens_or_ends_the_reasoning(speaking: RunningServer) -> None:
