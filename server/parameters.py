@@ -68,7 +68,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 # Fields that only chats have.
 CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
     "reasoning_effort": ("none",),
@@ -77,6 +76,7 @@ CHAT_FIELDS: Mapping[str, tuple[object, ...]] = {
 # The same for fields that only other endpoints have.
 UNSUPPORTED_IN_COMPLETIONS: Mapping[str, tuple[object, ...]] = {
     **CHAT_FIELDS,
+    "chat_template_kwargs": ({},),
     "max_completion_tokens": (),
     "messages": (),
     "parallel_tool_calls": (True, False),

@@ -31,6 +31,7 @@ from engine.commands.check_exactness import (
     check_law,
     expected_law,
 )
+from engine.commands.check_grammar import GrammarResult, check_grammar
 from engine.commands.check_speed import PAYS_FROM, Speed, measure
 from engine.commands.check_weights import WeightsResult, check_weights
 from engine.commands.options import command_options
@@ -58,7 +59,7 @@ NUM_TIMED_PROMPTS = 2
 DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
-NUM_STAGES = 3 + len(RULES) + (1 + len(TEMPERATURES)) * len(SELF_DRAFTS)
+NUM_STAGES = 4 + len(RULES) + (1 + len(TEMPERATURES)) * len(SELF_DRAFTS)
 # Logits closer than this may change places when they are computed in another shape.
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
 
@@ -87,6 +88,7 @@ class Report:
     tokenizers: TokenizerResult | None
     weights: WeightsResult | None
     greedy: GreedyResult
+    grammar: GrammarResult
     sampling: list[ChiSquareResult]
     speeds: list[Speed]
     own_drafts: dict[str, list[Speed]]  # of a target without a draft: what its own weights would bring
@@ -135,20 +137,20 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     speculates = core.snapshot().num_speculative_tokens > 0
     room = core.admission.room(max(map(len, prompts)))
     progress.begin("Greedy text")
-    greedy = check_greedy(
-        core,
-        prompts,
-        GREEDY_LENGTHS if speculates else (0,),
-        min(GREEDY_TOKENS, room),
-        # Quantised layers of ours give the same bits however many tokens they compute.
-        RESOLUTIONS[str(core.target.model.dtype)] if weights is None else 0.0,
-    )
+    lengths, num_tokens = GREEDY_LENGTHS if speculates else (0,), min(GREEDY_TOKENS, room)
+    # Quantised layers of ours give the same bits however many tokens they compute.
+    resolution = RESOLUTIONS[str(core.target.model.dtype)] if weights is None else 0.0
+    greedy = check_greedy(core, prompts, lengths, num_tokens, resolution)
+    progress.begin("Text of a grammar")
+    grammar = check_grammar(core, prompts, lengths, num_tokens, resolution)
     sampling = []
     for rule in RULES:
         progress.begin(f"Samples under {rule} verification")
         sampling.append(check_law(core, prompt, tested, law, rule, settings.samples))
     speeds = _speeds(core, prompts, settings, configured, progress) if speculates else []
-    exact = not greedy.differences and all(result.passed for result in sampling)
+    exact = not (greedy.differences or grammar.greedy.differences) and all(
+        result.passed for result in sampling
+    )
     report = Report(
         target=settings.target,
         draft=settings.draft if method == DraftModelProposer.name else None,
@@ -158,11 +160,12 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         tokenizers=_tokenizers(core, settings),
         weights=weights,
         greedy=greedy,
+        grammar=grammar,
         sampling=sampling,
         speeds=speeds,
         own_drafts={},
         exact=exact,
-        verdict=_verdict(exact, greedy, sampling, speeds, configured),
+        verdict=_verdict(exact, greedy, grammar, sampling, speeds, configured),
     )
     if settings.draft is not None or settings.method != "auto" or not configured or not exact:
         return report
@@ -246,6 +249,7 @@ def _speeds(
 def _verdict(
     exact: bool,
     greedy: GreedyResult,
+    grammar: GrammarResult,
     sampling: list[ChiSquareResult],
     speeds: list[Speed],
     configured: int,
@@ -255,6 +259,7 @@ def _verdict(
             f"{result.verification} (p = {result.p_value:.1e})" for result in sampling if not result.passed
         ]
         reasons = ["greedy decoding differs"] if greedy.differences else []
+        reasons += ["greedy text of a grammar differs"] if grammar.greedy.differences else []
         reasons += [f"samples have another distribution under {', '.join(failed)}"] if failed else []
         return f"NOT EXACT: {'; '.join(reasons)}"
     if not speeds:
@@ -298,13 +303,21 @@ def _print(report: Report) -> None:
         fact("drafts", report.tokenizers.drafts)
     if report.weights is not None:
         fact("quantised", f"log-probability {report.weights.in_words}")
-    greedy = report.greedy
-    words = "identical to plain decoding" if not greedy.differences else "DIFFERENT from plain decoding"
-    ties = f"; {greedy.near_ties} near ties left aside" if greedy.near_ties else ""
-    style = "red" if greedy.differences else "green"
-    fact("greedy", f"{words}, {greedy.num_tokens} tokens compared{ties}", style)
-    for line in greedy.differences:
-        fact("", line)
+
+    def compared(name: str, greedy: GreedyResult, more: str = "") -> None:
+        words = "identical to plain decoding" if not greedy.differences else "DIFFERENT from plain decoding"
+        ties = f"; {greedy.near_ties} near ties left aside" if greedy.near_ties else ""
+        style = "red" if greedy.differences else "green"
+        fact(name, f"{words}, {greedy.num_tokens} tokens compared{ties}{more}", style)
+        for line in greedy.differences:
+            fact("", line)
+
+    compared("greedy", report.greedy)
+    if report.grammar.reason:
+        fact("grammar", report.grammar.reason)
+    else:
+        median, most = report.grammar.mask_microseconds
+        compared("grammar", report.grammar.greedy, f"; a mask in {median:.0f} µs, {most:.0f} µs at most")
     for result in report.sampling:
         fact(
             "sampling",

@@ -80,7 +80,12 @@ def run(
 
 
 def check_greedy(
-    core: EngineCore, prompts: list[list[int]], lengths: Sequence[int], max_tokens: int, resolution: float
+    core: EngineCore,
+    prompts: list[list[int]],
+    lengths: Sequence[int],
+    max_tokens: int,
+    resolution: float,
+    grammar: str | None = None,
 ) -> GreedyResult:
     """Speculative against plain decoding of the same engine, at temperature 0, token by token. Without a
     ``resolution`` nothing is excused, and no log-probabilities are asked for, so that rounds may run in C."""
@@ -89,6 +94,7 @@ def check_greedy(
         temperature=0,
         logprobs=2 if resolution else None,
         num_speculative_tokens=0,
+        grammar=grammar,
     )
     plain = run(core, prompts, params)
     result = GreedyResult(0, 0, [])

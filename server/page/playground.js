@@ -86,6 +86,42 @@ function openTurn(prompt) {
   return text;
 }
 
+/** An answer as it comes. The tokens of its reasoning are in a block above the others, folded once those come. */
+class Answer {
+  constructor(text) {
+    this.text = new TokenText(text);
+    this.content = "";
+    this.thoughts = ""; // as the server reads them
+    this.waiting = []; // tokens of which it is not known yet what they are
+  }
+
+  /** `part`: the message, or what a chunk adds to it. */
+  add(tokens, part, isLast) {
+    this.waiting.push(...tokens);
+    if (part.reasoning_content) this.reasoning ??= this.openReasoning();
+    this.thoughts += part.reasoning_content ?? "";
+    const content = part.content ?? "";
+    let first = this.waiting.length; // of the content's tokens
+    if (this.content || (!this.reasoning && (content || isLast))) first = 0;
+    else if (content) {
+      for (let length = 0; first && length < content.length; ) length += this.waiting[--first].text.length;
+      if (this.block) this.block.open = false;
+    } else if (!this.reasoning) return;
+    this.content += content;
+    this.reasoning?.add(this.waiting.slice(0, first));
+    this.text.add(this.waiting.slice(first));
+    this.waiting = [];
+  }
+
+  openReasoning() {
+    const thoughts = element("div", { className: "thoughts", tabIndex: 0 });
+    thoughts.setAttribute("aria-label", "Reasoning; arrow keys go from token to token");
+    this.block = element("details", { className: "reasoning", open: true }, element("summary", {}, "Reasoning"), thoughts);
+    this.text.container.before(this.block);
+    return new TokenText(thoughts);
+  }
+}
+
 async function generate(modelName) {
   const prompt = form.elements.prompt.value;
   running = new AbortController();
@@ -93,19 +129,17 @@ async function generate(modelName) {
   const model = await modelName();
   if (mode() === "chat") conversation.push({ role: "user", content: prompt });
   const [path, body] = request(model);
-  const shown = new TokenText(openTurn(prompt));
+  const answer = new Answer(openTurn(prompt));
   if (isNarrow()) byId("origin-bar").scrollIntoView({ behavior: "smooth" });
   const run = { started: performance.now(), first: null, tokens: 0, report: null, usage: null, end: null };
-  let answer = "";
   try {
     for await (const chunk of chunks(path, body, running.signal)) {
       for (const choice of chunk.choices) {
         const added = choice.origins ?? [];
         if (added.length) run.first ??= performance.now();
         run.tokens += added.length;
-        answer += added.map((token) => token.text).join("");
         const atEnd = transcript.scrollHeight - transcript.scrollTop - transcript.clientHeight < 60;
-        shown.add(added);
+        answer.add(added, choice.delta ?? choice.message ?? { content: choice.text }, choice.finish_reason);
         origins.add(added);
         if (atEnd) transcript.scrollTop = transcript.scrollHeight;
         run.end = choice.finish_reason ?? run.end;
@@ -122,7 +156,8 @@ async function generate(modelName) {
     setBusy(false);
     showFigures(run);
     if (mode() === "chat") {
-      if (run.tokens) conversation.push({ role: "assistant", content: answer });
+      const { content, thoughts } = answer;
+      if (run.tokens) conversation.push({ role: "assistant", content, ...(thoughts && { reasoning_content: thoughts }) });
       else conversation.pop();
     }
   }

@@ -2,10 +2,16 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from server.schemas.answer import Answer, Choice, is_none
-from server.schemas.common import CONTENT_KIND, GenerationRequest, ReasoningEffort, TextPart
+from server.schemas.common import (
+    CONTENT_KIND,
+    GenerationRequest,
+    ReasoningEffort,
+    TemplateVariables,
+    TextPart,
+)
 from server.schemas.logprobs import ChatLogprobs, PromptLogprobs
 from server.schemas.tools import (
     MAX_TOOLS,
@@ -62,21 +68,6 @@ class Message(BaseModel):
     )
 
 
-# What transformers takes beside a template's own variables; those may be anything else.
-RESERVED_IN_TEMPLATES = frozenset(
-    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
-    | {"max_length", "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask"}
-    | {"return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"}
-)
-
-
-def _not_reserved(values: dict[str, Any]) -> dict[str, Any]:
-    for name in values:
-        if name in RESERVED_IN_TEMPLATES:
-            raise ValueError(f"'{name}' is not a variable of chat templates that requests may set")
-    return values
-
-
 class TemplateFields(BaseModel):
     """How the chat template writes the messages."""
 
@@ -93,9 +84,7 @@ class TemplateFields(BaseModel):
     continue_final_message: bool | None = Field(
         None, description="Leave the last message open, so that the answer goes on with it. Default false."
     )
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] | None = Field(
-        None, description="Variables for the chat template, such as `enable_thinking`."
-    )
+    chat_template_kwargs: TemplateVariables = None
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = Field(
         None, description="Given to the chat template, which may use it."
     )
@@ -111,15 +100,11 @@ class TemplateFields(BaseModel):
         is_open = bool(self.continue_final_message)
         asked = self.add_generation_prompt
         tools = {"tools": [tool.model_dump(exclude_none=True) for tool in self.tools]} if self.tools else {}
-        return (
-            (self.chat_template_kwargs or {})
-            | tools
-            | {
-                "add_generation_prompt": not is_open if asked is None else asked,
-                "continue_final_message": is_open,
-                "documents": self.documents,
-            }
-        )
+        return tools | {
+            "add_generation_prompt": not is_open if asked is None else asked,
+            "continue_final_message": is_open,
+            "documents": self.documents,
+        }
 
 
 class ChatRequest(TemplateFields, GenerationRequest):

@@ -68,6 +68,26 @@ CONTENT_KIND = Discriminator(
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
+# What transformers takes beside a template's own variables; those may be anything else.
+RESERVED_IN_TEMPLATES = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
+    | {"max_length", "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask"}
+    | {"return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"}
+)
+
+
+def _not_reserved(values: dict[str, Any]) -> dict[str, Any]:
+    for name in values:
+        if name in RESERVED_IN_TEMPLATES:
+            raise ValueError(f"'{name}' is not a variable of chat templates that requests may set")
+    return values
+
+
+TemplateVariables = Annotated[
+    Annotated[dict[str, Any], AfterValidator(_not_reserved)] | None,
+    Field(description="Variables for the chat template, such as `enable_thinking`."),
+]
+
 
 class Prediction(StrictModel):
     """OpenAI's predicted outputs: what the answer is expected to be, or most of it."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from server.schemas.answer import SpeculationReport, is_none
-from server.schemas.common import ReasoningEffort, SamplingRequest
+from server.schemas.common import ReasoningEffort, SamplingRequest, TemplateVariables
 from server.schemas.response_items import (
     InputCall,
     InputCallOutput,
@@ -86,6 +86,7 @@ class ResponsesRequest(SamplingRequest):
     max_output_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
     text: TextOptions | None = Field(None, description="What the text must be. Default: any text.")
     reasoning: ReasoningOptions | None = Field(None, description="How much to reason.")
+    chat_template_kwargs: TemplateVariables = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that the model may call, written out by the chat template."
     )

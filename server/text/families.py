@@ -14,8 +14,7 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """``first`` and ``later`` are what stands before the names of calls, from where the call can be told from
-    text; ``trigger``, with which ``first`` begins, is where it can only be a call. ``opening`` texts start
-    a channel that is part of the content and are no text themselves."""
+    text; ``trigger``, with which ``first`` begins, is where it can only be a call."""
 
     name: str
     template_marks: tuple[str, ...]
@@ -107,6 +106,9 @@ REASONING_MARKS = (
     ReasoningMarks("[THINK]", "[/THINK]"),
     ReasoningMarks("<seed:think>", "</seed:think>"),
     ReasoningMarks("<|channel>thought\n", "<channel|>"),
+    ReasoningMarks(
+        "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+    ),  # gpt-oss
 )
 
 

@@ -22,6 +22,7 @@ from server.schemas.structured import (
     StructuredOutputs,
 )
 from server.settings import RequestSettings
+from server.text.pattern import read_schema
 from server.text.tools import Reasoning, ToolUse
 
 # Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
@@ -160,7 +161,7 @@ def _checked_grammar(wanted: Wanted, max_size: int) -> str:
 def _grammar(kind: str, source: Any) -> str:
     match kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(read_schema(source), defaults=JSON_OPTIONS)  # type: ignore[arg-type]
         case "regex":
             return LLMatcher.grammar_from_regex(source)
         case "choice":

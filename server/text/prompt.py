@@ -125,14 +125,8 @@ def render_chat(
 
 
 def template_options(request: TemplateFields, tokenizer: Tokenizer) -> dict[str, Any]:
-    """``UnsupportedParameterError`` for a variable that the chat template does not use."""
-    variables = tokenizer.templates.variables
-    for name in request.chat_template_kwargs or {}:
-        if name not in variables:
-            raise UnsupportedParameterError(
-                f"This model's chat template does not use '{name}'.", param=f"chat_template_kwargs.{name}"
-            )
-    return request.template_options() | effort_options(request.reasoning_effort, tokenizer)
+    variables = _variables(request.chat_template_kwargs, tokenizer)
+    return variables | request.template_options() | effort_options(request.reasoning_effort, tokenizer)
 
 
 def response_options(request: ResponsesRequest, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -143,7 +137,18 @@ def response_options(request: ResponsesRequest, tokenizer: Tokenizer) -> dict[st
         if request.tool_choice != "none"
     ]
     effort = request.reasoning.effort if request.reasoning is not None else None
-    return {"tools": tools or None} | effort_options(effort, tokenizer, "reasoning.effort")
+    variables = _variables(request.chat_template_kwargs, tokenizer)
+    return variables | {"tools": tools or None} | effort_options(effort, tokenizer, "reasoning.effort")
+
+
+def _variables(given: dict[str, Any] | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """``UnsupportedParameterError`` for a variable that the chat template does not use."""
+    for name in given or {}:
+        if name not in tokenizer.templates.variables:
+            raise UnsupportedParameterError(
+                f"This model's chat template does not use '{name}'.", param=f"chat_template_kwargs.{name}"
+            )
+    return given or {}
 
 
 def effort_options(

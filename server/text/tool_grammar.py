@@ -11,6 +11,7 @@ from typing import Any
 
 from server.schemas.tools import FunctionDefinition
 from server.text.families import CallFormat, ReasoningMarks
+from server.text.pattern import exact_schema
 from server.text.tool_arguments import is_plain_text, properties_of
 
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -68,16 +69,19 @@ def after_reasoning(
     grammar: str, marks: ReasoningMarks, token_ids: Mapping[str, int], *, is_open: bool
 ) -> tuple[str, list[int]]:
     """For a model that may reason before what ``grammar`` is of, or does if the prompt has opened that: a
-    grammar, and the tokens after which it starts; without any it starts at once."""
-    if marks.close not in token_ids:
+    grammar, and the tokens after which it starts; without any it starts at once. The closing mark must begin
+    with a token that reasoning does not have."""
+    end = next((token for token in token_ids if marks.close.startswith(token)), None)
+    if end is None:
         return grammar, []
     body = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     rules = Rules(token_ids)
-    thought = f"{rules.literal(marks.open)} {rules.other_tokens(marks.close)}* {rules.literal(marks.close)}"
-    rules.add("start", "SPACE @body" if is_open else f"({thought} SPACE)? @body")
+    thought = f"{rules.literal(marks.open)} {rules.other_tokens(end)}* {rules.literal(marks.close)}"
+    rest = rules.literal(marks.close.removeprefix(end))
+    rules.add("start", f"{rest} SPACE @body" if is_open else f"({thought} SPACE)? @body")
     rules.add("SPACE", r"/\s*/")
     whole = [{"name": "answer", "lark_grammar": str(rules)}, body[0] | {"name": "body"}, *body[1:]]
-    return json.dumps({"grammars": whole}), [token_ids[marks.close]] if is_open else []
+    return json.dumps({"grammars": whole}), [token_ids[end]] if is_open else []
 
 
 class Rules:
@@ -157,6 +161,7 @@ def _with(schema: Any, shared: dict[str, Any]) -> Any:
 def _json(schema: Any, function: FunctionDefinition | None = None) -> str:
     """Keywords that are not supported matter where the tool is strict only."""
     layout = JSON_LAYOUT | ({"lenient": True} if function is not None and not function.strict else {})
+    schema = exact_schema(schema)
     if isinstance(schema, dict):
         schema = {"x-guidance": layout} | schema
     return "%json " + json.dumps(schema, ensure_ascii=False)

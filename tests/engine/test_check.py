@@ -12,9 +12,11 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.commands import check, check_speed
+from engine.build import build_engine
+from engine.commands import check, check_grammar, check_speed
 from engine.commands.check_exactness import chi_square
 from engine.commands.check_speed import Costs, Speed
+from engine.config import EngineConfig
 from engine.messages import SamplingParams
 from engine.proposers.translated.pairing import compare_tokenizers
 from engine.sampling import sampler as sampler_module
@@ -43,6 +45,7 @@ def test_an_exact_pair_passes(models: Models, capsys: pytest.CaptureFixture[str]
     assert report["exact"]
     assert report["verdict"].startswith("exact")
     assert report["greedy"]["differences"] == []
+    assert "end-of-sequence" in report["grammar"]["reason"]
     assert [result["verification"] for result in report["sampling"]] == ["rejection", "block", "coupled"]
     assert {speed["temperature"] for speed in report["speeds"]} == {0, 1}
     for speed in report["speeds"]:
@@ -208,4 +211,21 @@ def speed(length: int, ratio: float) -> Speed:
 def test_the_verdict_says_what_to_do(ratios: dict[int, float], words: str) -> None:
     speeds = [speed(length, ratio) for length, ratio in ratios.items()]
     greedy = check.GreedyResult(1, 0, [])
-    assert words in check._verdict(True, greedy, [], speeds, 4)
+    grammar = check.GrammarResult(greedy, (1.0, 1.0))
+    assert words in check._verdict(True, greedy, grammar, [], speeds, 4)
+
+
+def test_a_grammar_whose_text_differs_is_not_exact() -> None:
+    greedy = check.GreedyResult(1, 0, [])
+    grammar = check.GrammarResult(check.GreedyResult(1, 0, ["token 1 differs"]), (1.0, 1.0))
+    assert "text of a grammar differs" in check._verdict(False, greedy, grammar, [], [], 4)
+
+
+def test_text_of_a_grammar() -> None:
+    """Forced tokens are drafted; without a tokenizer the report says why nothing is compared."""
+    core = build_engine(EngineConfig(device="cpu"))
+    prompt = list(range(5))
+    result = check_grammar.check_grammar(core, [prompt], (0, 4), 16, 1e-3)
+    assert (result.greedy.num_tokens, result.greedy.differences, result.reason) == (32, [], "")
+    assert 0 < result.mask_microseconds[0] <= result.mask_microseconds[1]
+    assert sum(core.snapshot().accepted_tokens_per_position) > 0

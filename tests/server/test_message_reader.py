@@ -136,3 +136,13 @@ def test_deltas_add_up(name: str) -> None:
         assert all(piece.id is None and piece.function.name is None for piece in pieces[1:])
         assert json.loads("".join(piece.function.arguments for piece in pieces)) == wanted
         assert form.arguments == "tags" or len(pieces) > 5
+
+
+def test_joined_parts_say_the_same() -> None:
+    form = MessageFormat(REASONING_MARKS[0], FORMATS["hermes"])
+    text = f"<think>Hm.</think>\nSo:\n{written(FORMATS['hermes'], [('f', {'a': 1}), ('g', {})])}"
+    parts, _ = read(form, list(text))
+    for place in range(len(parts) + 1):
+        whole = joined(joined([], parts[:place]), parts[place:])
+        assert [type(part).__name__ for part in whole] == ["TextPart"] * 2 + ["CallStart", "Arguments"] * 2
+        assert said(whole) == said(parts) == ("Hm.", "So:", [("f", '{"a": 1}'), ("g", "{}")])

@@ -1,14 +1,18 @@
 """The page at ``/``, in a real browser: it is clicked through, and what a model says stays text."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from server.routes.page import FOLDER
+from server.text.tokenizer import load_tokenizer
 from tests.server.browser import Browser, open_browser
 from tests.server.conftest import StartServer
-from tests.server.running import RunningServer
+from tests.server.running import MODEL, RunningServer, run_server
+from tests.server.test_tools import TEMPLATE, THOUGHT
+from tests.server.tiny_tokenizer import write_tokenizer
 
 HOSTILE = (
     "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
@@ -117,6 +121,36 @@ def test_a_chat_goes_on(browser: Browser, server: RunningServer) -> None:
             ]
             * 2
         )
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose model thinks before it says something."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("models") / MODEL, chat_template=TEMPLATE)
+    log, said = tmp_path_factory.mktemp("log"), f"{THOUGHT}Wörld 😀."
+    with run_server(folder, load_tokenizer(str(folder)), log, "--text", said, "--once") as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_reasoning_folds_away(browser: Browser, thinking: RunningServer, stream: bool) -> None:
+    with page(browser, thinking):
+        browser.run(f"document.querySelector('[name=stream]').checked = {str(stream).lower()}")
+        tokens = "[...document.querySelectorAll('{} .token')].map(t => t.textContent).join('')"
+        for turn in (1, 2):
+            generate(browser)
+            said = browser.run(tokens.format(f".turn:nth-of-type({turn}) .text"))
+            assert said.replace("\u25aa", "") == "Wörld 😀."
+            thoughts = browser.run(tokens.format(f".turn:nth-of-type({turn}) .thoughts"))
+            assert thoughts == THOUGHT
+            assert (
+                browser.run("[...document.querySelectorAll('details.reasoning')].map(d => d.open)")
+                == [False] * turn
+            )
+        assert sum(legend(browser).values()) == int(figures(browser)["tokens"]) * 2
+    prompt = thinking.messages_to_worker("Generate")[-1].partition("prompt_token_ids=")[2].partition("]")[0]
+    text = thinking.post("/detokenize", {"tokens": json.loads(f"{prompt}]")}).json()["prompt"]
+    assert "<think>Hm, 2.</think>Wörld 😀.;" in text
 
 
 def test_stop(browser: Browser, start_server: StartServer) -> None:

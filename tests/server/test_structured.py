@@ -74,6 +74,7 @@ def test_formats_on_every_endpoint(server: RunningServer, path: str) -> None:
         ({"$ref": "#/$defs/nowhere"}, "does not exist"),
         ({"type": "strin"}, "Invalid type"),
         ({"type": "string", "pattern": "(a"}, "unclosed group"),
+        ({"items": {"type": "string", "pattern": "(?=a)"}}, "in the pattern '(?=a)'"),
     ],
 )
 def test_schemas_are_refused_with_the_reason(

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from server.schemas.tools import FunctionDefinition
 from server.text.chat_message import whole_message
-from server.text.families import CALL_FORMATS, REASONING_MARKS, CallFormat
+from server.text.families import CALL_FORMATS, REASONING_MARKS, CallFormat, ReasoningMarks
 from server.text.message_reader import MessageFormat, MessageReader
 from server.text.tokenizer import ChatTemplates
 from server.text.tokenizer import Tokenizer as ServerTokenizer
@@ -138,22 +138,25 @@ def test_a_schema_for_answers_without_calls(name: str) -> None:
         LLMatcher.grammar_from_json_schema({"const": 1}),
     ],
 )
-def test_a_grammar_starts_after_the_reasoning(grammar: str, is_open: bool) -> None:
-    """After the closing token, at once, or, if the prompt has not opened it, without any."""
+@pytest.mark.parametrize("marks", [REASONING_MARKS[0], REASONING_MARKS[-1]], ids=["think", "channels"])
+def test_a_grammar_starts_after_the_reasoning(grammar: str, marks: ReasoningMarks, is_open: bool) -> None:
+    """After the closing mark, at once, or, if the prompt has not opened it, without any."""
     answer = "1" if "const" in grammar else "ab"
     made = Tokenizer.from_str(tokenizer(FORMATS["hermes"], special=False).to_str())
-    made.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>")])
-    marks = REASONING_MARKS[0]
+    tokens = ["<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    made.add_tokens([AddedToken(token, special=False) for token in tokens])
     ids = ServerTokenizer(made, ChatTemplates(None)).grammar_ids([marks.open, marks.close])
     whole, after = after_reasoning(grammar, marks, ids, is_open=is_open)
-    assert after == ([ids["</think>"]] if is_open else [])
+    end = next(token for token in ids if marks.close.startswith(token))
+    assert after == ([ids[end]] if is_open else [])
     parser = LLMatcher(LLTokenizer(made.to_str(), eos_token=made.token_to_id(EOS)), whole, log_level=0)
-    thought = "" if is_open else "<think>ab <tool_call>{1</think>"
-    texts = {thought + answer: True, f"{thought}\n\n{answer}": True, answer: True}
-    texts |= {f"{thought}x": False, "<think>x": False, f"{thought}x{answer}": False}
+    rest = marks.close.removeprefix(end)
+    thought = rest if is_open else f"{marks.open}ab <tool_call><|end|>{{1{marks.close}"
+    texts = {thought + answer: True, f"{thought}\n\n{answer}": True, answer: not (is_open and rest)}
+    texts |= {f"{thought}x": False, f"{marks.open}x": False, f"{thought}x{answer}": False}
     for text, matches in texts.items():
-        matcher, tokens = parser.deep_copy(), made.encode(text).ids
-        is_whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        matcher, read = parser.deep_copy(), made.encode(text).ids
+        is_whole = matcher.try_consume_tokens(read) == len(read) and matcher.is_accepting()
         assert is_whole is matches, text
 
 

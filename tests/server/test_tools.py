@@ -6,8 +6,16 @@ from typing import Any
 
 import openai
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import BPE
 
-from server.text.tokenizer import load_tokenizer
+from server.errors import UnsupportedParameterError
+from server.schemas.chat import ChatRequest
+from server.text.chat_message import text_of
+from server.text.families import find_reasoning_marks
+from server.text.message_reader import MessageFormat, MessageReader
+from server.text.tokenizer import ChatTemplates, Tokenizer, load_tokenizer
+from server.text.tools import tool_use
 from tests.server.refusals import CHAT, refused
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
@@ -132,8 +140,13 @@ def test_conversations_reach_the_template(speaking: RunningServer) -> None:
 def test_effort_and_variables_reach_the_template(speaking: RunningServer) -> None:
     assert prompt_of(speaking, CHAT, ASK | {"reasoning_effort": "low"}).startswith("(low)")
     assert prompt_of(speaking, RESPONSES, {"input": "x", "reasoning": {"effort": "low"}}).startswith("(low)")
-    off = ASK | {"chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_of(speaking, CHAT, off).endswith("a:<think></think>")
+    for path, ask in ((CHAT, ASK), (RESPONSES, {"input": "x"})):
+        off = ask | {"chat_template_kwargs": {"enable_thinking": False}}
+        assert prompt_of(speaking, path, off).endswith("a:<think></think>")
+        other = ask | {"chat_template_kwargs": {"other": 1}}
+        assert refused(speaking, path, other)["param"] == "chat_template_kwargs.other"
+        reserved = ask | {"chat_template_kwargs": {"tools": []}}
+        assert refused(speaking, path, reserved)["param"] == "chat_template_kwargs"
 
 
 def test_a_prompt_that_opens_or_ends_the_reasoning(speaking: RunningServer) -> None:
@@ -180,6 +193,7 @@ def test_grammars(speaking: RunningServer) -> None:
         ({"tools": [tool()] * 2}, "tools.1", "invalid_value"),
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "invalid_value"),
         ({"tools": [tool(strict=True, parameters={"contains": {}})]}, "tools", "invalid_grammar"),
+        ({"tools": [tool(parameters={"items": {"pattern": "a++"}})]}, "tools", "invalid_grammar"),
         ({"tools": [tool(parameters={"properties": 5})]}, "tools", "invalid_grammar"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "invalid_value"),
@@ -239,6 +253,48 @@ def test_a_template_that_writes_none_of_it(
 ) -> None:
     error = refused(server, path, (ASK if path == CHAT else {"input": "x"}) | fields)
     assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+
+
+# Excerpts of how templates write tools, of families whose calls are not known here.
+UNKNOWN = {
+    "gpt-oss": "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>"
+    "<|start|>assistant<|channel|>analysis<|message|><|start|>assistant<|channel|>final<|message|>",
+    "Gemma 4": "<|tool_call>call:f{}<tool_call|><|channel>thought\n<channel|>",
+    "FunctionGemma": "<start_function_call>call:f{}<end_function_call>",
+}
+GEMMA_3 = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        *(("{{ tools }}" + text, "tool calls is not known") for text in UNKNOWN.values()),
+        (GEMMA_3, "does not write tools"),
+    ],
+    ids=[*UNKNOWN, "Gemma 3"],
+)
+def test_calls_of_unknown_families_are_refused(template: str, reason: str) -> None:
+    class Model:
+        chat_template = template
+
+    tokenizer = Tokenizer(FastTokenizer(BPE()), ChatTemplates(Model()))
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
+        request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": choice})
+        with pytest.raises(UnsupportedParameterError, match=reason) as raised:
+            tool_use(request, tokenizer)
+        assert raised.value.param == "tools"
+    off = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": "none"})
+    assert tool_use(off, tokenizer) is None
+
+
+def test_channels_are_reasoning() -> None:
+    """As gpt-oss writes them: content without its marks."""
+    marks = find_reasoning_marks(UNKNOWN["gpt-oss"])
+    assert marks is not None
+    reader = MessageReader(MessageFormat(reasoning=marks))
+    text = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Two."
+    parts = [part for character in text for part in reader.push(character)] + reader.finish()
+    assert (text_of("reasoning", parts), text_of("content", parts)) == ("Hm.", "Two.")
 
 
 def test_an_output_without_its_call(speaking: RunningServer) -> None:

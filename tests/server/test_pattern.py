@@ -1,0 +1,194 @@
+"""Patterns of schemas: what llguidance lets through is what validators in Python and JavaScript match."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer
+
+from server.text.pattern import exact_pattern, exact_schema
+
+BYTES = LLTokenizer("byte")
+CHARACTERS = 'ab1_-"\\/]^ \n\r\t\x00\x01\x0b\x1c\x1f\x7f\x85\xa0éſ٣²\u0301\u2028\u200d\ufeff名😀'
+# ECMA-262's own meaning of what its shorthands and its dot match.
+ECMA = {
+    "d": "[0-9]",
+    "w": "[0-9A-Za-z_]",
+    "s": "[\t-\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]",
+}
+CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
+ECMA |= {name.upper(): f"[^{inside[1:]}" for name, inside in ECMA.items()}
+
+
+def allows(schema: dict[str, Any], value: Any) -> bool:
+    """Whether llguidance lets through any of the ways to write the value."""
+    grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+    start = LLMatcher(BYTES, grammar, log_level=0)
+    if start.is_error():
+        return False
+    compact = {"separators": (",", ":")}
+    written = [
+        json.dumps(value, ensure_ascii=True, **compact),
+        json.dumps(value, ensure_ascii=False, **compact),
+    ]  # type: ignore[arg-type]
+    for text in written:
+        matcher, ids = start.deep_copy(), [*text.encode()]
+        if matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting():
+            return True
+    return False
+
+
+def string(pattern: str) -> dict[str, Any]:
+    return {"type": "string", "pattern": pattern}
+
+
+single = st.sampled_from([*"ab1_-/ é名", r"\"", r"\\", r"\n", r"\t", r"\x01", r"\u001f", r"\]", r"\^", '"'])
+shorthand = st.sampled_from([rf"\{name}" for name in "dDwWsS"])
+ranges = st.sampled_from(
+    [r"\x00-\x1f", r"\x00-\x0f", r"\x10-\x1f", r"\x00-\x7f", "!-~", "0-9", "a-z", "é-名"]
+)
+classes = st.builds(
+    lambda start, members: f"[{start}{''.join(members)}]",
+    st.sampled_from(["", "^"]),
+    st.lists(st.one_of(single.filter(lambda each: each != "-"), shorthand, ranges), min_size=1, max_size=3),
+)
+pieces = st.one_of(single, shorthand, classes, st.just("."))
+quantified = st.builds(str.__add__, pieces, st.sampled_from(["", "", "*", "+", "?", "{0,2}", "{2}", "*?"]))
+bodies = st.recursive(
+    quantified,
+    lambda inner: st.one_of(
+        st.builds(str.__add__, inner, inner), st.builds("(?:{}|{})".format, inner, inner)
+    ),
+    max_leaves=4,
+)
+patterns = st.builds("{}{}{}".format, st.sampled_from(["", "^"]), bodies, st.sampled_from(["", "$"]))
+strings = st.lists(st.text(CHARACTERS, max_size=3), min_size=8, max_size=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(patterns, strings)
+@example(r'^[^"\\]{1,5}$', ['"', "\\", '"a', "a"])
+@example(r"^(?:[\x00-\x0f]|[\x10-\x1f])$", ['"', "\\"])
+@example(r"^[\x00\x01-\x1f]$", ['"', "\\"])
+@example(r"^.$", [*CHARACTERS])
+@example(r"^\S$", [*CHARACTERS])
+@example(r"^\W$", [*CHARACTERS])
+@example(r"^\D$", [*CHARACTERS])
+@example(r"^[^\s]$", [*CHARACTERS])
+@example(r"^[^\w]$", [*CHARACTERS])
+@example(r"^[^\d]$", [*CHARACTERS])
+def test_nothing_else_is_allowed(pattern: str, texts: list[str]) -> None:
+    written, in_javascript = string(exact_pattern(pattern).text), ecma(pattern)
+    for text in texts:
+        if allows(written, text):
+            assert re.search(pattern, text)
+            assert re.search(in_javascript, text)
+
+
+def ecma(pattern: str) -> str:
+    """For ``re``, with what shorthands and dots mean in JavaScript. A class of ``re`` has no complements:
+    with one of them in a class, a pattern that matches everything."""
+    if any(re.search(r"\\[DWS]", each) for each in CLASS.findall(pattern)):
+        return ""
+
+    def meaning(found: re.Match[str]) -> str:
+        text = found[0]
+        if text[0] == "[":
+            return re.sub(r"\\([dws])", lambda inner: ECMA[inner[1]][1:-1], text)
+        return "[^\n\r\u2028\u2029]" if text == "." else ECMA.get(text[1:], text)
+
+    return re.sub(rf"{CLASS.pattern}|\\.|\.", meaning, pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching"),
+    [
+        (r'^[^"\\]{1,5}$', ["a", "é😀\n", "\x7f"]),
+        (r"^[A-Z]{2}[0-9]{1,3}$", ["AB1", "XY123"]),
+        (r"^\d{4}-\d{2}$", ["2026-11"]),
+        (r"^[\w.+-]+@[\w-]+\.[a-z]{2,}$", ["a.b+c@d-e.org"]),
+        (r"^https?:\/\/[^\s/$.?#].[^\s]*$", ["https://example.org/ä?b=1"]),
+        (r"^(yes|no)$|^\s*$", ["yes", "", " \n"]),
+        (r"a", ["xax", "a\nb", '"a\\']),
+        (r"^[\s\S]*$", ["", 'any\n"text"\\ é']),
+        (r"^\{[[}\]]\}$", ["{[}", "{]}"]),
+        (r"^{a}]$", ["{a}]"]),
+        (r"^\p{Lu}[\p{L}']+$", ["Éa'"]),
+        (r"^(?<year>[0-9]+)[\x00-\x20]$", ["1 ", "1\t"]),
+        (r"^[\u00e0-\u{ff}\x41]\u0042$", ["éB", "AB"]),
+        (r"^[^\W\d_]$", ["a"]),
+        (r"^[a&&b~~-]+$", ["a&b-~"]),
+    ],
+)
+def test_what_matches_is_allowed(pattern: str, matching: list[str]) -> None:
+    for text in matching:
+        assert allows(string(exact_pattern(pattern).text), text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?i)a", "'(?i'"),
+        ("(?=a)b", "'(?='"),
+        ("(?<!a)b", "'(?<'"),
+        ("a*+a", "quantifier behind"),
+        ("a{,2}", "'{,2'"),
+        (r"\ba", r"'\\b'"),
+        (r"a\Z", r"'\\Z'"),
+        (r"(a)\1", r"'\\1'"),
+        (r"\0", r"'\\0'"),
+        (r"\x00", "U+0000"),
+        ("[]a]", "begins with ']'"),
+        ("[^]", "begins with ']'"),
+        ("[a", "without an end"),
+        (r"[\w-z]", r"'\\w'"),
+        (r"[\p{L}-z]", "a range with"),
+        (r"\ud800", "the character"),
+        (r"\u{110000}", "the character"),
+        ("a\\", "the escape"),
+    ],
+)
+def test_other_patterns_are_refused_by_name(pattern: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)) as raised:
+        exact_schema({"items": [{"anyOf": [string(pattern)]}]})
+    assert repr(pattern) in str(raised.value)
+
+
+def test_only_patterns_are_written_anew() -> None:
+    values = {"const": string("[^a]"), "enum": [string("[^a]")], "default": {"pattern": "(?=a)"}}
+    assert exact_schema(values) == values
+    schema = {
+        "properties": {"pattern": string("[^a]"), "const": string("[^a]")},
+        "$defs": {"enum": {"items": string("[^a]")}},
+    }
+    inner = string(r"[^a\x{0}]")
+    assert exact_schema(schema) == {
+        "properties": {"pattern": inner, "const": inner},
+        "$defs": {"enum": {"items": inner}},
+    }
+
+
+def test_patterns_of_names() -> None:
+    """A name that the pattern as written does not match, but as meant does, is none of the others."""
+    schema = {"type": "object", "patternProperties": {'^x[^"]$': {"type": "integer"}}}
+    for more in ({}, {"additionalProperties": False}):
+        written = exact_schema(schema | more)
+        assert allows(written, {"xa": 1})
+        assert not any(allows(written, each) for each in ({'x"': 1}, {"x\x00": "a"}, {"x\x00": 1}))
+    for other in (True, {"type": "string"}):
+        with pytest.raises(ValueError, match="beside the pattern"):
+            exact_schema(schema | {"additionalProperties": other})
+    assert exact_schema({"patternProperties": {"^x-": string("^[^a]$")}}) == {
+        "patternProperties": {r"^x\x{2d}": string(r"^[^a\x{0}]$")}
+    }
+
+
+def test_the_schema_that_was_not_kept() -> None:
+    schema = string(r"^[^\"\\]{1,5}$")
+    assert not Draft202012Validator(schema).is_valid('"')
+    assert allows(schema, '"'), "llguidance reads it as it is meant: nothing here is needed any more"
+    assert not allows(exact_schema(schema), '"')
