@@ -12,6 +12,9 @@
 
 /* Cached tokens that are looked at together. */
 #define CHUNK 32
+/* Keys are fetched this many tokens before they are scored: where a thread reads some of the heads, the processor's
+ * own prefetching ends with each token. */
+#define AHEAD 8
 /* A head of 256; head sizes are multiples of 16. */
 #define MAX_WIDTH (256 / LANES)
 
@@ -180,13 +183,16 @@ static inline ALWAYS void attend_span(
         begin = (stored + 1 - layer->window) / CHUNK * CHUNK;
     for (; begin < num_keys; begin += CHUNK) {
         const int64_t length = num_keys - begin < CHUNK ? num_keys - begin : CHUNK;
-        int64_t offset[CHUNK];
-        find_slots(offset, spans, span, begin, length);
-        for (int64_t j = 0; j < length; j++) offset[j] *= kv_size;
+        const int64_t known = num_keys - begin < CHUNK + AHEAD ? num_keys - begin : CHUNK + AHEAD;
+        int64_t offset[CHUNK + AHEAD];
+        find_slots(offset, spans, span, begin, known);
+        for (int64_t j = 0; j < known; j++) offset[j] *= kv_size;
         for (int64_t j = 0; j < length; j++) {
-            const int64_t at = offset[j];
-            for (int64_t i = 0; i < (end_head - first_head) * size; i += 16)
+            const int64_t at = offset[j], later = offset[j + AHEAD < known ? j + AHEAD : j];
+            for (int64_t i = 0; i < (end_head - first_head) * size; i += 16) {
                 __builtin_prefetch(values + at + i);
+                __builtin_prefetch(keys + later + i);
+            }
             const float *at_head = keys + at;
             for (int64_t head = 0; head < heads; at_head += size) {
                 const vec *key = (const vec *)at_head;
@@ -256,6 +262,7 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
     /* Heads are shared out only where there are fewer spans than threads. */
     int64_t split = (omp_get_max_threads() + spans->num_spans - 1) / spans->num_spans;
     if (split > layer->num_kv_heads) split = layer->num_kv_heads;
-    FOR_EACH_UNEVEN(i, spans->num_spans * split, num_scores * layer->num_heads * layer->head_size * 2,
+    /* A score and its share of the values take as long as eight times its multiplications in a product. */
+    FOR_EACH_UNEVEN(i, spans->num_spans * split, num_scores * layer->num_heads * layer->head_size * 8,
                     attend_part(spans, layer, i / split, i % split, split, qkv, out));
 }

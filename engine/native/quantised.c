@@ -30,6 +30,8 @@
 #define PREFETCH 4096
 /* Of inputs that stay in a core's cache while the panels pass by. */
 #define TILE_BYTES (256 << 10)
+/* 1.5 * 2^23 */
+#define ROUNDING 12582912.0f
 
 /* 32 inputs of a row: about scale * codes. ``sum``: scale times the sum of the codes. ``minus``: minus the sums of
  * the first 16 codes, of the others, and of all. */
@@ -282,28 +284,43 @@ static inline int32_t largest_lane(ivec x) {
 #endif
 }
 
+static inline int32_t sum_of_lanes(ivec x) {
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t out = x[0];
+    for (int i = 1; i < LANES; i++) out += x[i];
+    return out;
+#endif
+}
+
 static void quantise_row(Inputs *to, const float *row, int64_t num_blocks, int64_t stride) {
+    enum { PARTS = BLOCK / LANES };
     for (int64_t block = 0; block < num_blocks; block++, to += stride) {
-        const float *x = row + block * BLOCK;
+        const vec *x = (const vec *)(row + block * BLOCK);
         /* Sizes compare as integers, infinity above all numbers and NaN above that: they go through the scale. */
         ivec sizes = {0};
-        for (int i = 0; i < BLOCK; i += LANES) {
-            const ivec size = (ivec)*(const vec *)(x + i) & INT32_MAX, larger = size > sizes;
+        UNROLL
+        for (int i = 0; i < PARTS; i++) {
+            const ivec size = (ivec)x[i] & INT32_MAX, larger = size > sizes;
             sizes = (size & larger) | (sizes & ~larger);
         }
         const int32_t bits = largest_lane(sizes);
         float largest;
         memcpy(&largest, &bits, sizeof largest);
         const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-        int8_t codes[BLOCK];
-        for (int i = 0; i < BLOCK; i++) {
-            const float code = rintf(x[i] * inverse);
-            codes[i] = (int8_t)(int32_t)(code >= -127.0f && code <= 127.0f ? code : 0.0f);
+        ivec sums[2] = {0};
+        UNROLL
+        for (int i = 0; i < PARTS; i++) {
+            const vec scaled = x[i] * inverse;
+            /* Rounded to even: float32 has no more bits above that number. What is none becomes 0. */
+            const ivec is_code = (scaled > -127.5f) & (scaled < 127.5f);
+            const vec rounded = ((vec)((ivec)scaled & is_code) + ROUNDING) - ROUNDING;
+            const ivec codes = __builtin_convertvector(rounded, ivec);
+            *(narrow_signed *)(to->codes + i * LANES) = __builtin_convertvector(codes, narrow_signed);
+            sums[2 * i / PARTS] += codes;
         }
-        int32_t first = 0, second = 0;
-        for (int i = 0; i < BLOCK / 2; i++) first += codes[i];
-        for (int i = BLOCK / 2; i < BLOCK; i++) second += codes[i];
-        memcpy(to->codes, codes, sizeof codes);
+        const int32_t first = sum_of_lanes(sums[0]), second = sum_of_lanes(sums[1]);
         to->scale = scale;
         to->sum = to->scale * (float)(first + second);
         to->minus[0] = -first;
