@@ -107,6 +107,10 @@ class Policy:
         best = self._best_by_rows.get(key)
         if best is None:
             best = self._best_by_rows[key] = self._find_best(num_rows, Counter(groups), missing)
+        if best.active.length and self.best is not None and not self.best.active.length:
+            # Between replans drafting ends but does not start: else, as rows come and go, the draft model's
+            # cache would be brought up to date for a few rounds at a time.
+            best = best._replace(active=best.plain)
         self.best = best
         return best.active if self.exploration is None else self.exploration.plan
 
