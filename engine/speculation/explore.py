@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 # Share of the time that may be lost by exploring one option beside the active one; by trying whether drafting
 # pays while it is off; and by reading texts that may repeat themselves.
-OPTION_SHARE, PAUSED_SHARE, READ_SHARE = 0.0015, 0.003, 0.002
+OPTION_SHARE, PAUSED_SHARE, READ_SHARE = 0.0015, 0.005, 0.002
 # Seconds between two explorations of the same option, at least.
 MIN_WAIT = 0.25
 
