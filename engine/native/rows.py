@@ -41,13 +41,15 @@ class NativeRow:
         "_draft_block_ids",
         "_draft_blocks",
         "_draft_ids",
-        "_mask",
+        "_drafted",
+        "_masks",
         "_num_tokens",
         "_sequence",
         "_token_ids",
+        "_uses_model",
         "address",
-        "num_draft_tokens",
         "row",
+        "sources",
     )
 
     def __init__(self, sequence: Sequence) -> None:
@@ -82,9 +84,11 @@ class NativeRow:
         self._block_ids: list[int] = []
         self._draft_block_ids: list[int] = []
         self._blocks = self._draft_blocks = array("q")
-        self.num_draft_tokens = 0
+        self._uses_model = False
         self._draft_ids: array[int] | None = None
-        self._mask: torch.Tensor | None = None
+        self._drafted: list[int] = []  # as the masks know it
+        self._masks: torch.Tensor | None = None
+        self.sources: list[str] = []  # that drafted, round by round
         self._distinct_ids: array[int] | None = None
         self._counts: array[int] | None = None
         if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
@@ -92,7 +96,7 @@ class NativeRow:
 
     def update(self, part: ScheduledSequence) -> int:
         """For the sequence's ``part`` in a step; returns how many tokens the draft model computes before its
-        first draft, the pending one included: 0 if it does not draft."""
+        first draft, the pending one included: 0 if it does not draft in the first round."""
         sequence, row = self._sequence, self.row
         num_tokens = len(sequence.token_ids)
         if num_tokens != self._num_tokens:
@@ -101,43 +105,68 @@ class NativeRow:
             self._set_blocks(sequence.target_blocks.block_ids)
         if part.draft_ids or self._draft_ids is not None:
             self._set_draft_ids(part.draft_ids)
-        limit = len(part.draft_ids) or part.num_draft_tokens
-        self.num_draft_tokens = row.num_draft_tokens = limit
-        if limit == 0 or part.draft_ids:
+        row.num_draft_tokens = len(part.draft_ids) or part.num_draft_tokens
+        drafts_first = part.num_draft_tokens > 0 and not part.draft_ids
+        self._uses_model = drafts_first or part.num_model_tokens > 0
+        if not self._uses_model:
             return 0
         if sequence.draft_blocks.block_ids != self._draft_block_ids:
             self._set_draft_blocks(sequence.draft_blocks.block_ids)
         num_computed = row.num_draft_computed = sequence.draft_blocks.num_computed_tokens
-        return num_tokens - num_computed
+        return num_tokens - num_computed if drafts_first else 0
 
     def commit(self) -> list[int]:
         """What C has emitted. The sequence's tables count what the caches hold of its tokens now."""
         sequence, row, first = self._sequence, self.row, self._num_tokens
         self._num_tokens = end = row.num_tokens
         sequence.target_blocks.num_computed_tokens = end - 1
-        if self.num_draft_tokens and self._draft_ids is None:
+        if self._uses_model:
             sequence.draft_blocks.num_computed_tokens = row.num_draft_computed
         return self._token_ids[first:end].tolist()
 
-    def set_mask(self, mask: torch.Tensor | None) -> None:
-        """``mask``: int32 [positions, words], contiguous, as in ``History``."""
-        assert mask is None or mask.is_contiguous()
-        row, self._mask = self.row, mask
-        row.mask = None if mask is None else mask.data_ptr()
-        row.num_masked, row.mask_words = (0, 0) if mask is None else mask.shape
+    def begin_masks(self, part: ScheduledSequence, max_drafts: int) -> None:
+        """Of the step's first round; ``max_drafts``: the most in any."""
+        matcher, row = self._sequence.matcher, self.row
+        if matcher is None:
+            return
+        if self._masks is None or len(self._masks) <= max_drafts:
+            self._masks = torch.empty(max_drafts + 1, matcher.mask_words, dtype=torch.int32)
+            row.mask, row.mask_words = self._masks.data_ptr(), matcher.mask_words
+        self.sources = [part.source]
+        self._set_masks(part.draft_ids)
 
-    def constrain(self, max_forced: int) -> None:
-        """For the round after what C has emitted: the grammar's mask, and up to ``max_forced`` drafts."""
+    def begin_round(self, part: ScheduledSequence) -> None:
+        """After what C has emitted: tokens that the grammar forces, or those of the draft model."""
         sequence, row = self._sequence, self.row
         matcher = sequence.matcher
         assert matcher is not None
         matcher.advance(
             self._token_ids[sequence.num_prompt_tokens + matcher.num_read : row.num_tokens].tolist()
         )
-        draft_ids = matcher.forced(max_forced)
+        draft_ids = matcher.forced(part.max_forced)
         self._set_draft_ids(draft_ids)
-        self.num_draft_tokens = row.num_draft_tokens = len(draft_ids)
-        self.set_mask(matcher.masks(draft_ids))
+        row.num_draft_tokens = len(draft_ids) or part.num_model_tokens
+        model = "draft_model" if part.num_model_tokens else part.source
+        self.sources.append("grammar" if draft_ids else model)
+        self._set_masks(draft_ids)
+
+    def follow_draft(self, token_id: int) -> None:
+        """The draft model has drafted one more."""
+        self._set_masks([*self._drafted, token_id], len(self._drafted) + 1)
+
+    def _set_masks(self, draft_ids: list[int], first: int = 0) -> None:
+        """Behind ``first`` of the drafts, and behind each one more."""
+        row, matcher, kept = self.row, self._sequence.matcher, self._masks
+        assert matcher is not None
+        assert kept is not None
+        self._drafted = draft_ids
+        if first == 0:
+            row.num_masked = 0
+        masks = matcher.masks(draft_ids, first)
+        if masks is not None:
+            kept[row.num_masked : first] = -1
+            row.num_masked = first + len(masks)
+            kept[first : row.num_masked] = masks
 
     def _take_in(self, token_ids: list[int]) -> None:
         """Tokens that C has not emitted. What a sequence has never changes."""

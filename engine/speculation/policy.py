@@ -250,7 +250,8 @@ class Policy:
 
     def _observe_seconds(self, best: Best, usual: float, shape: Shape) -> None:
         if self.exploration is not None:
-            self.exploration.round_seconds.append(usual)
+            if shape.option == self.exploration.plan.shape.option:
+                self.exploration.round_seconds.append(usual)
         elif shape.option != best.active.shape.option:
             self.costs.observe(shape, usual, is_same=False)
         else:
