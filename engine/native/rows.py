@@ -6,13 +6,12 @@ array already when the sequence has them; only what came by other ways is copied
 
 from array import array
 from collections import Counter
-from ctypes import addressof
-
-import torch
+from ctypes import addressof, memset
 
 from engine.core.sequence import Sequence
 from engine.core.step import ScheduledSequence
 from engine.native.library import Row
+from engine.sampling.grammar import WORD_BYTES
 from engine.sampling.processors import SMALLEST
 
 INTEGER_BYTES = 8
@@ -87,7 +86,7 @@ class NativeRow:
         self._uses_model = False
         self._draft_ids: array[int] | None = None
         self._drafted: list[int] = []  # as the masks know it
-        self._masks: torch.Tensor | None = None
+        self._masks: array[int] | None = None
         self.sources: list[str] = []  # that drafted, round by round
         self._distinct_ids: array[int] | None = None
         self._counts: array[int] | None = None
@@ -129,11 +128,12 @@ class NativeRow:
         matcher, row = self._sequence.matcher, self.row
         if matcher is None:
             return
-        if self._masks is None or len(self._masks) <= max_drafts:
-            self._masks = torch.empty(max_drafts + 1, matcher.mask_words, dtype=torch.int32)
-            row.mask, row.mask_words = self._masks.data_ptr(), matcher.mask_words
+        num_words = (max_drafts + 1) * matcher.mask_words
+        if self._masks is None or len(self._masks) < num_words:
+            self._masks = array("i", bytes(WORD_BYTES * num_words))
+            row.mask, row.mask_words = address(self._masks), matcher.mask_words
         self.sources = [part.source]
-        self._set_masks(part.draft_ids)
+        self._write_masks(part.draft_ids)
 
     def begin_round(self, part: ScheduledSequence) -> None:
         """After what C has emitted: tokens that the grammar forces, or those of the draft model."""
@@ -148,25 +148,23 @@ class NativeRow:
         row.num_draft_tokens = len(draft_ids) or part.num_model_tokens
         model = "draft_model" if part.num_model_tokens else part.source
         self.sources.append("grammar" if draft_ids else model)
-        self._set_masks(draft_ids)
+        self._write_masks(draft_ids)
 
     def follow_draft(self, token_id: int) -> None:
         """The draft model has drafted one more."""
-        self._set_masks([*self._drafted, token_id], len(self._drafted) + 1)
+        self._drafted.append(token_id)
+        self._write_masks(self._drafted, len(self._drafted))
 
-    def _set_masks(self, draft_ids: list[int], first: int = 0) -> None:
+    def _write_masks(self, draft_ids: list[int], first: int = 0) -> None:
         """Behind ``first`` of the drafts, and behind each one more."""
-        row, matcher, kept = self.row, self._sequence.matcher, self._masks
+        row, matcher = self.row, self._sequence.matcher
         assert matcher is not None
-        assert kept is not None
-        self._drafted = draft_ids
         if first == 0:
-            row.num_masked = 0
-        masks = matcher.masks(draft_ids, first)
-        if masks is not None:
-            kept[row.num_masked : first] = -1
-            row.num_masked = first + len(masks)
-            kept[first : row.num_masked] = masks
+            self._drafted, row.num_masked = draft_ids[:], 0
+        if matcher.write_masks(row.mask + WORD_BYTES * row.mask_words * first, draft_ids, first):
+            if row.num_masked < first:  # the grammar has begun behind these
+                memset(row.mask, -1, WORD_BYTES * row.mask_words * first)
+            row.num_masked = len(draft_ids) + 1
 
     def _take_in(self, token_ids: list[int]) -> None:
         """Tokens that C has not emitted. What a sequence has never changes."""

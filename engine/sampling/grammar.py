@@ -8,6 +8,7 @@ one over the allowed tokens of each position, given the text before it.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from ctypes import memset
 from threading import Lock, Thread
 
 import torch
@@ -22,7 +23,7 @@ MAX_KEPT = 64
 # The parser gives up beyond them: they bound the time of compiling and of a mask, and the memory of both.
 # Errors are for clients and must not repeat the grammar.
 LIMITS = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
-WORD_BITS = 32
+WORD_BITS, WORD_BYTES = 32, 4
 
 
 class GrammarError(ValueError):
@@ -46,25 +47,32 @@ class Matcher:
 
     def masks(self, draft_ids: list[int], first: int = 0) -> torch.Tensor | None:
         """Tokens allowed after ``first`` of the drafts, and after each one more: int32 [positions, words].
-        Everything is allowed after a draft that ends the sequence, nothing after one that was not allowed
-        itself, or where the parser has given up. None: all are, everywhere.
+        None: all are, everywhere."""
+        masks = torch.empty(len(draft_ids) + 1 - first, self.mask_words, dtype=torch.int32)
+        return masks if self.write_masks(masks.data_ptr(), draft_ids, first) else None
 
-        A draft that grows is read on from where the last call has left it."""
+    def write_masks(self, address: int, draft_ids: list[int], first: int = 0) -> bool:
+        """As ``masks``, which it returns None for if this is False; nothing is written then. Everything is
+        allowed after a draft that ends the sequence, nothing after one that was not allowed itself, or where
+        the parser has given up. A draft that grows is read on from where the last call has left it."""
         start = self._start_in(draft_ids)
         if start is None:
-            return None
-        masks = torch.full((len(draft_ids) + 1 - first, self.mask_words), -1, dtype=torch.int32)
+            return False
         text = self._before_end(draft_ids)
-        begin = max(start, first)
-        own = masks[begin - first : len(text) + 1 - first].zero_()
-        if len(own) and self._look_ahead(text[start:begin]):
+        begin, end = max(start, first), len(text) + 1
+        size = WORD_BYTES * self.mask_words
+        if begin > first or end <= len(draft_ids):
+            memset(address, -1, size * (len(draft_ids) + 1 - first))
+        if begin >= end:
+            return True
+        own = address + size * (begin - first)
+        memset(own, 0, size * (end - begin))
+        if self._look_ahead(text[start:begin]):
             # The size is that of one position's mask; all of them are written, and the parser stays.
-            self._parser.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]  # lacks a stub
-                own.data_ptr(), own.element_size() * self.mask_words, text[begin:]
-            )
+            self._parser.unsafe_compute_mask_ptr_with_draft_token(own, size, text[begin:])  # type: ignore[attr-defined]  # lacks a stub
             if self._parser.is_error():
-                own.zero_()
-        return masks
+                memset(own, 0, size * (end - begin))
+        return True
 
     def forced(self, limit: int) -> list[int]:
         """Up to ``limit`` tokens that are the only ones allowed, each after those before it."""
@@ -120,8 +128,10 @@ class Matcher:
         return None
 
     def _before_end(self, token_ids: list[int]) -> list[int]:
+        if self._end_ids.isdisjoint(token_ids):
+            return token_ids
         ends = (place for place, token_id in enumerate(token_ids) if token_id in self._end_ids)
-        return token_ids[: next(ends, None)]
+        return token_ids[: next(ends)]
 
 
 class Grammars:

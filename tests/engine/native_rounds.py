@@ -1,6 +1,7 @@
 """Plans made by hand for ``NativeRunner``, and the same rounds one by one by phases."""
 
 from collections.abc import Sequence as Sequences
+from ctypes import memmove
 from dataclasses import dataclass, field
 
 import torch
@@ -71,6 +72,11 @@ class RandomMasks:
     def _mask(self, text: list[int]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, *text)) % 2**32)
         return torch.randint(-(2**31), 2**31, (self.mask_words,), generator=generator).int()
+
+    def write_masks(self, address: int, draft_ids: list[int], first: int = 0) -> bool:
+        masks = self.masks(draft_ids, first)
+        memmove(address, masks.data_ptr(), masks.nbytes)
+        return True
 
     def forced(self, limit: int) -> list[int]:
         return []
