@@ -241,8 +241,15 @@ def test_seeded_texts_are_those_without_drafts(
         for own in SEEDED
     ]
     plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, params)
-    core = constrained_engine(native.target, step_seconds=0.02)
-    assert run_engine(core, PROMPTS, params) == plain
+    drafting_engines: list[EngineCore] = [
+        constrained_engine(native.target, step_seconds=0.02),
+        native.engine("draft_model", step_seconds=0.02, num_speculative_tokens=4),
+        native.engine("draft_model", native_kernels=False, num_speculative_tokens=4),
+    ]
+    for core in drafting_engines:
+        assert run_engine(core, PROMPTS, params) == plain
+    for core in drafting_engines[1:]:
+        assert core.stats.drafts["draft_model"].num_accepted_tokens > 0
     for text in plain[1::2]:
         start = next((end + 1 for end, token in enumerate(text) if [token] == after), 0)
         assert len(text) == 12 or (after and 2 not in text) or is_whole(text[start:])
