@@ -2,8 +2,9 @@
 
     python -m benchmarks.structured_outputs
 
-First one stream: the same requests with forced tokens drafted, without drafts, and unconstrained. Then 16
-streams: the free ones' speed with and without a constrained one among them. At last masks of a wide
+First one stream: the same requests with all drafts, with forced tokens only, without drafts, and
+unconstrained; for a schema of which much is forced, one of long strings, and free text before a tool call.
+Then 16 streams: the free ones' speed with and without a constrained one among them. At last masks of a wide
 vocabulary.
 """
 
@@ -38,6 +39,23 @@ SCHEMA = {
     "required": ["name", "age", "colours", "address"],
     "additionalProperties": False,
 }
+
+
+PROSE = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 40},
+        "story": {"type": "string", "minLength": 200, "maxLength": 400},
+    },
+    "required": ["title", "story"],
+    "additionalProperties": False,
+}
+# As of tool_choice auto: any text, until a call begins.
+BEFORE_A_CALL = r"""%llguidance {}
+start: text | opening "{" /[a-z]*/ "}"
+opening[lazy]: TEXT "<tool_call>"
+text: TEXT
+TEXT: /(.|\n)*/"""
 
 
 def grammar(schema: dict[str, object]) -> str:
@@ -124,11 +142,18 @@ def mask_microseconds(tokenizer: LLTokenizer, source: str) -> tuple[float, float
 
 def main() -> None:
     llm = LLM()
-    constrained = SamplingParams(max_tokens=200, grammar=grammar(SCHEMA))
+    constrained = {
+        "schema": SamplingParams(max_tokens=200, grammar=grammar(SCHEMA)),
+        "prose": SamplingParams(max_tokens=200, grammar=grammar(PROSE)),
+        "before a call": SamplingParams(max_tokens=60, grammar=BEFORE_A_CALL),
+    }
+    methods = {"default": None, "forced tokens": "grammar", "no drafts": "none"}
     ways = {
-        "constrained, default": constrained,
-        "constrained, forced tokens": structs.replace(constrained, method="grammar"),
-        "constrained, no drafts": structs.replace(constrained, method="none"),
+        **{
+            f"{name}, {drafts}": structs.replace(params, method=method)
+            for name, params in constrained.items()
+            for drafts, method in methods.items()
+        },
         "free, default": SamplingParams(max_tokens=60),
         "free, no drafts": SamplingParams(max_tokens=60, method="none"),
     }
@@ -137,7 +162,7 @@ def main() -> None:
     found = {name: [one_stream(llm, params) for _ in range(REPETITIONS)] for name, params in ways.items()}
     for name, results in found.items():
         rounds, milliseconds = (statistics.median(column) for column in zip(*results, strict=True))
-        print(f"{name:24} {rounds:.2f} rounds and {milliseconds:.2f} ms a token")
+        print(f"{name:28} {rounds:.2f} rounds and {milliseconds:.2f} ms a token")
     alone, beside = [], []
     for _ in range(REPETITIONS):
         alone.append(free_streams(llm, is_constrained=False))

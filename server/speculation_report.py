@@ -43,8 +43,6 @@ def _in_force(
     configured = None if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
     length = configured if asked is None else asked
     method = params.method or _method(worker, is_predicted)
-    if params.grammar is not None and method == "draft_model":
-        method = "grammar"  # a draft model does not draft then
     return msgspec.structs.replace(
         params,
         method=method,

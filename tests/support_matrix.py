@@ -18,7 +18,6 @@ import torch
 from engine.commands.replay import Replayer
 from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedChoice, TracedRound
-from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.llm import Completion
 from engine.messages import Generate, SamplingParams
@@ -35,14 +34,13 @@ VOCAB_SIZE, NUM_TOKENS, STOP_ID, PROMPT = 6, 3, 5, [2, 1, 0, 3, 2, 1, 4, 0]
 NUM_SAMPLES, NUM_SEEDS, SIGNIFICANCE = 1000, 12, 1e-5
 PROPOSERS = ("draft_model", "ngram", "none")
 RULES = ("rejection", "block", "coupled", "exact match")
-EXACT, SAME, EQUAL, REPEATABLE, ALONE, VERIFIED, REFUSED, NO = (
+EXACT, SAME, EQUAL, REPEATABLE, ALONE, VERIFIED, NO = (
     "exact",
     "same tokens",
     "equal",
     "repeatable",
     "as alone",
     "verified",
-    "refused",
     "NO",
 )
 
@@ -126,21 +124,11 @@ def cell(pair: Pair, parameter: str, proposer: str, rule: str) -> str:
         return _same_tokens(pair, params_of(rule), proposer)  # 0 is what makes it this rule
     if parameter in DECIDING:
         params = params_of(rule, **DECIDING[parameter])
-        if parameter == "grammar" and proposer == "draft_model":
-            return _refused(pair, params, proposer)
         if rule in ("coupled", "exact match"):
             return _same_tokens(pair, params, proposer)
         return EXACT if p_value(pair, params, proposer) > SIGNIFICANCE else NO
     check: Callable[[Pair, str, str], str] = globals()[f"_{parameter}"]
     return check(pair, proposer, rule)
-
-
-def _refused(pair: Pair, params: SamplingParams, proposer: str) -> str:
-    try:
-        pair.run(proposer, [params])
-    except RequestError:
-        return REFUSED
-    return NO
 
 
 def p_value(pair: Pair, params: SamplingParams, proposer: str) -> float:
@@ -261,10 +249,8 @@ target (chi-square, {samples} seeds) |
 another draft they may be others |
 | as alone | each choice says what a request for it alone would say, with the seed derived for it |
 | verified | an offline replay confirms every decision |
-| refused | with a 400 that says so |
 
-Every parameter works with every proposer and every rule, but for one pair: a draft model does not draft under
-a grammar (`response_format`, `structured_outputs`); `auto` takes what does.
+Every parameter works with every proposer and every rule.
 """
 
 

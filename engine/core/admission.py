@@ -165,10 +165,6 @@ class Admission:
             raise RequestError(
                 "unsupported_parameter", "a grammar ends the output: min_tokens and ignore_eos exclude it"
             )
-        if params.method == "draft_model":
-            raise RequestError(
-                "speculation_unavailable", "method 'draft_model' cannot draft under a grammar; auto can"
-            )
         try:
             return [self.grammars.matcher(params.grammar, params.grammar_after) for _ in range(request.n)]
         except ValueError as error:
@@ -206,8 +202,7 @@ class Admission:
 
     def _sources(self, request: Generate) -> tuple[Source, ...]:
         """A client that sends a prediction wants it used, whichever other sources the server uses; a
-        method that it names itself comes first. A draft model cannot draft under a grammar, as masks are
-        computed before the round."""
+        method that it names itself comes first."""
         method = request.params.method
         if method == "none":
             return ()
@@ -218,7 +213,6 @@ class Admission:
         allowed.discard("grammar")
         if request.params.grammar is not None and self.method != "none":
             allowed.add("grammar")
-            allowed.discard("draft_model")
         if request.prediction_token_ids:
             allowed.add("prediction")
         return tuple(source for source in AUTO_SOURCES if source in allowed)

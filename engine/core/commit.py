@@ -53,11 +53,11 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
         # A stop inside the accepted run ends the sequence there: what follows was never emitted.
         accepted = min(one.num_accepted[row], len(emitted))
         if one.num_drafted[row]:
-            stats.count_draft(part.source, one.num_drafted[row], accepted)
+            stats.count_draft(one.source(row, part), one.num_drafted[row], accepted)
             num_drafted += one.num_drafted[row]
             num_accepted += accepted
         if origins is not None and emitted:
-            origins.append(RoundOrigin(part.source, one.num_drafted[row], accepted, len(emitted)))
+            origins.append(RoundOrigin(one.source(row, part), one.num_drafted[row], accepted, len(emitted)))
         if wants_logprobs and one.logprobs is not None:
             logprobs += (one.logprobs[row] or [])[: len(emitted)]
     if sequence.matcher is not None and sequence.finish_reason is None:

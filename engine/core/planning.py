@@ -34,7 +34,8 @@ class DraftChoice:
     """What a decoding sequence drafts in this step: ``num_tokens`` at most, in each of its rounds.
 
     ``draft_ids``: the drafts themselves, from a source that needs no model; then the step has one round,
-    unless the source is the grammar, which forces up to ``max_forced`` tokens in each later one.
+    unless the source is the grammar. In later rounds of a constrained sequence it forces up to ``max_forced``
+    tokens; where it forces none, the draft model drafts ``num_model_tokens``.
     ``num_missing``: tokens that the draft model's cache must compute before it drafts, the pending token
     apart.
     """
@@ -44,6 +45,7 @@ class DraftChoice:
     num_missing: int = 0
     draft_ids: list[int] = field(default_factory=list)
     max_forced: int = 0
+    num_model_tokens: int = 0
 
 
 class Planner(Protocol):

@@ -16,8 +16,6 @@ from engine.core.planning import DraftChoice, Planner
 from engine.core.sequence import RowNeeds, Sequence
 from engine.core.step import MAX_CATCH_UP_TOKENS, ScheduledSequence, StepPlan
 
-DRAFT_MODEL = "draft_model"
-
 
 class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.
@@ -123,9 +121,6 @@ class Scheduler:
             scheduled.append(admitted)
             budget -= admitted.num_tokens + admitted.num_draft_tokens
         rows = [part for part in scheduled if part.completes]
-        for part in rows:
-            if part.sequence.matcher is not None:
-                part.mask = part.sequence.matcher.masks(part.draft_ids)
         needs = _needs(scheduled)
         max_rounds = 1
         if rows and len(rows) == len(self.running) and RowNeeds.PROMPT not in needs:
@@ -201,13 +196,14 @@ class Scheduler:
             choice = self.planner.choose_for_prompt(sequence)
         part = ScheduledSequence(sequence, 1, True, min(choice.num_tokens, budget - 1), choice.source)
         part.max_forced = choice.max_forced
+        part.num_model_tokens = choice.num_model_tokens
         if part.num_draft_tokens:
             part.num_catch_up_tokens = min(choice.num_missing, self._catch_up_budget)
             self._catch_up_budget -= part.num_catch_up_tokens
             part.draft_ids = choice.draft_ids[: part.num_draft_tokens]
             if part.num_catch_up_tokens < choice.num_missing:
                 # All of it would stall the others; the rest comes in the next steps.
-                part.num_draft_tokens = 0
+                part.num_draft_tokens = part.num_model_tokens = 0
         return part
 
     def _reserve_or_preempt(self, sequence: Sequence, part: ScheduledSequence) -> bool:
@@ -269,9 +265,8 @@ def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
             bits |= RowNeeds.PROMPT._value_
         if part.sequence.matcher is not None:
             bits |= RowNeeds.MASK._value_
-        if part.source == DRAFT_MODEL:
-            if part.num_draft_tokens:
-                bits |= RowNeeds.DRAFT_MODEL._value_
-            if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.num_draft_tokens else 0):
-                bits |= RowNeeds.CATCH_UP._value_
+        if part.model_tokens:
+            bits |= RowNeeds.DRAFT_MODEL._value_
+        if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.num_draft_tokens else 0):
+            bits |= RowNeeds.CATCH_UP._value_
     return RowNeeds(bits)

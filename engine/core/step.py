@@ -6,13 +6,10 @@ short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
 
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.core.sequence import RowNeeds, Sequence
 from engine.messages import RoundTrace, TokenLogprob
-
-if TYPE_CHECKING:
-    import torch
 
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
 # in the same round.
@@ -28,9 +25,8 @@ class ScheduledSequence:
     ``draft_ids`` are drafts that are known already, of the first round: those of a source without a model.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
     instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
-    chunk too, now. ``mask`` is int32 [num_draft_tokens + 1, words], contiguous: a set bit for each token that
-    is allowed at a position of the first round; None: all are. Between rounds masks are renewed, and drafts
-    are up to ``max_forced`` tokens that the grammar forces.
+    chunk too, now. A constrained sequence drafts up to ``max_forced`` tokens in each later round that its
+    grammar forces; where it forces none, ``num_model_tokens`` of the draft model.
     """
 
     sequence: Sequence
@@ -41,13 +37,18 @@ class ScheduledSequence:
     num_catch_up_tokens: int = 0
     prefill_draft: bool = True
     draft_ids: list[int] = field(default_factory=list)
-    mask: "torch.Tensor | None" = None
     max_forced: int = 0
+    num_model_tokens: int = 0
+
+    @property
+    def model_tokens(self) -> int:
+        """That the draft model may draft in a round."""
+        return self.num_draft_tokens if self.source == "draft_model" else self.num_model_tokens
 
     @property
     def max_num_drafts(self) -> int:
         """In any round."""
-        return max(self.num_draft_tokens, self.max_forced)
+        return max(self.num_draft_tokens, self.max_forced, self.num_model_tokens)
 
 
 @dataclass(slots=True)
@@ -83,8 +84,8 @@ class Round:
     """What became of one round, row by row.
 
     ``emitted``: the accepted drafts and the token that follows them, before stop tokens and limits cut them
-    off. ``failed`` rows had no distribution to draw from. The optional columns are None where no row asks
-    for them.
+    off. ``failed`` rows had no distribution to draw from. ``sources`` drafted, if not as planned. The
+    optional columns are None where no row asks for them.
     """
 
     num_drafted: list[int]
@@ -94,6 +95,11 @@ class Round:
     failed: list[bool] | None = None
     logprobs: Sequences[list[TokenLogprob] | None] | None = None
     traces: Sequences[RoundTrace | None] | None = None
+    sources: list[str] | None = None
+
+    def source(self, row: int, part: ScheduledSequence) -> str:
+        """Who drafted for the row, which is that of ``part``."""
+        return part.source if self.sources is None else self.sources[row]
 
 
 @dataclass(slots=True)

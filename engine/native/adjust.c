@@ -28,8 +28,13 @@ static void penalize(const Row *row, float *logits, int64_t vocab) {
 static void forbid_masked(const Row *row, int64_t position, float *logits, int64_t vocab) {
     const uint32_t *mask = row->mask + position * row->mask_words;
     const int64_t num_known = vocab < 32 * row->mask_words ? vocab : 32 * row->mask_words;
-    for (int64_t id = 0; id < num_known; id++)
-        logits[id] = mask[id / 32] >> id % 32 & 1 ? logits[id] : -INFINITY;
+    for (int64_t first = 0; first < num_known; first += 32) {
+        const uint32_t bits = mask[first / 32];
+        const int64_t end = first + 32 < num_known ? first + 32 : num_known;
+        if (bits == UINT32_MAX) continue;
+        for (int64_t id = first; id < end; id++)
+            if (!(bits >> (id - first) & 1)) logits[id] = -INFINITY;
+    }
     for (int64_t id = num_known; id < vocab; id++) logits[id] = -INFINITY;
 }
 

@@ -104,6 +104,10 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
             count_token(rounds->rows[row], id);
             scratch->num_drafted[row] = position + 1;
         }
+        for (int64_t i = 0; i < num_active; i++) {
+            const int64_t row = scratch->active[i], id = scratch->draft_ids[row * max_drafts + position];
+            if (rounds->rows[row]->mask && !rounds->constrain(row, position + 1, id)) return 0;
+        }
         int64_t num_left = 0;
         for (int64_t i = 0; i < num_active; i++)
             if (position + 1 < scratch->limit[scratch->active[i]]) scratch->active[num_left++] = scratch->active[i];
@@ -119,6 +123,7 @@ static int64_t limit_of(const Rounds *rounds, const Row *row) {
     const int64_t draft_room = row->draft_ids ? room : rounds->max_draft_len - row->num_tokens;
     int64_t limit = row->num_draft_tokens < room ? row->num_draft_tokens : room;
     if (draft_room < limit) limit = draft_room;
+    if (!row->draft_ids && row->num_tokens - row->num_draft_computed > rounds->max_missed) return 0;
     return limit > 0 ? limit : 0;
 }
 

@@ -12,7 +12,7 @@ HEADERS = sorted(FOLDER.glob("*.h"))
 
 Integer = ctypes.c_int64
 # The only function that C calls here; see rounds.h.
-Constrain = ctypes.CFUNCTYPE(Integer)
+Constrain = ctypes.CFUNCTYPE(Integer, Integer, Integer, Integer)
 TYPES = {
     "int64_t": Integer,
     "int": ctypes.c_int,

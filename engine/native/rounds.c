@@ -28,19 +28,17 @@ typedef struct {
 static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, int64_t draft_vocab) {
     static _Thread_local Arena arena;
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->max_drafts, threads = rounds->num_threads;
-    int64_t num_blocks = 0, num_missed = 0, samples = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
+    int64_t num_blocks = 0, samples = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
     for (int64_t i = 0; i < rows; i++) {
         const Row *row = rounds->rows[i];
         const int is_sampled = row->rule != GREEDY;
         num_blocks += row->num_blocks + row->num_draft_blocks;
-        if (!row->draft_ids && row->num_draft_tokens) num_missed += row->num_tokens - row->num_draft_computed;
         samples |= is_sampled;
         cuts |= is_sampled && (row->top_k > 0 || row->top_p < 1.0f || row->min_p > 0.0f);
-        uses_probs |= row->rule == REJECTION && !row->draft_ids;
+        uses_probs |= row->rule == REJECTION && (!row->draft_ids || rounds->constrain);
         uses_one_hot |= row->rule == REJECTION && (row->draft_ids || rounds->constrain);
     }
-    /* After the first round the draft model misses two tokens of a row at most. */
-    const int64_t num_tokens = (num_missed > rows ? num_missed : rows) + rows + drafts;
+    const int64_t num_tokens = rows * rounds->max_missed + rows + drafts;
     const size_t integer = sizeof(int64_t), number = sizeof(float);
     const Piece pieces[] = {
         { (void **)&scratch->limit, rows, integer },
@@ -92,6 +90,13 @@ static void prepare_rows(const Rounds *rounds, Scratch *scratch) {
         while (row->counts && row->num_counted < row->num_tokens)
             count_token(row, row->token_ids[row->num_counted]);
     }
+}
+
+/* Masks and drafts from outside of a later round. */
+static int constrain_rows(const Rounds *rounds) {
+    for (int64_t row = 0; row < rounds->num_rows; row++)
+        if (rounds->rows[row]->mask && !rounds->constrain(row, 0, -1)) return 0;
+    return 1;
 }
 
 /* The target's logits of every row's pending token and its drafts. */
@@ -213,7 +218,7 @@ int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Roun
     for (; round < rounds->num_rounds && !num_ended; round++) {
         if (round_began - began + longest > rounds->seconds) break;
         int64_t *num_accepted = rounds->num_accepted + round * num_rows, num_broken = 0;
-        if (round > 0 && rounds->constrain && !rounds->constrain()) break;
+        if (round > 0 && !constrain_rows(rounds)) break;
         if (!draft_round(draft_model, rounds, &scratch)) break;
         const double drafted = now();
         if (!score(target, rounds, &scratch)) break;

@@ -24,8 +24,8 @@ typedef struct {
     int64_t num_blocks, num_draft_blocks;
     const int64_t *blocks, *draft_blocks; /* block tables with room for all rounds */
     int64_t num_masked, mask_words;
-    const uint32_t *mask;         /* [num_masked, mask_words] a bit for each allowed token, by position of this
-                                     round; NULL: all are allowed */
+    const uint32_t *mask;         /* [max_drafts + 1, mask_words] a bit for each allowed token, by position of
+                                     this round; beyond num_masked all are allowed. NULL: not constrained */
     float *logits;                /* [num_rounds, max_drafts + 1, vocab] receives the target's raw logits of
                                      all emitted tokens; NULL: not needed */
     /* The sequence's. */
@@ -44,14 +44,16 @@ typedef struct {
     const float *biases;
 } Row;
 
-/* Called before each round but the first: renews the masks of constrained rows, and their drafts from outside.
- * 0 if it cannot. */
-typedef int64_t (*Constrain)(void);
+/* Called for constrained rows: before each round but the first, with num_drafted 0, to renew drafts from outside
+ * and masks; and after each token that the draft model has drafted, to write the mask behind it. 0 if it
+ * cannot. */
+typedef int64_t (*Constrain)(int64_t row, int64_t num_drafted, int64_t last_draft);
 
 typedef struct {
     int64_t num_rows, num_rounds;
     int64_t max_drafts;           /* the longest draft of any row */
     int64_t max_draft_len;        /* tokens that the draft model can hold of a sequence */
+    int64_t max_missed;           /* it drafts for a row only if its cache misses no more tokens of it */
     int64_t num_threads;
     double seconds;               /* no round begins that would end later, taking as long as the longest */
     Row **rows;

@@ -6,13 +6,12 @@ array already when the sequence has them; only what came by other ways is copied
 
 from array import array
 from collections import Counter
-from ctypes import addressof
-
-import torch
+from ctypes import addressof, memset
 
 from engine.core.sequence import Sequence
 from engine.core.step import ScheduledSequence
 from engine.native.library import Row
+from engine.sampling.grammar import WORD_BYTES
 from engine.sampling.processors import SMALLEST
 
 INTEGER_BYTES = 8
@@ -41,13 +40,15 @@ class NativeRow:
         "_draft_block_ids",
         "_draft_blocks",
         "_draft_ids",
-        "_mask",
+        "_drafted",
+        "_masks",
         "_num_tokens",
         "_sequence",
         "_token_ids",
+        "_uses_model",
         "address",
-        "num_draft_tokens",
         "row",
+        "sources",
     )
 
     def __init__(self, sequence: Sequence) -> None:
@@ -82,9 +83,11 @@ class NativeRow:
         self._block_ids: list[int] = []
         self._draft_block_ids: list[int] = []
         self._blocks = self._draft_blocks = array("q")
-        self.num_draft_tokens = 0
+        self._uses_model = False
         self._draft_ids: array[int] | None = None
-        self._mask: torch.Tensor | None = None
+        self._drafted: list[int] = []  # as the masks know it
+        self._masks: array[int] | None = None
+        self.sources: list[str] = []  # that drafted, round by round
         self._distinct_ids: array[int] | None = None
         self._counts: array[int] | None = None
         if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
@@ -92,7 +95,7 @@ class NativeRow:
 
     def update(self, part: ScheduledSequence) -> int:
         """For the sequence's ``part`` in a step; returns how many tokens the draft model computes before its
-        first draft, the pending one included: 0 if it does not draft."""
+        first draft, the pending one included: 0 if it does not draft in the first round."""
         sequence, row = self._sequence, self.row
         num_tokens = len(sequence.token_ids)
         if num_tokens != self._num_tokens:
@@ -101,43 +104,67 @@ class NativeRow:
             self._set_blocks(sequence.target_blocks.block_ids)
         if part.draft_ids or self._draft_ids is not None:
             self._set_draft_ids(part.draft_ids)
-        limit = len(part.draft_ids) or part.num_draft_tokens
-        self.num_draft_tokens = row.num_draft_tokens = limit
-        if limit == 0 or part.draft_ids:
+        row.num_draft_tokens = len(part.draft_ids) or part.num_draft_tokens
+        drafts_first = part.num_draft_tokens > 0 and not part.draft_ids
+        self._uses_model = drafts_first or part.num_model_tokens > 0
+        if not self._uses_model:
             return 0
         if sequence.draft_blocks.block_ids != self._draft_block_ids:
             self._set_draft_blocks(sequence.draft_blocks.block_ids)
         num_computed = row.num_draft_computed = sequence.draft_blocks.num_computed_tokens
-        return num_tokens - num_computed
+        return num_tokens - num_computed if drafts_first else 0
 
     def commit(self) -> list[int]:
         """What C has emitted. The sequence's tables count what the caches hold of its tokens now."""
         sequence, row, first = self._sequence, self.row, self._num_tokens
         self._num_tokens = end = row.num_tokens
         sequence.target_blocks.num_computed_tokens = end - 1
-        if self.num_draft_tokens and self._draft_ids is None:
+        if self._uses_model:
             sequence.draft_blocks.num_computed_tokens = row.num_draft_computed
         return self._token_ids[first:end].tolist()
 
-    def set_mask(self, mask: torch.Tensor | None) -> None:
-        """``mask``: int32 [positions, words], contiguous, as in ``History``."""
-        assert mask is None or mask.is_contiguous()
-        row, self._mask = self.row, mask
-        row.mask = None if mask is None else mask.data_ptr()
-        row.num_masked, row.mask_words = (0, 0) if mask is None else mask.shape
+    def begin_masks(self, part: ScheduledSequence, max_drafts: int) -> None:
+        """Of the step's first round; ``max_drafts``: the most in any."""
+        matcher, row = self._sequence.matcher, self.row
+        if matcher is None:
+            return
+        num_words = (max_drafts + 1) * matcher.mask_words
+        if self._masks is None or len(self._masks) < num_words:
+            self._masks = array("i", bytes(WORD_BYTES * num_words))
+            row.mask, row.mask_words = address(self._masks), matcher.mask_words
+        self.sources = [part.source]
+        self._write_masks(part.draft_ids)
 
-    def constrain(self, max_forced: int) -> None:
-        """For the round after what C has emitted: the grammar's mask, and up to ``max_forced`` drafts."""
+    def begin_round(self, part: ScheduledSequence) -> None:
+        """After what C has emitted: tokens that the grammar forces, or those of the draft model."""
         sequence, row = self._sequence, self.row
         matcher = sequence.matcher
         assert matcher is not None
         matcher.advance(
             self._token_ids[sequence.num_prompt_tokens + matcher.num_read : row.num_tokens].tolist()
         )
-        draft_ids = matcher.forced(max_forced)
+        draft_ids = matcher.forced(part.max_forced)
         self._set_draft_ids(draft_ids)
-        self.num_draft_tokens = row.num_draft_tokens = len(draft_ids)
-        self.set_mask(matcher.masks(draft_ids))
+        row.num_draft_tokens = len(draft_ids) or part.num_model_tokens
+        model = "draft_model" if part.num_model_tokens else part.source
+        self.sources.append("grammar" if draft_ids else model)
+        self._write_masks(draft_ids)
+
+    def follow_draft(self, token_id: int) -> None:
+        """The draft model has drafted one more."""
+        self._drafted.append(token_id)
+        self._write_masks(self._drafted, len(self._drafted))
+
+    def _write_masks(self, draft_ids: list[int], first: int = 0) -> None:
+        """Behind ``first`` of the drafts, and behind each one more."""
+        row, matcher = self.row, self._sequence.matcher
+        assert matcher is not None
+        if first == 0:
+            self._drafted, row.num_masked = draft_ids[:], 0
+        if matcher.write_masks(row.mask + WORD_BYTES * row.mask_words * first, draft_ids, first):
+            if row.num_masked < first:  # the grammar has begun behind these
+                memset(row.mask, -1, WORD_BYTES * row.mask_words * first)
+            row.num_masked = len(draft_ids) + 1
 
     def _take_in(self, token_ids: list[int]) -> None:
         """Tokens that C has not emitted. What a sequence has never changes."""

@@ -79,16 +79,16 @@ class NativeRunner:
             logits, num_rounds = self._keep_logits(plan, rows, num_rounds, max_drafts)
         if RowNeeds.MASK in plan.needs:
             for row, part in zip(rows, plan.rows, strict=True):
-                row.set_mask(part.mask)
+                row.begin_masks(part, max_drafts)
         results = _Results(len(rows), num_rounds)
         pointers = array("q", [row.address for row in rows])
         num_done = self.target.library.run_rounds(
             byref(self.target.decoder),
-            byref(self.draft.decoder) if self.draft is not None and num_missing else None,
+            byref(self.draft.decoder) if self.draft and RowNeeds.DRAFT_MODEL in plan.needs else None,
             byref(
                 Rounds(
-                    *(len(rows), num_rounds, max_drafts, self.max_draft_len, torch.get_num_threads()),
-                    *(self.step_seconds, address(pointers)),
+                    *(len(rows), num_rounds, max_drafts, self.max_draft_len, MAX_GROUPED_QUERIES),
+                    *(torch.get_num_threads(), self.step_seconds, address(pointers)),
                     _constrain(rows, plan),
                     *results.addresses,
                 )
@@ -96,12 +96,15 @@ class NativeRunner:
         )
         for number in logits:
             rows[number].row.logits = None
-        if RowNeeds.MASK in plan.needs:
-            for row in rows:
-                row.set_mask(None)
         if num_done == 0:
             return []
         rounds = results.rounds([row.commit() for row in rows], num_done)
+        if RowNeeds.MASK in plan.needs:
+            for number, one in enumerate(rounds):
+                one.sources = [
+                    row.sources[number] if row.sources else part.source
+                    for row, part in zip(rows, plan.rows, strict=True)
+                ]
         if logits:
             _add_logprobs(rounds, logits, plan.rows)
         return rounds
@@ -124,14 +127,15 @@ class NativeRunner:
 
 
 def _constrain(rows: list[NativeRow], plan: StepPlan) -> Any:
-    """What C calls between rounds: masks follow what their rows have emitted. An exception becomes 0."""
+    """What C calls: masks follow what their rows have emitted and drafted. An exception becomes 0."""
     if RowNeeds.MASK not in plan.needs:
         return Constrain()
 
-    def constrain() -> int:
-        for row, part in zip(rows, plan.rows, strict=True):
-            if part.sequence.matcher is not None:
-                row.constrain(part.max_forced)
+    def constrain(row: int, num_drafted: int, last_draft: int) -> int:
+        if num_drafted:
+            rows[row].follow_draft(last_draft)
+        else:
+            rows[row].begin_round(plan.rows[row])
         return 1
 
     return Constrain(constrain)

@@ -6,7 +6,6 @@ parameters and positions, so that other runners can be compared with it bit for 
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,8 +59,6 @@ class PhaseRunner:
             row = self._rows.get(part.sequence)
             if row is None:
                 row = self._rows[part.sequence] = self._row(part.sequence)
-            if part.mask is not None:
-                row = replace(row, history=replace(row.history, mask=part.mask))
             rows.append(row)
         return rows
 
@@ -74,6 +71,7 @@ class PhaseRunner:
             stop_token_ids=sequence.stop_token_ids,
             num_encoder_tokens=sequence.num_encoder_tokens,
             rules=self.target.model.rules,
+            matcher=sequence.matcher,
         )
         return Row(rule, sequence.seed, history)
 

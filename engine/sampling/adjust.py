@@ -8,6 +8,7 @@ before it, each counted once.
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,16 @@ from engine.host_to_device import on_device, send
 from engine.messages import SamplingParams
 from engine.sampling.rules import NO_RULES, GenerationRules
 
+if TYPE_CHECKING:
+    from engine.sampling.grammar import Matcher
+
 
 @dataclass(frozen=True, slots=True)
 class History:
     """What one row's adjustments depend on. ``token_ids`` is prompt and output, pending token included.
 
-    The first ``num_encoder_tokens`` are an encoder's: penalties and rules do not see them. ``mask`` is int32
-    [positions, words], a set bit for each token that is allowed at a position of this round.
+    The first ``num_encoder_tokens`` are an encoder's: penalties and rules do not see them. ``matcher`` knows
+    which tokens are allowed after the text and drafts.
     """
 
     params: SamplingParams
@@ -31,12 +35,12 @@ class History:
     stop_token_ids: frozenset[int]
     num_encoder_tokens: int = 0
     rules: GenerationRules = NO_RULES
-    mask: torch.Tensor | None = None
+    matcher: "Matcher | None" = None
     _always_adjusts: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        always = bool(self.params.logit_bias) or self.penalized or bool(self.rules) or self.mask is not None
-        object.__setattr__(self, "_always_adjusts", always)
+        always = bool(self.params.logit_bias) or self.penalized or bool(self.rules)
+        object.__setattr__(self, "_always_adjusts", always or self.matcher is not None)
 
     @property
     def may_need_adjustment(self) -> bool:
@@ -88,8 +92,11 @@ def adjust_logits(
         if num_forbidden and history.stop_token_ids:
             ids = on_device(sorted(history.stop_token_ids), logits.device)
             logits[row, :num_forbidden].index_fill_(-1, ids, -torch.inf)
-        if history.mask is not None:
-            _forbid_masked(logits[row], history.mask[offset : offset + logits.shape[1]])
+        if history.matcher is not None:
+            draft_ids = drafted[row, : offset + logits.shape[1] - 1].tolist()
+            masks = history.matcher.masks(draft_ids, offset)
+            if masks is not None:
+                _forbid_masked(logits[row], masks)
     for row, history in enumerate(histories):
         if history.rules:
             _apply_rules(logits[row], history, drafted[row].tolist(), offset)

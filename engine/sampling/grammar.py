@@ -8,6 +8,7 @@ one over the allowed tokens of each position, given the text before it.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from ctypes import memset
 from threading import Lock, Thread
 
 import torch
@@ -22,7 +23,7 @@ MAX_KEPT = 64
 # The parser gives up beyond them: they bound the time of compiling and of a mask, and the memory of both.
 # Errors are for clients and must not repeat the grammar.
 LIMITS = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
-WORD_BITS = 32
+WORD_BITS, WORD_BYTES = 32, 4
 
 
 class GrammarError(ValueError):
@@ -31,9 +32,9 @@ class GrammarError(ValueError):
 
 class Matcher:
     """``mask_words`` is the size of a position's mask, in words of 32 tokens. ``end_ids`` end the sequence:
-    they are never drafted, and the matcher does not advance over them. ``num_read`` of the tokens that the
-    sequence has emitted are behind it. The grammar starts behind the first occurrence of ``after`` among
-    them: before, everything is allowed."""
+    known text is not drafted beyond them, and the matcher does not advance over them. ``num_read`` of the
+    tokens that the sequence has emitted are behind it. The grammar starts behind the first occurrence of
+    ``after`` among them: before, everything is allowed."""
 
     def __init__(self, parser: LLMatcher, vocab_size: int, end_ids: frozenset[int], after: list[int]) -> None:
         self._parser = parser
@@ -42,27 +43,42 @@ class Matcher:
         self.num_read = 0
         self._after = after  # empty once it has occurred
         self._tail: list[int] = []  # the last tokens, of which it may be the beginning
+        self._ahead: list[int] = []  # drafts that the parser has read beyond them
 
-    def masks(self, draft_ids: list[int]) -> torch.Tensor | None:
-        """Tokens allowed at the next position and after each draft, int32 [drafts + 1, words]; the drafts
-        must be allowed. Nothing is allowed where the parser has given up. None: all are, everywhere."""
+    def masks(self, draft_ids: list[int], first: int = 0) -> torch.Tensor | None:
+        """Tokens allowed after ``first`` of the drafts, and after each one more: int32 [positions, words].
+        None: all are, everywhere."""
+        masks = torch.empty(len(draft_ids) + 1 - first, self.mask_words, dtype=torch.int32)
+        return masks if self.write_masks(masks.data_ptr(), draft_ids, first) else None
+
+    def write_masks(self, address: int, draft_ids: list[int], first: int = 0) -> bool:
+        """As ``masks``, which it returns None for if this is False; nothing is written then. Everything is
+        allowed after a draft that ends the sequence, nothing after one that was not allowed itself, or where
+        the parser has given up. A draft that grows is read on from where the last call has left it."""
         start = self._start_in(draft_ids)
         if start is None:
-            return None
-        masks = torch.full((len(draft_ids) + 1, self.mask_words), -1, dtype=torch.int32)
-        own = masks[start:].zero_()
-        # The size is that of one position's mask; all of them are written, and the parser is where it was.
-        self._parser.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]  # lacks a stub
-            own.data_ptr(), own.element_size() * self.mask_words, draft_ids[start:]
-        )
-        if self._parser.is_error():
-            own.zero_()
-        return masks
+            return False
+        text = self._before_end(draft_ids)
+        begin, end = max(start, first), len(text) + 1
+        size = WORD_BYTES * self.mask_words
+        if begin > first or end <= len(draft_ids):
+            memset(address, -1, size * (len(draft_ids) + 1 - first))
+        if begin >= end:
+            return True
+        own = address + size * (begin - first)
+        memset(own, 0, size * (end - begin))
+        if self._look_ahead(text[start:begin]):
+            # The size is that of one position's mask; all of them are written, and the parser stays.
+            self._parser.unsafe_compute_mask_ptr_with_draft_token(own, size, text[begin:])  # type: ignore[attr-defined]  # lacks a stub
+            if self._parser.is_error():
+                memset(own, 0, size * (end - begin))
+        return True
 
     def forced(self, limit: int) -> list[int]:
         """Up to ``limit`` tokens that are the only ones allowed, each after those before it."""
         if limit == 0 or self._after:
             return []
+        self._look_ahead([])
         return self._before_end(self._parser.compute_ff_tokens()[:limit])
 
     def allowed(self, token_ids: list[int]) -> list[int]:
@@ -71,6 +87,7 @@ class Matcher:
         start = self._start_in(token_ids)
         if start is None:
             return token_ids
+        self._look_ahead([])
         return token_ids[: start + self._parser.validate_tokens(token_ids[start:])]
 
     def advance(self, token_ids: list[int]) -> None:
@@ -81,12 +98,24 @@ class Matcher:
             self._tail = [*self._tail, *token_ids][-len(self._after) :]
             return
         self._after = []
+        self._look_ahead([])
         self._parser.consume_tokens(token_ids[start:])
 
     @property
     def error(self) -> str:
         """Why the parser has given up; empty if it has not."""
         return _error_of(self._parser)
+
+    def _look_ahead(self, token_ids: list[int]) -> bool:
+        """Move the parser to behind these drafts; False if it allows fewer."""
+        ahead = self._ahead
+        if ahead != token_ids[: len(ahead)]:
+            self._parser.rollback(len(ahead))
+            ahead.clear()
+        missing = token_ids[len(ahead) :]
+        if missing:
+            ahead += missing[: self._parser.try_consume_tokens(missing)]
+        return len(ahead) == len(token_ids)
 
     def _start_in(self, token_ids: list[int]) -> int | None:
         """How many of the next tokens are free; None: all of them, and the grammar has not started then."""
@@ -99,8 +128,10 @@ class Matcher:
         return None
 
     def _before_end(self, token_ids: list[int]) -> list[int]:
+        if self._end_ids.isdisjoint(token_ids):
+            return token_ids
         ends = (place for place, token_id in enumerate(token_ids) if token_id in self._end_ids)
-        return token_ids[: next(ends, None)]
+        return token_ids[: next(ends)]
 
 
 class Grammars:

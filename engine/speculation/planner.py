@@ -7,7 +7,7 @@ from known text instead. The planner knows sequences and steps, and puts the two
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.core.planning import AUTO_LIMITS, MAX_FORCED, DraftChoice, Lookup
 from engine.core.sequence import Sequence
@@ -117,6 +117,8 @@ class SpeculationPlanner:
         name = "greedy" if temperature == 0 else "up to 0.8" if temperature <= 0.8 else "above 0.8"
         if temperature and sequence.verification == "coupled":
             name += ", coupled"
+        if sequence.matcher is not None:
+            name += ", constrained"
         group = self._groups.setdefault(name, Group(name))
         length = sequence.num_speculative_tokens if sequence.fixed_draft_length else 0
         row = self._rows[sequence] = Row(sequence, group, "draft_model" in sequence.sources, length)
@@ -155,7 +157,10 @@ class SpeculationPlanner:
         lookups = [lookup for row in rows for lookup in row.lookups]
         start_some([lookup for lookup in lookups if not lookup.is_asked], self._explorer, self._now)
         asked = [lookup for lookup in lookups if lookup.is_asked]
-        if not asked or self.policy.exploration is not None:
+        if self.policy.exploration is not None:
+            # Forced tokens are drafted in any case: they are accepted, and no draft of another length is.
+            asked = [lookup for lookup in asked if lookup.source.name == "grammar"]
+        if not asked:
             return
         read_all(asked)
         found: list[tuple[Sequence, DraftChoice]] = []
@@ -180,8 +185,11 @@ class SpeculationPlanner:
                 if length and len(sequence.sources) == 1 and lookup.pending is not None:
                     saved, token_ids = terms.alone, lookup.pending[1]  # whatever it is worth
                 if source == "grammar":
-                    choices[sequence] = DraftChoice(
-                        source, len(token_ids), draft_ids=token_ids, max_forced=min(limit, MAX_FORCED)
+                    choice = choices[sequence]
+                    if token_ids:
+                        choice = DraftChoice(source, len(token_ids), draft_ids=token_ids)
+                    choices[sequence] = replace(
+                        choice, max_forced=min(limit, MAX_FORCED), num_model_tokens=num_model
                     )
                     forced_seconds += terms.seconds[limit]
                 elif token_ids:
@@ -244,24 +252,34 @@ class SpeculationPlanner:
 
     def _shape(self, rows: list[ScheduledSequence], rounds: list[Round]) -> Shape:
         """Of rounds as they were planned, and with the drafts that were forced in them."""
-        lengths = [part.num_draft_tokens for part in rows if part.source == "draft_model"]
-        sizes = [sum([length > i for length in lengths]) for i in range(max(lengths, default=0))]
-        known = [place for place, part in enumerate(rows) if part.source not in ("draft_model", "none")]
-        num_known = sum([one.num_drafted[place] for one in rounds for place in known]) / len(rounds)
+        drafting: list[tuple[int, float]] = []  # tokens of the draft model, and in which share of the rounds
+        num_known = 0.0
+        for place, part in enumerate(rows):
+            known = [one.num_drafted[place] for one in rounds if one.source(place, part) != "draft_model"]
+            num_known += sum(known) / len(rounds)
+            drafting.append((part.model_tokens, 1 - len(known) / len(rounds)))
+        longest = max([length for length, _ in drafting])
+        sizes = [sum([share for length, share in drafting if length > i]) for i in range(longest)]
         option = MIXED if self._is_mixed or num_known else self.policy.plan.shape.option
-        return Shape(len(rows), option, sum(lengths) + num_known, tuple(sizes))
+        return Shape(len(rows), option, sum(sizes) + num_known, tuple(sizes))
 
     def _learn(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
         """Verdicts on the draft model. A row that only caught up has drafted nothing, and teaches nothing."""
         places: dict[Group, list[int]] = {}
         for place, part in enumerate(rows):
-            if part.num_draft_tokens and part.source == "draft_model" and part.sequence in self._rows:
+            if part.model_tokens and part.sequence in self._rows:
                 places.setdefault(self._rows[part.sequence].group, []).append(place)
         for group, members in places.items():
             verdicts: Counter[tuple[int, int]] = Counter()
             for one in rounds:
                 drafted, accepted = one.num_drafted, one.num_accepted
-                verdicts.update([(drafted[place], accepted[place]) for place in members])
+                verdicts.update(
+                    [
+                        (drafted[place], accepted[place])
+                        for place in members
+                        if one.source(place, rows[place]) == "draft_model"
+                    ]
+                )
             group.acceptance.learn_all(verdicts)
 
     def _judge(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:

@@ -135,12 +135,6 @@ def _check_others(request: SamplingRequest) -> None:
                 f"'{name}' is not supported with a structured output or tools, which decide where it ends.",
                 param=name,
             )
-    if request.speculation is not None and request.speculation.method == "draft_model":
-        raise UnsupportedParameterError(
-            "A draft model does not draft structured outputs or tool calls; speculation.method 'auto' uses "
-            "what does.",
-            param="speculation.method",
-        )
 
 
 def _checked_grammar(wanted: Wanted, max_size: int) -> str:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -11,6 +11,7 @@ from msgspec import structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.core.engine import EngineCore
+from engine.core.planning import Lookup
 from engine.messages import SamplingParams
 from engine.models.fresh import FreshModel
 from engine.models.options import LoadOptions
@@ -19,7 +20,7 @@ from engine.sampling.grammar import Grammars
 from tests import naive
 from tests.engine.planners import FixedPlanner, lookups, use_planner
 from tests.engine.simulation import chi_square
-from tests.models import make_engine, run_engine, save_random_llama
+from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 
 PIECES = ["a", "b", "ab", "c", "bc"]
 VOCAB_SIZE, END = 6, 5
@@ -31,6 +32,8 @@ MAX_TOKENS = 6
 SIGNIFICANCE = 1e-5
 
 Text = tuple[int, ...]
+# Who drafts: forced tokens and n-grams in turn, the draft model with forced tokens, or it alone.
+Drafting = Literal["none", "known", "draft_model and forced", "draft_model"]
 
 
 def make_tokenizer() -> LLTokenizer:
@@ -54,6 +57,13 @@ def grammar_planner(max_rounds: int = 1) -> FixedPlanner:
     return FixedPlanner(sources, rotates=True, max_rounds=max_rounds)
 
 
+def model_planner(drafting: Drafting, max_rounds: int = 1) -> FixedPlanner:
+    """The draft model drafts to the end of the text, and beyond; before it forced tokens, if they are asked
+    for."""
+    sources: dict[str, Lookup] = {"grammar": GrammarProposer()} if drafting != "draft_model" else {}
+    return FixedPlanner(sources, max_rounds=max_rounds)
+
+
 def allowed(tokenizer: LLTokenizer, params: SamplingParams, text: Text) -> list[bool]:
     """By a parser of its own for every text: nothing to roll back."""
     after = tuple(params.grammar_after)
@@ -68,17 +78,20 @@ def allowed(tokenizer: LLTokenizer, params: SamplingParams, text: Text) -> list[
 
 @dataclass(frozen=True)
 class Constrained:
-    """A model, and the exact distribution of its texts under the grammar at ``temperature``."""
+    """A model with a draft model, and the exact distribution of its texts under the grammar at
+    ``temperature``."""
 
     target: str
+    draft: str
     params: SamplingParams
     texts: dict[Text, float]
 
     @classmethod
     def make(cls, folder: Path, hidden: int = 16, **changed: Any) -> "Constrained":
         target = save_random_llama(
-            folder, seed=11, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden, eos_token_id=END
+            folder / "target", seed=11, vocab_size=VOCAB_SIZE, layers=1, hidden=hidden, eos_token_id=END
         )
+        draft = save_perturbed(folder / "draft", target, seed=12, noise=0.1)
         given = {"max_tokens": MAX_TOKENS, "temperature": 1.3, "grammar": GRAMMAR}
         params = SamplingParams(**given | changed)
         model = FreshModel(target, LoadOptions())
@@ -96,7 +109,17 @@ class Constrained:
                     enumerate_from((*text, token), probability * share)
 
         enumerate_from((), 1.0)
-        return cls(target, params, texts)
+        return cls(target, draft, params, texts)
+
+    def engine(self, drafting: Drafting = "known", **config: object) -> EngineCore:
+        """With any source that is asked for; the planner decides."""
+        by_model = drafting.startswith("draft_model")
+        options = {
+            "method": "draft_model" if by_model else "none" if drafting == "none" else "auto",
+            "num_speculative_tokens": 0 if drafting == "none" else "auto",
+            **config,
+        }
+        return know_grammars(make_engine(self.target, self.draft if by_model else None, **options))
 
 
 def masked_distribution(
@@ -104,32 +127,24 @@ def masked_distribution(
     verification: str,
     in_flight: int,
     num_samples: int,
-    drafts: bool = True,
+    drafting: Drafting = "known",
     max_rounds: int = 1,
     **config: object,
 ) -> None:
-    """Texts are distributed as enumerated; with ``drafts`` forced tokens and n-grams are drafted. Up to
-    ``max_rounds`` share a step."""
-    core = know_grammars(
-        make_engine(
-            constrained.target,
-            None,
-            method="auto" if drafts else "none",
-            num_speculative_tokens="auto" if drafts else 0,
-            max_num_sequences=in_flight,
-            verification=verification,
-            **config,
-        )
-    )
-    if drafts:
+    """Texts are distributed as enumerated. Up to ``max_rounds`` share a step."""
+    core = constrained.engine(drafting, max_num_sequences=in_flight, verification=verification, **config)
+    if drafting == "known":
         use_planner(core, grammar_planner(max_rounds))
+    elif drafting != "none":
+        use_planner(core, model_planner(drafting, max_rounds))
     params = [structs.replace(constrained.params, seed=seed) for seed in range(num_samples)]
     counts = Counter(map(tuple, run_engine(core, [PROMPT] * num_samples, params)))
     assert counts.keys() <= constrained.texts.keys()
     observed = np.array([counts[text] for text in constrained.texts])
     assert chi_square(observed, np.array([*constrained.texts.values()])) > SIGNIFICANCE
-    if drafts:
+    if drafting in ("known", "draft_model and forced"):
         forced = core.stats.drafts["grammar"]
         assert forced.num_accepted_tokens == forced.num_draft_tokens > 0
-        others = core.stats.drafts["ngram"]
+    if drafting != "none":
+        others = core.stats.drafts["ngram" if drafting == "known" else "draft_model"]
         assert 0 < others.num_accepted_tokens < others.num_draft_tokens

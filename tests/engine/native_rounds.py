@@ -1,6 +1,7 @@
 """Plans made by hand for ``NativeRunner``, and the same rounds one by one by phases."""
 
 from collections.abc import Sequence as Sequences
+from ctypes import memmove
 from dataclasses import dataclass, field
 
 import torch
@@ -52,6 +53,38 @@ def make_sequence(number: int, row: RowPlan) -> Sequence:
     )
 
 
+class RandomMasks:
+    """In place of a matcher: which tokens are allowed depends on all those before."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self.seed = seed
+        self.mask_words = -(-vocab_size // 32)
+        self.emitted: list[int] = []
+
+    @property
+    def num_read(self) -> int:
+        return len(self.emitted)
+
+    def masks(self, draft_ids: list[int], first: int = 0) -> torch.Tensor:
+        places = range(first, len(draft_ids) + 1)
+        return torch.stack([self._mask([*self.emitted, *draft_ids[:place]]) for place in places])
+
+    def _mask(self, text: list[int]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, *text)) % 2**32)
+        return torch.randint(-(2**31), 2**31, (self.mask_words,), generator=generator).int()
+
+    def write_masks(self, address: int, draft_ids: list[int], first: int = 0) -> bool:
+        masks = self.masks(draft_ids, first)
+        memmove(address, masks.data_ptr(), masks.nbytes)
+        return True
+
+    def forced(self, limit: int) -> list[int]:
+        return []
+
+    def advance(self, token_ids: list[int]) -> None:
+        self.emitted += token_ids
+
+
 class NoPhases:
     """For a runner that needs no others."""
 
@@ -79,6 +112,8 @@ class Side:
 
     def _prefilled(self, sequence: Sequence, row: RowPlan) -> Sequence:
         self._reserve(sequence, 0)
+        if row.mask_seed is not None:
+            sequence.matcher = RandomMasks(row.mask_seed, self.models[0].vocab_size)  # type: ignore[assignment]
         num_known = len(row.prompt) - 1
         for model, table, count in zip(
             self.models, _tables(sequence), (num_known, num_known - row.num_missing), strict=True
@@ -94,14 +129,14 @@ class Side:
 
     def plan(self, max_rounds: int) -> StepPlan:
         parts = [self._part(sequence) for sequence in self.sequences]
-        if any(part.draft_ids or part.mask is not None for part in parts):
+        if any(part.draft_ids for part in parts):
             max_rounds = 1
         needs = RowNeeds.NONE
         for part in parts:
             needs |= part.sequence.needs
             if part.num_draft_tokens and not part.draft_ids:
                 needs |= RowNeeds.DRAFT_MODEL
-            if part.mask is not None:
+            if part.sequence.matcher is not None:
                 needs |= RowNeeds.MASK
             self._reserve(part.sequence, max_rounds * (part.num_draft_tokens + 1))
         return StepPlan(parts, parts, needs, max_rounds, 0.0)
@@ -112,10 +147,8 @@ class Side:
         part.draft_ids = row.draft_ids.get(length - len(row.prompt), [])
         part.source = "ngram" if part.draft_ids else "draft_model"
         self.limit(part, len(part.draft_ids) or row.num_draft_tokens)
-        if row.mask_seed is not None:
-            generator = torch.Generator().manual_seed(row.mask_seed + length)
-            shape = part.num_draft_tokens + 1, -(-self.models[0].vocab_size // 32)
-            part.mask = torch.randint(-(2**31), 2**31, shape, generator=generator).int()
+        if sequence.matcher is not None:
+            part.num_model_tokens = part.num_draft_tokens
         return part
 
     def limit(self, part: ScheduledSequence, num_draft_tokens: int) -> None:
@@ -140,6 +173,10 @@ class Side:
     def append(self, one: Round) -> None:
         for sequence, emitted in zip(self.sequences, one.emitted, strict=True):
             sequence.append(emitted)
+            if sequence.matcher is not None:
+                sequence.matcher.advance(
+                    sequence.token_ids[sequence.num_prompt_tokens + sequence.matcher.num_read :]
+                )
 
     def forget_rejected(self) -> None:
         """In the caches, which keep their blocks."""

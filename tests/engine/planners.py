@@ -66,7 +66,10 @@ class FixedPlanner:
         if source == "draft_model":
             room = min(room, self.max_draft_len - len(sequence))
             missing = max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
-            return DraftChoice(source, room, missing) if room > 0 else None
+            model_tokens = room if sequence.matcher is not None else 0
+            return DraftChoice(source, room, missing, num_model_tokens=model_tokens) if room > 0 else None
+        if source not in self.lookups:
+            return None
         lookup = self.lookups[source]
         lookup.read(sequence, ALL)
         draft_ids = lookup.offers(sequence, room)[1] if room > 0 else []
@@ -75,7 +78,14 @@ class FixedPlanner:
         max_forced = MAX_FORCED if source == "grammar" else 0
         if not draft_ids:
             return None
-        return DraftChoice(source, len(draft_ids), draft_ids=draft_ids, max_forced=max_forced)
+        model_tokens = room if source == "grammar" and "draft_model" in sequence.sources else 0
+        return DraftChoice(
+            source,
+            len(draft_ids),
+            draft_ids=draft_ids,
+            max_forced=max_forced,
+            num_model_tokens=model_tokens,
+        )
 
     def prefills_draft(self, sequence: Sequence) -> bool:
         return self.prefills

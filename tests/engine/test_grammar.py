@@ -22,7 +22,7 @@ from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
 from engine.sampling.sampler import Drafts
 from engine.speculation import lookups, planner
 from tests.engine import grammars
-from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
+from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained, Drafting
 from tests.engine.planners import use_planner
 from tests.models import make_engine, outputs_by_choice, run_engine, stepped
 
@@ -47,23 +47,29 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
 
 
 @pytest.mark.parametrize(
-    ("drafts", "in_flight", "num_samples"),
-    [(True, 1, 300), (True, 8, 1200), (False, 8, 800)],
-    ids=["drafts-1", "drafts-8", "none-8"],
+    ("drafting", "in_flight", "num_samples"),
+    [
+        *[("known", 1, 300), ("known", 8, 1200), ("none", 8, 800)],
+        *[("draft_model", 1, 300), ("draft_model", 8, 1200), ("draft_model and forced", 8, 1200)],
+    ],
 )
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
 def test_distribution_is_the_masked_targets(
-    constrained: Constrained, verification: str, drafts: bool, in_flight: int, num_samples: int
+    constrained: Constrained, verification: str, drafting: Drafting, in_flight: int, num_samples: int
 ) -> None:
-    grammars.masked_distribution(constrained, verification, in_flight, num_samples, drafts)
+    grammars.masked_distribution(constrained, verification, in_flight, num_samples, drafting)
 
 
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.parametrize("max_rounds", [1, 3])
+@pytest.mark.parametrize("drafting", ["known", "draft_model and forced", "draft_model"])
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
-def test_distribution_of_native_rounds(native: Constrained, verification: str, max_rounds: int) -> None:
-    """Within a step masks are renewed, as are drafts that the grammar forces."""
-    grammars.masked_distribution(native, verification, 8, 2000, max_rounds=max_rounds, step_seconds=1000.0)
+def test_distribution_of_native_rounds(
+    native: Constrained, verification: str, drafting: Drafting, max_rounds: int
+) -> None:
+    """Within a step masks are renewed, as are drafts that the grammar forces; where it forces none, the draft
+    model goes on."""
+    grammars.masked_distribution(native, verification, 8, 2000, drafting, max_rounds, step_seconds=1000.0)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +110,20 @@ def test_a_grammar_starts_exactly_behind_its_tokens(after: list[int]) -> None:
 
 def mask_off_by_one_position(patch: Patch) -> None:
     honest = Matcher.masks
-    patch.setattr(Matcher, "masks", lambda self, ids: honest(self, ids).roll(-1, 0).contiguous())
+
+    def masks(self: Matcher, draft_ids: list[int], first: int = 0) -> torch.Tensor:
+        return honest(self, draft_ids).roll(-1, 0)[first:].contiguous()
+
+    patch.setattr(Matcher, "masks", masks)
 
 
 def matcher_not_rolled_back(patch: Patch) -> None:
     honest = Matcher.masks
 
-    def masks(self: Matcher, draft_ids: list[int]) -> torch.Tensor:
-        found = honest(self, draft_ids)
-        self.advance(draft_ids)
+    def masks(self: Matcher, draft_ids: list[int], first: int = 0) -> torch.Tensor:
+        found = honest(self, draft_ids, first)
+        self._look_ahead(draft_ids)
+        self._ahead.clear()
         return found
 
     patch.setattr(Matcher, "masks", masks)
@@ -130,14 +141,14 @@ def known_draft_counted_as_drawn(patch: Patch) -> None:
 
 
 def mask_after_termination(patch: Patch) -> None:
-    """An end is drafted, and the parser, which has nothing after it, is asked for a mask there."""
+    """The parser, which has nothing after an end, is asked for a mask there."""
     honest = Matcher.masks
 
-    def masks(self: Matcher, draft_ids: list[int]) -> torch.Tensor:
+    def masks(self: Matcher, draft_ids: list[int], first: int = 0) -> torch.Tensor:
         found = honest(self, draft_ids)
         if END in draft_ids:
             found[draft_ids.index(END) + 1 :] = 0
-        return found
+        return found[first:].contiguous()
 
     patch.setattr(Matcher, "masks", masks)
     patch.setattr(Matcher, "_before_end", lambda self, token_ids: token_ids)
@@ -172,6 +183,32 @@ def test_planted_bug_is_caught(
         grammars.masked_distribution(constrained, "rejection", 8, 1200)
 
 
+OF_MASKS = [mask_off_by_one_position, matcher_not_rolled_back, mask_after_termination]
+
+
+@pytest.mark.parametrize("plant", OF_MASKS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+def test_planted_bug_is_caught_behind_the_draft_model(
+    constrained: Constrained, monkeypatch: Patch, plant: Callable[[Patch], None], verification: str
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        grammars.masked_distribution(constrained, verification, 8, 1200, "draft_model")
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("plant", OF_MASKS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_planted_bug_is_caught_in_native_rounds(
+    native: Constrained, monkeypatch: Patch, plant: Callable[[Patch], None], verification: str
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        grammars.masked_distribution(
+            native, verification, 8, 1200, "draft_model", max_rounds=3, step_seconds=1000.0
+        )
+
+
 def test_the_engine_itself_passes(constrained: Constrained) -> None:
     grammars.masked_distribution(constrained, "rejection", 8, 1200)
 
@@ -204,8 +241,15 @@ def test_seeded_texts_are_those_without_drafts(
         for own in SEEDED
     ]
     plain = run_engine(make_engine_without_drafts(native.target), PROMPTS, params)
-    core = constrained_engine(native.target, step_seconds=0.02)
-    assert run_engine(core, PROMPTS, params) == plain
+    drafting_engines: list[EngineCore] = [
+        constrained_engine(native.target, step_seconds=0.02),
+        native.engine("draft_model", step_seconds=0.02, num_speculative_tokens=4),
+        native.engine("draft_model", native_kernels=False, num_speculative_tokens=4),
+    ]
+    for core in drafting_engines:
+        assert run_engine(core, PROMPTS, params) == plain
+    for core in drafting_engines[1:]:
+        assert core.stats.drafts["draft_model"].num_accepted_tokens > 0
     for text in plain[1::2]:
         start = next((end + 1 for end, token in enumerate(text) if [token] == after), 0)
         assert len(text) == 12 or (after and 2 not in text) or is_whole(text[start:])
@@ -246,7 +290,7 @@ def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained,
         (len(result.rounds), part.source, [one.num_drafted[row] for one in result.rounds[1:]])
         for plan, result in fixed.observed
         for row, part in enumerate(plan.rows)
-        if part.mask is not None
+        if part.sequence.matcher is not None
     ]
     assert max(num_rounds for num_rounds, _, _ in steps) == 5
     later = {
@@ -300,7 +344,6 @@ def test_greedy_text_is_the_masked_argmax(constrained: Constrained) -> None:
         ({"grammar": "start: /x/"}, "invalid_grammar", "no text"),
         ({"grammar": GRAMMAR, "min_tokens": 2}, "unsupported_parameter", "min_tokens"),
         ({"grammar": GRAMMAR, "ignore_eos": True}, "unsupported_parameter", "ignore_eos"),
-        ({"grammar": GRAMMAR, "method": "draft_model"}, "speculation_unavailable", "draft_model"),
         ({"method": "grammar"}, "grammar_missing", "grammar"),
         ({"grammar_after": [2]}, "grammar_missing", "grammar_after"),
         ({"grammar": GRAMMAR, "grammar_after": [6]}, "invalid_token_id", "grammar_after"),
@@ -325,8 +368,8 @@ def test_a_model_without_a_tokenizer_takes_no_grammars(constrained: Constrained)
 def test_a_parser_that_gives_up_ends_its_request_alone(constrained: Constrained, monkeypatch: Patch) -> None:
     honest = Matcher.masks
 
-    def masks(self: Matcher, draft_ids: list[int]) -> torch.Tensor:
-        found = honest(self, draft_ids)
+    def masks(self: Matcher, draft_ids: list[int], first: int = 0) -> torch.Tensor:
+        found = honest(self, draft_ids, first)
         self.advance([3] * 9)  # an error that stays, as that of a parser without fuel
         return found
 

@@ -20,7 +20,7 @@ from engine.native.rows import NativeRow
 from engine.native.runner import NativeRunner
 from engine.sampling.adjust import History, adjust_logits
 from tests.engine.native_pair import LONG, make_twins, native_runner, save_pair
-from tests.engine.native_rounds import RowPlan, Side, compare, make_sequence
+from tests.engine.native_rounds import RandomMasks, RowPlan, Side, compare, make_sequence
 from tests.engine.test_native import plant
 from tests.models import make_engine, save_perturbed, save_random_llama
 
@@ -189,15 +189,17 @@ def test_logits_are_adjusted_as_by_torch() -> None:
             min_tokens=trial % 7,
         )
         prompt = torch.randint(0, vocab_size, (200,), generator=generator).tolist() * 2
-        mask = torch.randint(-(2**31), 2**31, (3, 32), generator=generator).int() if trial % 6 == 1 else None
+        masks = RandomMasks(trial, vocab_size) if trial % 6 == 1 else None
         plan = RowPlan(params, prompt, max_num_tokens=500, stop_token_ids=frozenset((5, prompt[0])))
-        history = History(params, prompt, len(prompt), plan.stop_token_ids, mask=mask)
+        history = History(params, prompt, len(prompt), plan.stop_token_ids, matcher=masks)
         drafts = torch.randint(0, vocab_size, (1, 4), generator=generator)
         logits = 5 * torch.randn(1, 5, vocab_size, generator=generator)
         expected = adjust_logits(logits, [history], drafts, 0)
         row = NativeRow(make_sequence(0, plan))
         row.row.num_tokens = len(prompt)
-        row.set_mask(mask)
+        if masks is not None:
+            kept = masks.masks(drafts[0].tolist())
+            row.row.mask, (row.row.num_masked, row.row.mask_words) = kept.data_ptr(), kept.shape
         for position in range(5):
             loaded.adjust_logits(row.address, position, logits[0, position].data_ptr(), vocab_size)
             loaded.count_token(row.address, drafts[0, min(position, 3)])

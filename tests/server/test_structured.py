@@ -117,7 +117,6 @@ def test_structured_outputs_are_refused(
         ({"min_tokens": 2}, "min_tokens", "unsupported_parameter"),
         ({"ignore_eos": True}, "ignore_eos", "unsupported_parameter"),
         ({"structured_outputs": {"regex": "a"}}, "response_format", "invalid_value"),
-        ({"speculation": {"method": "draft_model"}}, "speculation.method", "unsupported_parameter"),
         ({"response_format": {"type": "xml"}}, "response_format", "invalid_type"),
         ({"response_format": "json"}, "response_format", "invalid_type"),
         (

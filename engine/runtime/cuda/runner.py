@@ -61,7 +61,7 @@ class CudaRunner:
     def _is_captured(self, part: ScheduledSequence) -> bool:
         sequence, rows = part.sequence, self.graphs.rows
         is_decoding = part.num_tokens == 1 and part.completes and not sequence.wants_prompt_logprobs
-        if not is_decoding or part.mask is not None or sequence.needs not in self.supports:
+        if not is_decoding or sequence.matcher is not None or sequence.needs not in self.supports:
             return False
         if part.draft_ids or not part.num_draft_tokens + part.num_catch_up_tokens:
             return len(part.draft_ids) <= rows.max_drafts
