@@ -68,7 +68,7 @@ async def create_response(
     tools = tool_use(body, model.tokenizer)
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
     reasoning = find_reasoning(model.tokenizer, prompt)
-    grammar = await structured_grammar(body, services.settings, tools, reasoning)
+    grammar = await structured_grammar(body, model.tokenizer, services.grammar_checks, tools, reasoning)
     message = message_format(tools, reasoning)
     context = start_generation(
         "responses", body, [prompt], model, services, key, grammar=grammar, message=message

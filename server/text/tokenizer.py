@@ -5,6 +5,7 @@ renders templates. transformers is slow to import, so ``load_tokenizer`` does it
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ class Tokenizer:
         """Of the tokens that are part of ``texts`` and that llguidance takes for no text."""
         return _part_of(texts, self.vocabulary.special | self.vocabulary.tags)
 
+    def for_grammars(self) -> dict[str, Any]:
+        """Arguments of ``LLTokenizer``, as ``llguidance.hf`` makes them."""
+        plain = copy(self._fast)
+        plain.no_padding()
+        plain.no_truncation()
+        return {"tokenizer": plain.to_str(), "eos_token": self.templates.eos_token_id}
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return self.templates.render(messages, {"add_generation_prompt": True} | dict(options))
 
@@ -75,6 +83,10 @@ class ChatTemplates:
     def __init__(self, hf_tokenizer: Any, override: str | None = None) -> None:
         self._hf_tokenizer = hf_tokenizer
         self._override = override
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return getattr(self._hf_tokenizer, "eos_token_id", None)
 
     @cached_property
     def source(self) -> str:
