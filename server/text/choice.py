@@ -216,14 +216,15 @@ class ChoiceReader:
         return ChoiceDelta(self.index, "", [], "length", prompt_scored=prompt_scored)
 
     def _read_message(self, text: str, offsets: list[int]) -> list[Part]:
-        """The parts that ``text`` completes; a choice that ends by itself with calls ends because of them."""
+        """The parts that ``text`` completes; a choice that ends by itself with calls ends because of them,
+        unless a stop string cuts one."""
         if self._message is None or self._reasoning is None:
             return []
         parts = joined([], self._message.push(text))
         if self.finish_reason is not None:
             parts = joined(parts, self._message.finish())
         self._reasoning.add(offsets)
-        if self.finish_reason == "stop" and self._message.num_calls:
+        if self.finish_reason == "stop" and self._message.num_calls and not self._message.is_in_call:
             self.finish_reason = "tool_calls"
         return parts
 

@@ -3,13 +3,14 @@
 Knows nothing of tokens. However the text is cut, the pieces of a part add up to the same.
 """
 
+import re
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from server.text.detokenizer import longest_stop_prefix
-from server.text.families import CallFormat, ReasoningMarks
-from server.text.tool_arguments import json_arguments
+from server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
+from server.text.tool_arguments import quoted_as_json, tagged_as_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Arguments:
 
 
 Part = TextPart | CallStart | Arguments
+# Whom a message with a header is for.
+RECIPIENT = re.compile(r"to=functions\.([\w-]+)")
 # A step of the reader: a part, or None where it needs more text.
 Steps = Generator[Part | None, None, None]
 
@@ -63,7 +66,7 @@ class MessageFormat:
     @property
     def literals(self) -> list[str]:
         """Texts that have to be in the decoded text, also where they are special tokens."""
-        marks = [self.reasoning.open, self.reasoning.close] if self.reasoning else []
+        marks = self.reasoning.literals if self.reasoning else []
         return marks + (self.calls.literals if self.calls else [])
 
 
@@ -79,6 +82,7 @@ class MessageReader:
         # Characters up to the end of the reasoning and its mark; None while that is not known.
         self.reasoning_end: int | None = None
         self.num_calls = 0
+        self.is_in_call = False  # whose arguments are not complete
 
     def push(self, text: str) -> list[Part]:
         self._held += text
@@ -95,6 +99,9 @@ class MessageReader:
         return self.push("")
 
     def _read(self) -> Steps:
+        if self._form.reasoning is not None and self._form.reasoning.answer:
+            yield from self._read_messages()
+            return
         yield from self._read_reasoning()
         if self.reasoning_end is None:
             self.reasoning_end = 0
@@ -115,6 +122,32 @@ class MessageReader:
             self._drop(len(later))
         # What follows is constrained to be the end of the last call.
         self._drop(len(self._held))
+
+    def _read_messages(self) -> Steps:
+        """Each with a header, which says what it is. What has none is content."""
+        has_reasoned = False
+        while not self._is_over or self._held:
+            while (place := self._held.find(HEADER_END)) < 0 and not self._is_over:
+                yield None
+            header = self._take(place) if place >= 0 else ""
+            if place < 0 and self._held.startswith("<|"):
+                self._drop(len(self._held))  # a header that is cut
+            self._drop(len(HEADER_END) if place >= 0 else 0)
+            if "analysis" in header:
+                has_reasoned = True
+                yield from self._read_text("reasoning", MESSAGE_END)
+                continue
+            if self.reasoning_end is None:
+                self.reasoning_end = self._num_read if has_reasoned else 0
+            calls = self._form.calls
+            if calls is not None and (called := RECIPIENT.search(header)):
+                yield from self._start_call(calls, called[1])
+                yield from self._read_object()
+                self._drop(len(self._held))
+            else:
+                yield from self._read_text("content", MESSAGE_END)
+        if self.reasoning_end is None:
+            self.reasoning_end = self._num_read
 
     def _read_reasoning(self) -> Steps:
         marks = self._form.reasoning
@@ -143,7 +176,7 @@ class MessageReader:
             elif self._is_over:
                 sure = len(self._held)
             else:
-                sure = len(self._held) - longest_stop_prefix(self._held, [end] if end else [])
+                sure = self._num_sure(end)
                 sure = len(self._held[:sure].rstrip()) if end else sure
             if sure:
                 yield TextPart(kind, self._take(sure))
@@ -160,15 +193,23 @@ class MessageReader:
             yield None
         name = self._take(place)
         self._drop(len(calls.before_arguments))
-        self.num_calls += 1
-        yield CallStart(calls.new_call_id(), name)
+        yield from self._start_call(calls, name)
         if calls.arguments == "json":
             yield from self._read_object()
+            return
+        while (place := self._held.find(calls.end)) < 0 and not self._is_over:
+            yield None
+        self.is_in_call = place < 0
+        text = self._take(place if place >= 0 else self._num_sure(calls.end))
+        if calls.arguments == "tags":
+            yield Arguments(tagged_as_json(text, self._form.schemas.get(name, {})))
         else:
-            while (place := self._held.find(calls.end)) < 0 and not self._is_over:
-                yield None
-            tagged = self._take(place if place >= 0 else len(self._held))
-            yield Arguments(json_arguments(tagged, self._form.schemas.get(name, {})))
+            yield Arguments(quoted_as_json(text, calls.quote, is_complete=place >= 0))
+
+    def _start_call(self, calls: CallFormat, name: str) -> Steps:
+        self.num_calls += 1
+        self.is_in_call = True
+        yield CallStart(calls.new_call_id(), name)
 
     def _read_object(self) -> Steps:
         """The text of a JSON object, to its end."""
@@ -186,6 +227,7 @@ class MessageReader:
                 elif character in "}]":
                     depth -= 1
                     if depth == 0:
+                        self.is_in_call = False
                         yield Arguments(self._take(place + 1))
                         return
             if self._held:
@@ -202,6 +244,10 @@ class MessageReader:
     def _await(self, length: int) -> Steps:
         while len(self._held) < length and not self._is_over:
             yield None
+
+    def _num_sure(self, mark: str) -> int:
+        """Characters that are no beginning of the mark."""
+        return len(self._held) - longest_stop_prefix(self._held, [mark] if mark else [])
 
     def _take(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

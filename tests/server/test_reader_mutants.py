@@ -41,10 +41,10 @@ class Mutant:
 
 MUTANTS = {
     "a mark split over two deltas is text": Mutant(
-        MessageReader, "_read_text", "- longest_stop_prefix(self._held, [end] if end else [])", "", reasoning
+        MessageReader, "_read_text", "self._num_sure(end)", "len(self._held)", reasoning
     ),
     "a call's mark split over two deltas is text": Mutant(
-        MessageReader, "_read_text", "- longest_stop_prefix(self._held, [end] if end else [])", "", calls
+        MessageReader, "_read_text", "self._num_sure(end)", "len(self._held)", calls
     ),
     "what could begin a mark is lost at the end": Mutant(
         MessageReader, "_read_text", "sure = len(self._held)\n", "sure = 0; self._held = ''\n", no_call
