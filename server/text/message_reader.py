@@ -4,7 +4,7 @@ Knows nothing of tokens. However the text is cut, the pieces of a part add up to
 """
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -56,12 +56,14 @@ def joined(parts: list[Part], later: list[Part]) -> list[Part]:
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
     """``calls``: None if the model may not call anything. ``schemas``: of the tools' arguments, by name.
-    ``is_reasoning``: the prompt has opened the reasoning."""
+    ``is_reasoning``: the prompt has opened the reasoning. ``token_ids``: of texts in marks that are tokens;
+    spelled in other tokens they mark nothing."""
 
     reasoning: ReasoningMarks | None = None
     calls: CallFormat | None = None
     is_reasoning: bool = False
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token_ids: dict[str, int] = field(default_factory=dict)
 
     @property
     def literals(self) -> list[str]:
@@ -71,10 +73,12 @@ class MessageFormat:
 
 
 class MessageReader:
-    """Of one choice: ``push`` its text, and ``finish`` once."""
+    """Of one choice: ``push`` its text, and ``finish`` once. ``mark_ids`` are tokens whose ends count."""
 
     def __init__(self, form: MessageFormat) -> None:
         self._form = form
+        self.mark_ids = frozenset(form.token_ids.values())
+        self._mark_ends: set[int] = set()
         self._held = ""
         self._num_read = 0
         self._is_over = False
@@ -84,7 +88,9 @@ class MessageReader:
         self.num_calls = 0
         self.is_in_call = False  # whose arguments are not complete
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str, mark_ends: Iterable[int] = ()) -> list[Part]:
+        """``mark_ends``: places in the whole text where tokens of ``mark_ids`` end."""
+        self._mark_ends.update(mark_ends)
         self._held += text
         parts: list[Part] = []
         for part in self._steps:
@@ -127,7 +133,7 @@ class MessageReader:
         """Each with a header, which says what it is. What has none is content."""
         has_reasoned = False
         while not self._is_over or self._held:
-            while (place := self._held.find(HEADER_END)) < 0 and not self._is_over:
+            while (place := self._find(HEADER_END)) < 0 and not self._is_over:
                 yield None
             header = self._take(place) if place >= 0 else ""
             if place < 0 and self._held.startswith("<|"):
@@ -170,7 +176,7 @@ class MessageReader:
         """Up to ``end``, which is dropped with the space before it, or all that comes."""
         place = -1
         while not self._is_over or self._held:
-            place = self._held.find(end) if end else -1
+            place = self._find(end) if end else -1
             if place >= 0:
                 sure = len(self._held[:place].rstrip())
             elif self._is_over:
@@ -181,7 +187,7 @@ class MessageReader:
             if sure:
                 yield TextPart(kind, self._take(sure))
             if place >= 0:
-                self._drop(self._held.index(end) + len(end))
+                self._drop(place - sure + len(end))
                 return
             if not self._is_over:
                 yield None
@@ -197,7 +203,7 @@ class MessageReader:
         if calls.arguments == "json":
             yield from self._read_object()
             return
-        while (place := self._held.find(calls.end)) < 0 and not self._is_over:
+        while (place := self._find(calls.end)) < 0 and not self._is_over:
             yield None
         self.is_in_call = place < 0
         text = self._take(place if place >= 0 else self._num_sure(calls.end))
@@ -244,6 +250,16 @@ class MessageReader:
     def _await(self, length: int) -> Steps:
         while len(self._held) < length and not self._is_over:
             yield None
+
+    def _find(self, mark: str) -> int:
+        """Where it begins; -1 if it does not."""
+        token = next((token for token in self._form.token_ids if token in mark), None)
+        place = self._held.find(mark)
+        if token is not None:
+            end = self._num_read + mark.index(token) + len(token)
+            while place >= 0 and place + end not in self._mark_ends:
+                place = self._held.find(mark, place + 1)
+        return place
 
     def _num_sure(self, mark: str) -> int:
         """Characters that are no beginning of the mark."""

@@ -6,7 +6,7 @@ renders templates. transformers is slow to import, so ``load_tokenizer`` does it
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,18 @@ class Tokenizer:
 
     def stream(self, *, skip_special_tokens: bool, marks: Sequence[str] = ()) -> TextStream:
         """Special tokens that are part of ``marks`` are text in any case."""
+        shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
+        make = partial(self._plain_stream, skip_special_tokens=skip_special_tokens)
+        return (
+            MarkedTextStream(make, {token_id: text for text, token_id in shown.items()}) if shown else make()
+        )
+
+    def _plain_stream(self, *, skip_special_tokens: bool) -> TextStream:
         if self.vocabulary.fallback_bytes:
-            stream: TextStream = ByteFallbackTextStream(
+            return ByteFallbackTextStream(
                 self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens
             )
-        else:
-            stream = TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
-        shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
-        if shown:
-            return MarkedTextStream(stream, {token_id: text for text, token_id in shown.items()})
-        return stream
+        return TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
 
     def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Of the tokens that are part of ``texts`` and that llguidance takes for no text."""

@@ -103,6 +103,7 @@ def message_format(use: ToolUse | None, reasoning: Reasoning | None) -> MessageF
         calls=use.calls if use else None,
         is_reasoning=reasoning is not None and reasoning.is_open,
         schemas={each.name: arguments_schema(each) for each in use.functions} if use else {},
+        token_ids=(use.token_ids if use else {}) | (reasoning.token_ids if reasoning else {}),
     )
 
 
