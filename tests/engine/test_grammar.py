@@ -14,6 +14,7 @@ from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedChoice, TracedRound
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
+from engine.core.step import StepPlan, StepResult
 from engine.messages import DraftCounts, Failed, Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.models.options import LoadOptions
@@ -302,6 +303,25 @@ def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained,
     counted = core.stats.drafts["grammar"]
     assert counted.num_accepted_tokens == counted.num_draft_tokens
     assert counted.num_draft_tokens > sum(later["grammar"])
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_the_draft_model_drafts_in_all_rounds_of_a_step(native: Constrained, monkeypatch: Patch) -> None:
+    """Also where it is the only source."""
+    core = native.engine("draft_model", step_seconds=1000.0, num_speculative_tokens=2)
+    later: list[int] = []
+    honest = core.planner.observe
+
+    def observe(plan: StepPlan, result: StepResult) -> None:
+        later.extend(one.num_drafted[0] for one in result.rounds[1:])
+        honest(plan, result)
+
+    monkeypatch.setattr(core.planner, "observe", observe)
+    params = SamplingParams(max_tokens=40, grammar="start: /[abc]{40}/", method="draft_model")
+    run_engine(core, [PROMPT], params)
+    assert later
+    assert max(later) == 2
+    assert sum(later) > len(later)
 
 
 def make_engine_without_drafts(target: str) -> EngineCore:
