@@ -168,6 +168,9 @@ class RequestSettings(BaseModel):
     grammar_timeout: float = Field(
         1, gt=0, description="Seconds of CPU that compiling it may take; a slower one gets 400."
     )
+    grammar_memory: ByteSize = Field(
+        ByteSize(1 << 30), ge=1 << 20, description="Memory that compiling it may take; a larger one gets 400."
+    )
     max_logit_bias: int = Field(1024, ge=0, description="Entries that 'logit_bias' may have; more get 400.")
     max_queued_sequences: int = Field(
         256,

@@ -12,14 +12,13 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from llguidance import LLTokenizer
 
 from engine.deep_stack import STACK_BYTES
 from engine.grammar_compiler import GrammarError, compile_grammar
 
-# Address space of one check, of which a stack takes a part without using it.
-MEMORY_BYTES = STACK_BYTES + (1 << 30)
 MAX_ERROR = 2000
 OUT = 1
 
@@ -35,14 +34,14 @@ def main() -> int:
     return 0
 
 
-def watch(tokenizer: LLTokenizer, number: int, grammar: str, seconds: float) -> None:
+def watch(tokenizer: LLTokenizer, number: int, grammar: str, seconds: float, memory: int) -> None:
     """Have the grammar compiled, and say what came of it, even if that is the end of a process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writing, attempt(tokenizer, grammar, seconds).encode()[:MAX_ERROR])
+            os.write(writing, attempt(tokenizer, grammar, seconds, memory).encode()[:MAX_ERROR])
         except BaseException:  # such as a panic of the parser's
             os._exit(1)
         os._exit(0)
@@ -53,14 +52,16 @@ def watch(tokenizer: LLTokenizer, number: int, grammar: str, seconds: float) -> 
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         error = f"it takes more than {seconds:g} seconds (grammar_timeout)"
     elif status != 0:
-        error = "it takes too much memory"
+        error = f"it takes more than {memory >> 20} MiB of memory (grammar_memory)"
     os.write(OUT, json.dumps({"number": number, "error": error}).encode() + b"\n")
 
 
-def attempt(tokenizer: LLTokenizer, grammar: str, seconds: float) -> str:
+def attempt(tokenizer: LLTokenizer, grammar: str, seconds: float, memory: int) -> str:
     """What is wrong with it, if anything. The process ends where it takes more than it may."""
     with suppress(ValueError, OSError):  # a system that has no such limit, or a lower one
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        # Of address space, beside what is there; the deep stack takes it without using it.
+        before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (before + STACK_BYTES + memory,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, max(seconds, 1e-6))  # 0 would be no limit
     try:

@@ -23,7 +23,7 @@ MAX_KNOWN = 1024
 class GrammarChecks:
     def __init__(self, settings: RequestSettings) -> None:
         self.max_size = settings.max_grammar_size
-        self._seconds = settings.grammar_timeout
+        self._limits = {"seconds": settings.grammar_timeout, "memory": settings.grammar_memory}
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -61,7 +61,7 @@ class GrammarChecks:
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self._send(process, {"number": number, "grammar": grammar, "seconds": self._seconds})
+            self._send(process, {"number": number, "grammar": grammar, **self._limits})
             return await answer
         finally:
             del self._waiting[number]

@@ -3,13 +3,11 @@
 import asyncio
 import os
 import signal
-import sys
 
 import pytest
 from llguidance import LLMatcher
 
 from server.settings import Settings
-from server.text import grammar_checks
 from server.text.grammar_checks import GrammarChecks
 from server.text.tokenizer import Tokenizer
 from tests.server.test_structured import intersection
@@ -19,9 +17,9 @@ WRONG = LLMatcher.grammar_from_lark("start: nothing")
 ENDLESS = LLMatcher.grammar_from_lark(intersection(30))
 
 
-def checked(tokenizer: Tokenizer, *grammars: str, timeout: float = 0.2) -> list[str]:
+def checked(tokenizer: Tokenizer, *grammars: str, **limits: float) -> list[str]:
     async def run() -> list[str]:
-        checks = GrammarChecks(Settings(grammar_timeout=timeout))
+        checks = GrammarChecks(Settings(**limits))
         try:
             return await asyncio.gather(*(checks.error_of(grammar, tokenizer) for grammar in grammars))
         finally:
@@ -31,16 +29,15 @@ def checked(tokenizer: Tokenizer, *grammars: str, timeout: float = 0.2) -> list[
 
 
 def test_each_gets_its_own_answer(tokenizer: Tokenizer) -> None:
-    errors = checked(tokenizer, *[FINE, WRONG, ENDLESS] * 3)
+    errors = checked(tokenizer, *[FINE, WRONG, ENDLESS] * 3, grammar_timeout=0.2)
     assert [error[:24] for error in errors[:3]] == ["", errors[1][:24], "it takes more than 0.2 s"]
     assert "nothing" in errors[1]
     assert errors == errors[:3] * 3
 
 
-def test_too_much_memory(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    starved = "from server.text import grammar_checker as it; it.MEMORY_BYTES = 1; it.main()"
-    monkeypatch.setattr(grammar_checks, "COMMAND", (sys.executable, "-c", starved))
-    assert checked(tokenizer, FINE) == ["it takes too much memory"]
+def test_too_much_memory(tokenizer: Tokenizer) -> None:
+    errors = checked(tokenizer, FINE, grammar_memory=1 << 20, grammar_timeout=60.0)
+    assert errors == ["it takes more than 1 MiB of memory (grammar_memory)"]
 
 
 def test_a_process_that_dies_is_started_again(tokenizer: Tokenizer) -> None:
