@@ -18,6 +18,7 @@ from engine.core.step import StepPlan, StepResult
 from engine.messages import DraftCounts, Failed, Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.models.options import LoadOptions
+from engine.native.runner import NativeRunner
 from engine.proposers import known
 from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
 from engine.sampling.sampler import Drafts
@@ -65,12 +66,29 @@ def test_distribution_is_the_masked_targets(
 @pytest.mark.parametrize("max_rounds", [1, 3])
 @pytest.mark.parametrize("drafting", ["known", "draft_model and forced", "draft_model"])
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
+@pytest.mark.parametrize(("in_flight", "num_samples"), [(1, 300), (8, 2000)])
 def test_distribution_of_native_rounds(
-    native: Constrained, verification: str, drafting: Drafting, max_rounds: int
+    native: Constrained,
+    in_flight: int,
+    num_samples: int,
+    verification: str,
+    drafting: Drafting,
+    max_rounds: int,
 ) -> None:
     """Within a step masks are renewed, as are drafts that the grammar forces; where it forces none, the draft
     model goes on."""
     grammars.masked_distribution(native, verification, 8, 2000, drafting, max_rounds, step_seconds=1000.0)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("max_rounds", [1, 3])
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_distribution_of_native_rounds_of_one_row(
+    native: Constrained, verification: str, max_rounds: int
+) -> None:
+    assert isinstance(native.engine().runner, NativeRunner)
+    drafting: Drafting = "draft_model and forced"
+    grammars.masked_distribution(native, verification, 1, 300, drafting, max_rounds, step_seconds=1000.0)
 
 
 @pytest.mark.parametrize(
