@@ -83,6 +83,15 @@ def test_a_chat_is_split(speaking: RunningServer, stream: bool) -> None:
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
 
 
+def test_every_token_of_a_stream_has_its_log_probability(speaking: RunningServer) -> None:
+    """Those of marks too, whose chunks have nothing else."""
+    body = ASK | {"tools": [tool()], "stream": True, "logprobs": True}
+    with speaking.one_step_at_a_time(len(SAID)):
+        choices = [each["choices"][0] for each in answers(speaking, CHAT, body)]
+    scored = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", [])]
+    assert "".join(entry["token"] for entry in scored) == SAID.replace("ü", r"\xc3\xbc") + "<|endoftext|>"
+
+
 def test_reasoning_tokens_are_counted(speaking: RunningServer) -> None:
     for length, reasoning in ((500, len(THOUGHT.rstrip())), (10, 10)):
         usage = speaking.post(CHAT, ASK | {"max_tokens": length}).json()["usage"]
