@@ -51,7 +51,7 @@ DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory"}
 MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},
-    "sampling": BASE | DEVICE | {"sampling", "grammar_compiler"},
+    "sampling": BASE | DEVICE | {"sampling", "deep_stack", "grammar_compiler"},
     "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool", "runtime.cuda.layer_parts"},
     "native": BASE | DEVICE | {"native", "core", "sampling", "models", "runtime.base"},
     "proposers": BASE | DEVICE | {"core", "proposers", "sampling", "models"},

@@ -7,6 +7,7 @@ one over the allowed tokens of each position, given the text before it.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from ctypes import memset
 from threading import Lock, Thread
@@ -15,6 +16,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
+from engine.deep_stack import start_on_deep_stack
 from engine.gguf_file import load_pretrained_tokenizer
 from engine.grammar_compiler import GrammarError, compile_grammar, error_of
 
@@ -136,6 +138,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         # Each at its start, and that of its first sequence.
         self._compiled: OrderedDict[str, tuple[LLMatcher, LLMatcher]] = OrderedDict()
+        self._beside: dict[str, Future[LLMatcher]] = {}
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -153,11 +156,20 @@ class Grammars:
         with suppress(GrammarError):
             _ = self.tokenizer
 
+    def compile_beside(self, grammar: str) -> Future[LLMatcher] | None:
+        """In a thread of its own, for ``matcher``, which is to be called then; None if it is compiled."""
+        if grammar in self._compiled:
+            return None
+        if grammar not in self._beside:
+            self._beside[grammar] = start_on_deep_stack(lambda: compile_grammar(self.tokenizer, grammar))
+        return self._beside[grammar]
+
     def matcher(self, grammar: str, after: Iterable[int] = ()) -> Matcher:
         """At the start of ``grammar``, or before ``after``; ``GrammarError`` if nothing matches it."""
         kept = self._compiled.pop(grammar, None)
         if kept is None:
-            start = compile_grammar(self.tokenizer, grammar)
+            beside = self._beside.pop(grammar, None)
+            start = compile_grammar(self.tokenizer, grammar) if beside is None else beside.result()
             parser = start.deep_copy()
             kept = start, parser
         else:
