@@ -11,7 +11,7 @@ from typing import Any, Protocol
 # What stands around a name; none can be part of it.
 NOT_IN_NAMES = re.compile(r"[{}\[\],:\s]")
 NUMERIC = {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-KEYWORDS = {"anyOf", "oneOf", "enum", "const", "properties", "required", "additionalProperties", "items"}
+KEYWORDS = {"anyOf", "enum", "const", "properties", "required", "additionalProperties", "items"}
 KEYWORDS |= {"minItems", "maxItems", "minLength", "maxLength", "$ref", "$defs", "definitions"} | NUMERIC
 NOTES = {
     "title",

@@ -11,7 +11,8 @@ from typing import Any
 
 from server.schemas.tools import FunctionDefinition
 from server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
-from server.text.pattern import exact_schema
+from server.text.one_of import as_any_of
+from server.text.pattern import read_schema
 from server.text.quoted_grammar import QuotedArguments
 from server.text.tool_arguments import is_plain_text, properties_of
 
@@ -143,6 +144,7 @@ class Rules:
                 marks = (calls.quote, calls.end.removeprefix("}"))
                 if not self._token_ids.keys() >= {*marks}:
                     raise ValueError(f"the model has no token for {calls.quote!r}")
+                schema = as_any_of(schema)
                 quoted = QuotedArguments(self, name, schema, marks, is_strict=bool(function.strict))
                 arguments = quoted.members(schema)
         return self.add(name, f"{self.literal(function.name + calls.before_arguments)} {arguments}")
@@ -188,7 +190,7 @@ def _with(schema: Any, shared: dict[str, Any]) -> Any:
 def _json(schema: Any, function: FunctionDefinition | None = None) -> str:
     """Keywords that are not supported matter where the tool is strict only."""
     layout = JSON_LAYOUT | ({"lenient": True} if function is not None and not function.strict else {})
-    schema = exact_schema(schema)
+    schema = read_schema(schema)
     if isinstance(schema, dict):
         schema = {"x-guidance": layout} | schema
     return "%json " + json.dumps(schema, ensure_ascii=False)

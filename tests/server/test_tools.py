@@ -1,7 +1,9 @@
 """Tools and reasoning over HTTP: what the template gets, how answers are split, what is refused."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -45,12 +47,19 @@ def flat(name: str = "add", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "name": name, **fields}
 
 
+@contextmanager
+def saying(make_folder: Callable[[str], Path], text: str, template: str) -> Iterator[RunningServer]:
+    folder = write_tokenizer(make_folder("models") / MODEL, chat_template=template)
+    with run_server(
+        folder, load_tokenizer(str(folder)), make_folder("log"), "--text", text, "--once"
+    ) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server whose model thinks, speaks and calls twice."""
-    folder = write_tokenizer(tmp_path_factory.mktemp("models") / MODEL, chat_template=TEMPLATE)
-    log = tmp_path_factory.mktemp("log")
-    with run_server(folder, load_tokenizer(str(folder)), log, "--text", SAID, "--once") as server:
+    with saying(tmp_path_factory.mktemp, SAID, TEMPLATE) as server:
         yield server
 
 
@@ -83,11 +92,14 @@ def test_a_chat_is_split(speaking: RunningServer, stream: bool) -> None:
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
 
 
-def test_every_token_of_a_stream_has_its_log_probability(speaking: RunningServer) -> None:
+def test_every_token_of_a_stream_has_its_log_probability(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Those of marks too, whose chunks have nothing else."""
     body = ASK | {"tools": [tool()], "stream": True, "logprobs": True}
-    with speaking.one_step_at_a_time(len(SAID)):
-        choices = [each["choices"][0] for each in answers(speaking, CHAT, body)]
+    with (
+        saying(tmp_path_factory.mktemp, SAID, TEMPLATE) as server,
+        server.one_step_at_a_time(len(SAID.encode()) + 1),
+    ):
+        choices = [each["choices"][0] for each in answers(server, CHAT, body)]
     scored = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", [])]
     assert "".join(entry["token"] for entry in scored) == SAID.replace("ü", r"\xc3\xbc") + "<|endoftext|>"
 
@@ -316,9 +328,7 @@ MESSAGES = (
 
 
 def test_messages_with_headers(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = write_tokenizer(tmp_path_factory.mktemp("models") / MODEL, chat_template=WITH_HEADERS)
-    log = tmp_path_factory.mktemp("log")
-    with run_server(folder, load_tokenizer(str(folder)), log, "--text", MESSAGES, "--once") as server:
+    with saying(tmp_path_factory.mktemp, MESSAGES, WITH_HEADERS) as server:
         body = ASK | {"tools": [tool()]}
         choice = server.post(CHAT, body).json()["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
