@@ -19,19 +19,30 @@ from llguidance import LLTokenizer
 from engine.deep_stack import STACK_BYTES
 from engine.grammar_compiler import GrammarError, compile_grammar
 
-MAX_ERROR = 2000
+# Bytes of an error. Written as JSON it must fit into a pipe at once, as others write there too.
+MAX_ERROR = 600
 OUT = 1
 
 
 def main() -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing to wait for
     os.nice(5)
-    tokenizer = LLTokenizer(**json.loads(sys.stdin.buffer.readline()))
+    try:
+        tokenizer = LLTokenizer(**json.loads(sys.stdin.buffer.readline()))
+    except ValueError as error:
+        for line in sys.stdin.buffer:
+            reason = f"the model's tokenizer cannot be used for grammars: {error}"
+            answer(json.loads(line)["number"], reason[:MAX_ERROR])
+        return 0
     for line in sys.stdin.buffer:
         if os.fork() == 0:
             watch(tokenizer, **json.loads(line))
             os._exit(0)
     return 0
+
+
+def answer(number: int, error: str) -> None:
+    os.write(OUT, json.dumps({"number": number, "error": error}).encode() + b"\n")
 
 
 def watch(tokenizer: LLTokenizer, number: int, grammar: str, seconds: float, memory: int) -> None:
@@ -53,7 +64,7 @@ def watch(tokenizer: LLTokenizer, number: int, grammar: str, seconds: float, mem
         error = f"it takes more than {seconds:g} seconds (grammar_timeout)"
     elif status != 0:
         error = f"it takes more than {memory >> 20} MiB of memory (grammar_memory)"
-    os.write(OUT, json.dumps({"number": number, "error": error}).encode() + b"\n")
+    answer(number, error)
 
 
 def attempt(tokenizer: LLTokenizer, grammar: str, seconds: float, memory: int) -> str:

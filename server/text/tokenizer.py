@@ -65,11 +65,11 @@ class Tokenizer:
         return _part_of(texts, self.vocabulary.special | self.vocabulary.tags)
 
     def for_grammars(self) -> dict[str, Any]:
-        """Arguments of ``LLTokenizer``, as ``llguidance.hf`` makes them."""
+        """Arguments of ``LLTokenizer``, as ``llguidance.hf`` makes them. Any end will do to compile one."""
         plain = copy(self._fast)
         plain.no_padding()
         plain.no_truncation()
-        return {"tokenizer": plain.to_str(), "eos_token": self.templates.eos_token_id}
+        return {"tokenizer": plain.to_str(), "eos_token": self.templates.eos_token_id or 0}
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return self.templates.render(messages, {"add_generation_prompt": True} | dict(options))

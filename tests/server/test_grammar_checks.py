@@ -40,6 +40,12 @@ def test_too_much_memory(tokenizer: Tokenizer) -> None:
     assert errors == ["it takes more than 1 MiB of memory (grammar_memory)"]
 
 
+def test_a_tokenizer_that_grammars_cannot_use(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "for_grammars", lambda self: {"tokenizer": "{}"})
+    for error in checked(tokenizer, FINE, WRONG):
+        assert "tokenizer cannot be used for grammars" in error
+
+
 def test_a_process_that_dies_is_started_again(tokenizer: Tokenizer) -> None:
     async def run() -> None:
         checks = GrammarChecks(Settings(grammar_timeout=60.0))
