@@ -105,14 +105,17 @@ class SpeculationPlanner:
         return choices
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
+        if not (sequence.fixed_draft_length and "draft_model" in sequence.sources):
+            return NO_DRAFT
         row = self._rows.get(sequence) or self._add(sequence)
-        return self._choice(row, row.fixed_length) if row.uses_model and row.fixed_length else NO_DRAFT
+        return self._choice(row, row.fixed_length)
 
     def prefills_draft(self, sequence: Sequence) -> bool:
         return sequence.fixed_draft_length or self.policy.expects_drafts
 
     def forget(self, sequence: Sequence) -> None:
-        self._ended.append(sequence)  # its last verdicts are still to be learned
+        if sequence in self._rows:
+            self._ended.append(sequence)  # its last verdicts are still to be learned
 
     def _add(self, sequence: Sequence) -> Row:
         temperature = 0.0 if sequence.greedy else sequence.params.temperature

@@ -18,15 +18,14 @@ from engine.speculation.acceptance import Acceptance
 from engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
 from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 
-# Seconds between replans; at first, and after a large change, they come after 4, 8, 16, ... rounds.
-REPLAN_SECONDS, FIRST_ROUNDS = 0.2, 4
+# Seconds between replans, and rounds of an exploration: a single one is timed to a tenth only, and the first
+# of a step finds cold caches. At first, and after a large change, replans come after 4, 8, 16, ... rounds.
+REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
 # Factors that drafting must gain over the rate of none, since prompts beside it and a busy front end cost it
 # more than rounds show, and another length over that of the active one.
 DRAFT_GAIN, CHANGE_GAIN = 1.06, 1.01
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
 CATCH_UP_ROUNDS = 64
-# Rounds of an exploration: a single one is timed to a tenth only, and the first of a step finds cold caches.
-EXPLORED_ROUNDS = 4
 # Decay per step of the sums behind the reported rates.
 REPORT_DECAY = 0.98
 # The option that is explored while drafting is off: whether drafting pays again, with whatever length.
@@ -104,7 +103,7 @@ class Policy:
         self._best_by_rows: dict[tuple[int, int], Best] = {}
         self._now = 0.0  # seconds of all steps
         self._num_rounds, self._seconds = 0, 0.0  # since the last replan
-        self._interval = FIRST_ROUNDS  # rounds until the next one
+        self._interval = FEW_ROUNDS  # rounds until the next one
         self._repeats = False
         # Emitted tokens and their seconds, those of plain rounds instead, rows, and drafted tokens.
         self._report = [0.0] * 6
@@ -147,7 +146,7 @@ class Policy:
         """Whether ``choose`` replans for this number of rows and of those that may draft."""
         if self.exploration is not None:
             return self.exploration.rounds_left <= 0 or self.exploration.key != key
-        is_late = self._num_rounds >= FIRST_ROUNDS and self._seconds >= REPLAN_SECONDS
+        is_late = self._num_rounds >= FEW_ROUNDS and self._seconds >= REPLAN_SECONDS
         return is_late or self._num_rounds >= self._interval
 
     def _replan(
@@ -157,7 +156,7 @@ class Policy:
         self._best_by_rows.clear()
         self.best = best = self._best_by_rows[key] = self._find_best(key[0], Counter(groups), missing)
         is_large = abs(best.active.length - before) > 1 or (best.active.length == 0) != (before == 0)
-        self._interval = FIRST_ROUNDS if is_large else 2 * self._interval
+        self._interval = FEW_ROUNDS if is_large else 2 * self._interval
         self._num_rounds, self._seconds = 0, 0.0
         self.num_replans += 1
         if groups:
@@ -201,10 +200,8 @@ class Policy:
         if place is None:
             return None
         if length:
-            return Exploration(
-                key, names[place], self.fixed(key[0], best.groups, options[place]), EXPLORED_ROUNDS
-            )
-        return Exploration(key, names[place], self._scouts(best, missing()), EXPLORED_ROUNDS)
+            return Exploration(key, names[place], self.fixed(key[0], best.groups, options[place]), FEW_ROUNDS)
+        return Exploration(key, names[place], self._scouts(best, missing()), FEW_ROUNDS)
 
     def _scouts(self, best: Best, missing: list[int]) -> Plan:
         """The best drafting length while drafting is off, for the rows whose caches are up to date within
