@@ -2,8 +2,8 @@
 
 A request goes to the worker where it costs least: each open sequence of a worker counts 1, and every 256
 tokens of the prompt that its prefix cache probably holds count -1. When a worker dies, its requests that
-have not received a token go to the others, or wait for its replacement. Knows token ids, neither text nor HTTP
-routes. Built by ``server.launch``.
+have not received a token go to the others, or wait for its replacement. Knows token ids, neither text nor
+HTTP routes. Built by ``server.launch``.
 """
 
 import asyncio
