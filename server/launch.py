@@ -126,7 +126,7 @@ def check_tls(settings: Settings) -> None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
-    except OSError as error:  # of which SSLError is one
+    except OSError as error:  # SSLError included
         files = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
         reason = error.strerror or error
         raise StartError(f"Cannot use ssl_certfile and ssl_keyfile ({files}): {reason}.") from error

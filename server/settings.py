@@ -39,7 +39,7 @@ def _split_commas(value: object) -> object:
 
 
 def _check_keys(keys: list[SecretStr]) -> list[SecretStr]:
-    """An empty key would let everybody in, and headers hold ASCII only."""
+    """An empty key would let every client in, and headers hold ASCII only."""
     for key in keys:
         secret = key.get_secret_value()
         if not secret:

@@ -66,7 +66,7 @@ class WorkerPool:
 
     @property
     def num_running(self) -> int:
-        """HTTP requests of which a token has come back."""
+        """HTTP requests with a first token."""
         return self._requests.num_http_requests - self._requests.num_waiting
 
     @property

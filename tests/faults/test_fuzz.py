@@ -71,6 +71,7 @@ async def test_bodies(model_folder: Path, tokenizer: Tokenizer) -> None:
         await asyncio.gather(*(send(client, range(start, NUM_INPUTS, 8)) for start in range(8)))
         assert services.engine.state.worker is first_worker
         assert services.engine.num_requests == 0
+    print(f"{NUM_INPUTS} bodies: {dict(statuses)}")
     assert statuses[200] > NUM_INPUTS / 10
 
 
@@ -117,4 +118,5 @@ def test_border_messages() -> None:
             assert isinstance(decode(mutated(drawn, content)), msgspec.Struct)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             num_refused += 1
+    print(f"{NUM_INPUTS} border messages: {num_refused} refused")
     assert 0 < num_refused < NUM_INPUTS

@@ -16,7 +16,7 @@ def keys(*flags: str) -> list[str]:
 
 @pytest.mark.parametrize("given", ["", "k1,", ",k1", "k1,,k2", " "])
 def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """It would let in whoever sends ``Authorization: Bearer`` and nothing else."""
+    """It would let in clients that send ``Authorization: Bearer`` and nothing else."""
     with pytest.raises(ConfigError, match="api_keys: one of the keys is empty"):
         load_settings([f"--api-keys={given}"])
     monkeypatch.setenv("FORETOKEN_API_KEYS", given)

@@ -68,7 +68,7 @@ def test_a_stopped_worker_is_replaced(start_server: StartServer) -> None:
 
 
 def test_a_hung_worker_is_replaced(start_server: StartServer) -> None:
-    """Its process lives, its heartbeats come, and its loop is in one step for ever."""
+    """Its process lives, its heartbeats come, and its loop never leaves one step."""
     with start_server(step_timeout=1) as server:
         server.worker.hang()
         wait_for(lambda: server.services.engine.state.status == "restarting", "its replacement")
