@@ -15,9 +15,16 @@ import zmq
 import zmq.asyncio
 
 from engine.config import EngineConfig
-from engine.heartbeat import heartbeat_address
 from engine.lifeline import PARENT_VARIABLE
-from engine.messages import FromWorker, Heartbeat, Shutdown, ToWorker, decode_from_worker, encode
+from engine.messages import (
+    FromWorker,
+    Heartbeat,
+    Shutdown,
+    ToWorker,
+    decode_from_worker,
+    encode,
+    heartbeat_address,
+)
 from server.client.temp_folders import SocketFolder
 from server.settings import ENV_PREFIX
 
