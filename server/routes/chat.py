@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from server.http.json_route import JsonRoute
+from server.http.json_route import JsonRoute, in_thread_if_long
 from server.http.openapi import answer_or_stream
 from server.routes.checks import check_request
 from server.routes.context import GenerationContext
@@ -41,7 +41,7 @@ async def create_chat_completion(
     body: Annotated[ChatRequest, Body(openapi_examples=CHATS)], request: Request, services: ServicesDep
 ) -> Response:
     """Write the messages out by the model's chat template, and continue them."""
-    headers = check_request(body, services)
+    headers = await in_thread_if_long(request, check_request, body, services)
     context = await start_chat("chat.completions", body, request, services)
     return await respond(request, context, ChatWriter(context, body), headers)
 

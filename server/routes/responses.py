@@ -8,7 +8,7 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from server.errors import ApiError
-from server.http.json_route import JsonRoute
+from server.http.json_route import JsonRoute, in_thread_if_long
 from server.http.openapi import answer_or_stream
 from server.http.sse import typed_event
 from server.routes.checks import check_request
@@ -57,7 +57,7 @@ async def create_response(
 ) -> Response:
     """OpenAI's newer endpoint, as far as it is text in and text out. Nothing is stored: the client keeps the
     conversation, and `previous_response_id`, `conversation`, `store: true` and `background` are refused."""
-    headers = check_request(body, services)
+    headers = await in_thread_if_long(request, check_request, body, services)
     context = await start_chat("responses", body, request, services)
     return await respond(request, context, ResponsesWriter(context, body), headers)
 
