@@ -74,9 +74,6 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
-
     @property
     def num_http_requests(self) -> int:
         return len(set(self._streams.values()))

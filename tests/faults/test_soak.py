@@ -7,7 +7,7 @@ from tests.faults.watched import watched
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
-    with watched(tmp_path, cases=random_cases(40)) as server:
+    with watched(tmp_path, cases=random_cases(25)) as server:
         result = soak(server, seconds=6, kill_every=2.5, num_clients=6)
     assert not result.failed, result
     save(result, tmp_path / "soak.json")
