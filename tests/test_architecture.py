@@ -27,7 +27,6 @@ BORDER = (
     "engine.messages",
     "engine.config",
     "engine.deep_stack",
-    "engine.heartbeat",
     "engine.lifeline",
     "engine.terminal",
     "engine.gguf_file",

@@ -13,8 +13,8 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """``first`` and ``later`` are what stands before the names of calls, from where the call can be told from
-    text; ``trigger``, with which ``first`` begins, is where it can only be a call."""
+    """``first`` and ``later`` stand before the names of calls and tell a call from text; ``trigger``, the
+    beginning of ``first``, can only begin a call."""
 
     name: str
     template_marks: tuple[str, ...]
