@@ -19,7 +19,6 @@ from pydantic import (
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
@@ -39,7 +38,7 @@ def _split_commas(value: object) -> object:
 
 
 def _check_keys(keys: list[SecretStr]) -> list[SecretStr]:
-    """An empty key would let everybody in, and headers hold ASCII only."""
+    """An empty key would let every client in, and headers hold ASCII only."""
     for key in keys:
         secret = key.get_secret_value()
         if not secret:
@@ -224,18 +223,6 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
         cli_implicit_flags=True,
         cli_avoid_json=True,
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Rank constructor values (the YAML file's) below the environment; flags always rank first."""
-        return env_settings, init_settings
 
     @model_validator(mode="after")
     def _read_key_file(self) -> Self:

@@ -28,7 +28,6 @@ BORDER = (
     "engine.config",
     "engine.deep_stack",
     "engine.grammar_compiler",
-    "engine.heartbeat",
     "engine.lifeline",
     "engine.terminal",
     "engine.gguf_file",

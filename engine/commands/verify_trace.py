@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliApp, CliPositionalArg
+from pydantic_settings import BaseSettings, CliPositionalArg
 from transformers.utils import logging as transformers_logging
 
 from engine.commands.options import command_options
@@ -46,9 +46,8 @@ class ReplaySettings(EngineConfig, BaseSettings):
     )
 
 
-def main(arguments: list[str]) -> int:
+def main(settings: ReplaySettings) -> int:
     transformers_logging.disable_progress_bar()
-    settings = CliApp.run(ReplaySettings, cli_args=arguments)
     try:
         answer = read_answer(settings.file)
         replayer = _replayer(settings, answer)

@@ -39,7 +39,7 @@ async def create_completion(
     services: ServicesDep,
 ) -> Response:
     """Continue one or several prompts, given as text or token ids."""
-    headers = check_request(body, services)
+    headers = await in_thread_if_long(request, check_request, body, services)
     model, key = services.model(), api_key_of(request.scope)
     check_room(body, num_prompts(body), services, key)
     limits = prompt_limits(services, model.worker)

@@ -13,9 +13,9 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """``first`` and ``later`` are what stands before the names of calls, from where the call can be told from
-    text; ``trigger``, with which ``first`` begins, is where it can only be a call. ``before_content`` is what
-    stands before an answer that calls nothing. ``quote`` stands around strings of quoted arguments."""
+    """``first`` and ``later`` stand before the names of calls and tell a call from text; ``trigger``, the
+    beginning of ``first``, can only begin a call. ``before_content`` stands before an answer without calls,
+    ``quote`` around strings of quoted arguments."""
 
     name: str
     template_marks: tuple[str, ...]

@@ -21,7 +21,7 @@ from tests.server.tiny_tokenizer import write_tokenizer
 from tests.server.wire import answers
 
 RESPONSES = "/v1/responses"
-# Short, and of two known families at once. A model of it may be told not to think.
+# Short, and of two known families at once. ``enable_thinking`` switches its reasoning off.
 TEMPLATE = """\
 {% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}\
 {% if reasoning_effort %}({{ reasoning_effort }}){% endif %}\
