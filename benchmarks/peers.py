@@ -34,7 +34,7 @@ from benchmarks.common import (
     warn_if_busy,
     warn_of_others,
 )
-from benchmarks.contestants import foretoken, llama_cpp, openvino, transformers_generate
+from benchmarks.contestants import foretoken, llama_cpp, openvino_pipeline, transformers_generate
 from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import bars
 
@@ -42,14 +42,14 @@ from benchmarks.plots import bars
 RATIOS = [
     (foretoken.PLAIN, transformers_generate.GENERATE),
     (foretoken.PLAIN, llama_cpp.PLAIN),
-    (foretoken.PLAIN, openvino.PLAIN),
+    (foretoken.PLAIN, openvino_pipeline.PLAIN),
     (foretoken.SPECULATIVE, foretoken.PLAIN),
     (foretoken.SPECULATIVE, transformers_generate.GENERATE),
     (foretoken.SPECULATIVE, transformers_generate.ASSISTED),
     (foretoken.SPECULATIVE, llama_cpp.PLAIN),
     (foretoken.SPECULATIVE, llama_cpp.SPECULATIVE),
-    (foretoken.SPECULATIVE, openvino.PLAIN),
-    (foretoken.SPECULATIVE, openvino.SPECULATIVE),
+    (foretoken.SPECULATIVE, openvino_pipeline.PLAIN),
+    (foretoken.SPECULATIVE, openvino_pipeline.SPECULATIVE),
 ]
 # Of the draft with ``--gguf``.
 DRAFT_TYPE = "Q8_0"
@@ -110,7 +110,7 @@ def openvino_folders(arguments: argparse.Namespace, pair: Pair, work: Path) -> l
     python, quantize = arguments.openvino_python, arguments.quantize
     return [
         folder
-        and openvino.export(
+        and openvino_pipeline.export(
             folder, python, quantize, work / "openvino" / f"{kept_name(folder)}-{quantize or 'float32'}"
         )
         for folder in (pair.target, pair.draft)
@@ -184,7 +184,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     if exported is not None:
         pipelines = [
             stack.enter_context(
-                openvino.OpenVino(
+                openvino_pipeline.OpenVino(
                     *(arguments.openvino_python, exported[0], folder, k, threads, concurrency),
                     is_float32=is_float32,
                 )
@@ -192,7 +192,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
             for folder in (None, exported[1])[: 1 if exported[1] is None else 2]
         ]
         process_ids += [pipeline.process.pid for pipeline in pipelines]
-        variants |= openvino.variants(pipelines, prompts, arguments.max_tokens)
+        variants |= openvino_pipeline.variants(pipelines, prompts, arguments.max_tokens)
     note("One run of each to warm up")
     interleave(variants, 1)
     note("Measuring")

@@ -1,0 +1,86 @@
+"""The OpenVINO contestant against stand-ins for its packages: what is asked of them, what is made of it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contestants.openvino_pipeline import PLAIN, SPECULATIVE, OpenVino, export
+from tests.benchmarks.conftest import Benchmark
+
+# Says token 7 over and over; at temperature 0, for exactly as long as it is asked to, or it fails.
+PACKAGE = """\
+import json, os
+from types import SimpleNamespace
+
+__version__ = "1"
+SchedulerConfig = SimpleNamespace
+
+def GenerationConfig(**options):
+    assert options["ignore_eos"] and not options["do_sample"]
+    return SimpleNamespace(**options)
+
+def draft_model(path, device, **properties):
+    return path
+
+class ContinuousBatchingPipeline:
+    def __init__(self, path, scheduler, device, properties):
+        assert os.path.exists(path + "/model") and not scheduler.enable_prefix_caching
+        name = "speculative" if "draft_model" in properties else "plain"
+        with open(os.path.dirname(__file__) + "/" + name, "w") as file:
+            json.dump([scheduler.max_num_seqs, properties], file)
+
+    def generate(self, prompts, configs):
+        return [SimpleNamespace(m_generation_ids=[[7] * config.max_new_tokens]) for config in configs]
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With an interpreter, an exporter and both packages."""
+    folder = tmp_path / "environment"
+    folder.mkdir()
+    (folder / "openvino_genai.py").write_text(PACKAGE)
+    (folder / "openvino.py").write_text("Tensor = list")
+    (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "optimum-cli").write_text(
+        '#!/bin/sh\nfor last; do :; done\nmkdir "$last"; echo "$*" >"$last/model"\n'
+    )
+    for name in ("python", "optimum-cli"):
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return folder
+
+
+def test_peers_with_openvino(benchmark: Benchmark, environment: Path, tmp_path: Path) -> None:
+    document = benchmark(
+        *("peers", "--pair", "tiny", "--threads", 1, "--max-tokens", 8, "--repeats", 1, "--num-prompts", 3),
+        *("--concurrency", 3, "--openvino-python", environment / "python", "--work", tmp_path),
+    )
+    rows = {row["variant"]: row for row in document["results"]}
+    assert rows[PLAIN]["same_text"] == rows[SPECULATIVE]["same_text"] == "0/3"
+    ratios = {row["ratio"] for row in document["ratios"]}
+    assert "Foretoken plain / OpenVINO plain" in ratios
+    for name in ("plain", "speculative"):
+        options = (environment / name).read_text()
+        assert options.startswith("[3, ")
+        assert '"INFERENCE_PRECISION_HINT": "f32"' in options
+    assert '"draft_model": ' in (environment / "speculative").read_text()
+
+
+def test_a_checkpoint_is_exported_once(environment: Path, tmp_path: Path) -> None:
+    python = environment / "python"
+    folder = export("checkpoint", python, "int4", tmp_path / "exported" / "target-int4")
+    assert "--model checkpoint" in (folder / "model").read_text()
+    assert "--weight-format int4 --group-size 32 --sym --ratio 1.0" in (folder / "model").read_text()
+    (environment / "optimum-cli").write_text("#!/bin/sh\necho no such architecture >&2; exit 1\n")
+    assert export("checkpoint", python, "int4", folder) == folder
+    with pytest.raises(RuntimeError, match="no such architecture"):
+        export("checkpoint", python, None, tmp_path / "exported" / "target")
+    assert not (tmp_path / "exported" / "target").exists()
+
+
+def test_failures_say_what_the_process_said(environment: Path, tmp_path: Path) -> None:
+    (environment / "openvino_genai.py").write_text("raise SystemExit('no such processor')")
+    with pytest.raises(RuntimeError, match="no such processor"):
+        OpenVino(environment / "python", tmp_path, None, 5, 1, 1, is_float32=False)
