@@ -6,7 +6,7 @@ VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
 SHIP_VENV ?= .venv-ship
 PYTEST_ARGS ?=
-NATIVE_TESTS := $(wildcard tests/engine/test_native*.py)
+NATIVE_TESTS := $(wildcard tests/engine/test_native*.py) tests/engine/test_gguf.py
 SOAK_ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 

@@ -31,6 +31,7 @@ def main() -> None:
         config = openvino_genai.GenerationConfig(
             max_new_tokens=request["max_tokens"],
             ignore_eos=True,
+            eos_token_id=0,  # there has to be one
             do_sample=False,
             **({} if draft is None else {"num_assistant_tokens": options["num_speculative_tokens"]}),
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contestants.openvino_pipeline import PLAIN, SPECULATIVE, OpenVino, export
+from benchmarks.synthetic_pair import PAIRS, save_pair
 from tests.benchmarks.conftest import Benchmark
 
 # Says token 7 over and over; at temperature 0, for exactly as long as it is asked to, or it fails.
@@ -33,6 +34,7 @@ class ContinuousBatchingPipeline:
     def generate(self, prompts, configs):
         return [SimpleNamespace(m_generation_ids=[[7] * config.max_new_tokens]) for config in configs]
 """
+EXPORTER = '#!/bin/sh\nfor last; do :; done\nmkdir "$last"; echo "$*" >"$last/model"\n'
 
 
 @pytest.fixture
@@ -43,9 +45,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "openvino_genai.py").write_text(PACKAGE)
     (folder / "openvino.py").write_text("Tensor = list")
     (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (folder / "optimum-cli").write_text(
-        '#!/bin/sh\nfor last; do :; done\nmkdir "$last"; echo "$*" >"$last/model"\n'
-    )
+    (folder / "optimum-cli").write_text(EXPORTER)
     for name in ("python", "optimum-cli"):
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -70,13 +70,17 @@ def test_peers_with_openvino(benchmark: Benchmark, environment: Path, tmp_path: 
 
 def test_a_checkpoint_is_exported_once(environment: Path, tmp_path: Path) -> None:
     python = environment / "python"
-    folder = export("checkpoint", python, "int4", tmp_path / "exported" / "target-int4")
-    assert "--model checkpoint" in (folder / "model").read_text()
+    target, _ = save_pair(tmp_path / "pair", 0.8, PAIRS["tiny"])
+    (environment / "optimum-cli").write_text(EXPORTER + 'cp "$4/tokenizer.json" "$last"\n')
+    folder = export(target, python, "int4", tmp_path / "exported" / "target-int4")
     assert "--weight-format int4 --group-size 32 --sym --ratio 1.0" in (folder / "model").read_text()
+    exported, own = ((path / "tokenizer.json").read_text() for path in (folder, Path(target)))
+    assert "Regex" not in exported  # which OpenVINO cannot decode with
+    assert "Regex" in own
     (environment / "optimum-cli").write_text("#!/bin/sh\necho no such architecture >&2; exit 1\n")
-    assert export("checkpoint", python, "int4", folder) == folder
+    assert export(target, python, "int4", folder) == folder
     with pytest.raises(RuntimeError, match="no such architecture"):
-        export("checkpoint", python, None, tmp_path / "exported" / "target")
+        export(target, python, None, tmp_path / "exported" / "target")
     assert not (tmp_path / "exported" / "target").exists()
 
 
