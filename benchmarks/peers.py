@@ -1,13 +1,13 @@
-"""Foretoken beside transformers, llama.cpp and OpenVINO GenAI: python -m benchmarks.peers --pair 290m
+"""Foretoken beside transformers, llama.cpp, OpenVINO GenAI and vLLM: python -m benchmarks.peers --pair 290m
 
 The same weights, prompts, draft length and threads for everybody, in the same run and interleaved: A, B, C,
 A, B, C, ... Greedy, exactly ``--max-tokens`` tokens for each prompt, one prompt after the other or
 ``--concurrency`` of them at a time. Ratios are taken within a repeat, then the median of the repeats; texts
 are compared token by token. llama.cpp joins in when its binaries are named (``--llama-cpp-bin build/bin
---llama-cpp-src llama.cpp``), OpenVINO when an environment is (``--openvino-python venv/bin/python``); see
-benchmarks/README.md. With ``--gguf Q4_0`` Foretoken and llama.cpp run from one quantised file, with
-``--quantize int8`` Foretoken and OpenVINO quantise one checkpoint; ``--prompt-length 512 --max-tokens 1``
-compares prompts.
+--llama-cpp-src llama.cpp``), OpenVINO and vLLM when environments are (``--openvino-python venv/bin/python``,
+``--vllm-python``); see benchmarks/README.md. With ``--gguf Q4_0`` Foretoken and llama.cpp run from one
+quantised file, with ``--quantize int8`` Foretoken and OpenVINO quantise one checkpoint; ``--prompt-length 512
+--max-tokens 1`` compares prompts.
 """
 
 import argparse
@@ -34,7 +34,14 @@ from benchmarks.common import (
     warn_if_busy,
     warn_of_others,
 )
-from benchmarks.contestants import foretoken, llama_cpp, openvino_pipeline, transformers_generate
+from benchmarks.contestants import (
+    foretoken,
+    llama_cpp,
+    openvino_pipeline,
+    other_environment,
+    transformers_generate,
+    vllm_cpu,
+)
 from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import bars
 
@@ -43,6 +50,7 @@ RATIOS = [
     (foretoken.PLAIN, transformers_generate.GENERATE),
     (foretoken.PLAIN, llama_cpp.PLAIN),
     (foretoken.PLAIN, openvino_pipeline.PLAIN),
+    (foretoken.PLAIN, vllm_cpu.PLAIN),
     (foretoken.SPECULATIVE, foretoken.PLAIN),
     (foretoken.SPECULATIVE, transformers_generate.GENERATE),
     (foretoken.SPECULATIVE, transformers_generate.ASSISTED),
@@ -80,6 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--openvino-python", type=Path, help="python of an environment with openvino-genai, optimum-intel"
     )
+    parser.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM for CPUs")
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
     parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
     return parser.parse_args()
@@ -136,6 +145,8 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         raise SystemExit("--openvino-python has no GGUF files: name --quantize instead of --gguf")
     if arguments.quantize and arguments.llama_cpp_bin:
         raise SystemExit("llama.cpp quantises nothing at load: name --gguf instead of --quantize")
+    if arguments.vllm_python and (arguments.gguf or arguments.quantize):
+        raise SystemExit("--vllm-python runs in float32 only: no --gguf, no --quantize")
     pair = resolve_pair(arguments, arguments.pair, work)
     k, threads, concurrency = arguments.num_speculative_tokens, arguments.threads, arguments.concurrency
     gguf = gguf_files(arguments, pair, work) if arguments.llama_cpp_bin else None
@@ -181,18 +192,23 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         ]
         process_ids += [server.process.pid for server in servers]
         variants |= llama_cpp.variants(servers, prompts, arguments.max_tokens)
+    processes = []
     if exported is not None:
-        pipelines = [
+        processes = [
             stack.enter_context(
-                openvino_pipeline.OpenVino(
+                openvino_pipeline.process(
                     *(arguments.openvino_python, exported[0], folder, k, threads, concurrency),
                     is_float32=is_float32,
                 )
             )
             for folder in (None, exported[1])[: 1 if exported[1] is None else 2]
         ]
-        process_ids += [pipeline.process.pid for pipeline in pipelines]
-        variants |= openvino_pipeline.variants(pipelines, prompts, arguments.max_tokens)
+    if arguments.vllm_python:
+        length = max(map(len, prompts)) + arguments.max_tokens
+        vllm = vllm_cpu.process(arguments.vllm_python, pair.target, threads, concurrency, length)
+        processes.append(stack.enter_context(vllm))
+    process_ids += [process.process.pid for process in processes]
+    variants |= other_environment.variants(processes, prompts, arguments.max_tokens)
     note("One run of each to warm up")
     interleave(variants, 1)
     note("Measuring")

@@ -10,13 +10,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
-from benchmarks.common import Run, note
+from benchmarks.common import note
+from benchmarks.contestants.other_environment import OtherProcess
 
 PLAIN, SPECULATIVE = "OpenVINO plain", "OpenVINO speculative"
 PROCESS = Path(__file__).with_name("openvino_process.py")
@@ -64,80 +61,22 @@ def simplify_decoder(tokenizer: Path) -> None:
     tokenizer.write_text(json.dumps(content))
 
 
-class OpenVino:
-    """One pipeline in a process; as a context, it ends with it."""
-
-    def __init__(
-        self,
-        python: Path,
-        target: Path,
-        draft: Path | None,
-        num_speculative_tokens: int,
-        num_threads: int,
-        concurrency: int,
-        *,
-        is_float32: bool,
-    ) -> None:
-        options = {
-            "target": str(target),
-            "draft": None if draft is None else str(draft),
-            "num_speculative_tokens": num_speculative_tokens,
-            "num_threads": num_threads,
-            "concurrency": concurrency,
-            "properties": FLOAT32 if is_float32 else {},
-        }
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
-        self.process = subprocess.Popen(
-            [str(python), str(PROCESS), json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        self.version = self._read()["version"]
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            log = self._log.read()
-            self.close()
-            raise RuntimeError(f"OpenVINO ended:\n{log[-2000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Run:
-        """Seconds are the pipeline's own: what it takes to reach the process is not among them."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}) + "\n")
-        self.process.stdin.flush()
-        answer = self._read()
-        return Run(sum(map(len, answer["token_ids"])), answer["seconds"], token_ids=answer["token_ids"])
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(30)
-        self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def variants(
-    pipelines: Sequence[OpenVino], prompts: Sequence[list[int]], max_tokens: int
-) -> dict[str, Callable[[], Run]]:
-    """``pipelines``: one without a draft, then one with it, if there is one."""
-    names = (PLAIN, SPECULATIVE)
-    return {
-        name: partial(pipeline.run, prompts, max_tokens)
-        for name, pipeline in zip(names, pipelines, strict=False)
+def process(
+    python: Path,
+    target: Path,
+    draft: Path | None,
+    num_speculative_tokens: int,
+    num_threads: int,
+    concurrency: int,
+    *,
+    is_float32: bool,
+) -> OtherProcess:
+    options = {
+        "target": target,
+        "draft": draft,
+        "num_speculative_tokens": num_speculative_tokens,
+        "num_threads": num_threads,
+        "concurrency": concurrency,
+        "properties": FLOAT32 if is_float32 else {},
     }
+    return OtherProcess(PLAIN if draft is None else SPECULATIVE, python, PROCESS, options)

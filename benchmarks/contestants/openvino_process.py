@@ -1,8 +1,4 @@
-"""OpenVINO GenAI's pipeline in a process of its own: run by the interpreter of an environment that has it.
-
-Imports nothing of this project's. Takes one JSON document a line and answers with one: prompts as token ids
-in, answers and the seconds they took out.
-"""
+"""OpenVINO GenAI's pipeline in a process of its own, see ``OtherProcess``."""
 
 import json
 import sys
@@ -25,7 +21,7 @@ def main() -> None:
     if draft is not None:
         properties["draft_model"] = openvino_genai.draft_model(draft, "CPU", **properties)
     pipeline = openvino_genai.ContinuousBatchingPipeline(options["target"], scheduler, "CPU", properties)
-    print(json.dumps({"version": openvino_genai.__version__}), flush=True)
+    print(json.dumps({}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         config = openvino_genai.GenerationConfig(

@@ -188,7 +188,8 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
             super = panel;
             panel += super_bytes(scaling);
         }
-        for (int i = 0; i < size; i += 64) __builtin_prefetch(panel + PREFETCH + i);
+        if (num_rows > 1)
+            for (int i = 0; i < size; i += 64) __builtin_prefetch(panel + PREFETCH + i);
         const uint8_t *scale = panel + code_bytes(bits);
         UNROLL
         for (int unit = 0; unit < num_units; unit++) {

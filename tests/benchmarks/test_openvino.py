@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contestants.openvino_pipeline import PLAIN, SPECULATIVE, OpenVino, export
+from benchmarks.contestants.openvino_pipeline import PLAIN, SPECULATIVE, export, process
 from benchmarks.synthetic_pair import PAIRS, save_pair
 from tests.benchmarks.conftest import Benchmark
 
@@ -87,4 +87,4 @@ def test_a_checkpoint_is_exported_once(environment: Path, tmp_path: Path) -> Non
 def test_failures_say_what_the_process_said(environment: Path, tmp_path: Path) -> None:
     (environment / "openvino_genai.py").write_text("raise SystemExit('no such processor')")
     with pytest.raises(RuntimeError, match="no such processor"):
-        OpenVino(environment / "python", tmp_path, None, 5, 1, 1, is_float32=False)
+        process(environment / "python", tmp_path, None, 5, 1, 1, is_float32=False)
