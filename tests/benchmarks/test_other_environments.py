@@ -1,10 +1,11 @@
-"""The OpenVINO contestant against stand-ins for its packages: what is asked of them, what is made of it."""
+"""OpenVINO and vLLM against stand-ins for their packages: what is asked of them, what is made of it."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.contestants import vllm_cpu
 from benchmarks.contestants.openvino_pipeline import PLAIN, SPECULATIVE, export, process
 from benchmarks.synthetic_pair import PAIRS, save_pair
 from tests.benchmarks.conftest import Benchmark
@@ -34,16 +35,35 @@ class ContinuousBatchingPipeline:
     def generate(self, prompts, configs):
         return [SimpleNamespace(m_generation_ids=[[7] * config.max_new_tokens]) for config in configs]
 """
+VLLM = """\
+import os
+from types import SimpleNamespace
+
+SamplingParams = SimpleNamespace
+
+class LLM:
+    def __init__(self, **options):
+        print("a line of log")
+        assert options["dtype"] == "float32" and not options["enable_prefix_caching"]
+        assert options["max_num_seqs"] == 2 and options["max_model_len"] == 16 + 8
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+
+    def generate(self, prompts, params, use_tqdm):
+        assert params.ignore_eos and params.temperature == 0
+        said = SimpleNamespace(token_ids=[7] * params.max_tokens)
+        return [SimpleNamespace(outputs=[said]) for prompt in prompts]
+"""
 EXPORTER = '#!/bin/sh\nfor last; do :; done\nmkdir "$last"; echo "$*" >"$last/model"\n'
 
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With an interpreter, an exporter and both packages."""
+    """With an interpreter, an exporter and the packages."""
     folder = tmp_path / "environment"
     folder.mkdir()
     (folder / "openvino_genai.py").write_text(PACKAGE)
     (folder / "openvino.py").write_text("Tensor = list")
+    (folder / "vllm.py").write_text(VLLM)
     (folder / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (folder / "optimum-cli").write_text(EXPORTER)
     for name in ("python", "optimum-cli"):
@@ -82,6 +102,17 @@ def test_a_checkpoint_is_exported_once(environment: Path, tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="no such architecture"):
         export(target, python, None, tmp_path / "exported" / "target")
     assert not (tmp_path / "exported" / "target").exists()
+
+
+def test_peers_with_vllm(benchmark: Benchmark, environment: Path) -> None:
+    options = ["peers", "--pair", "tiny", "--threads", 1, "--vllm-python", environment / "python"]
+    document = benchmark(
+        *(*options, "--max-tokens", 8, "--repeats", 1, "--num-prompts", 2, "--concurrency", 2)
+    )
+    rows = {row["variant"]: row for row in document["results"]}
+    assert rows[vllm_cpu.PLAIN]["same_text"] == "0/2"
+    with pytest.raises(SystemExit, match="float32 only"):
+        benchmark(*options, "--quantize", "int8")
 
 
 def test_failures_say_what_the_process_said(environment: Path, tmp_path: Path) -> None:
