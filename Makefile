@@ -7,7 +7,7 @@ CLIENTS_VENV ?= .venv-clients
 RAY_VENV ?= .venv-ray
 SHIP_VENV ?= .venv-ship
 PYTEST_ARGS ?=
-NATIVE_TESTS := $(wildcard tests/engine/test_native*.py)
+NATIVE_TESTS := $(wildcard tests/engine/test_native*.py) tests/engine/test_gguf.py
 SOAK_ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
