@@ -1,8 +1,8 @@
 """Compiles the C files of this folder for this processor, once, and loads them.
 
 C files and the machine's compiler instead of a binary: the loops are then made for the vector
-instructions that are there. It takes some seconds; the result is kept in the user's cache folder, under a name
-that changes with the source, the compiler and the processor. Where that fails, the library that
+instructions that are there. It takes some seconds; the result is kept in the user's cache folder, under a
+name that changes with the source, the compiler and the processor. Where that fails, the library that
 ``python -m engine.native.library`` has made for any processor with AVX2 is taken, if there is one: container
 images have it. Without either the engine runs through torch's operations.
 """
