@@ -281,6 +281,8 @@ def _template_message(message: Message) -> dict[str, Any]:
     """What templates expect: plain text, arguments as an object, and 'system' for OpenAI's newer name of the
     same role."""
     fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
+    if message.reasoning_content is not None:
+        fields["thinking"] = message.reasoning_content  # as gpt-oss's template calls it
     fields["role"] = "system" if message.role == "developer" else message.role
     fields["content"] = _plain_text(message)
     if message.tool_calls:
