@@ -15,6 +15,8 @@
 /* Keys are fetched this many tokens before they are scored: where a thread reads some of the heads, the processor's
  * own prefetching ends with each token. */
 #define AHEAD 8
+/* Queries that score the keys token by token. */
+#define MAX_FEW 8
 /* A head of 256; head sizes are multiples of 16. */
 #define MAX_WIDTH (256 / LANES)
 
@@ -120,20 +122,87 @@ static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t to
     memcpy(layer->values + to * width, qkv + rotated * size, width * sizeof(float));
 }
 
-static inline ALWAYS float sum_of(vec x) {
-    float sum = 0.0f;
-#if LANES == 16 && __has_builtin(__builtin_shufflevector)
-    typedef float half __attribute__((vector_size(32)));
-    typedef float quarter __attribute__((vector_size(16)));
-    half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
-           + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
-    quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
-    q += __builtin_shufflevector(q, q, 2, 3, 0, 1);
-    sum = q[0] + q[1];
+/* Sums of a score have one order, whatever is computed with it: a compiler would choose one for each loop. */
+static inline ALWAYS vec multiply_add(vec a, vec b, vec sum) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif LANES == 8 && defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
-    for (int i = 0; i < LANES; i++) sum += x[i];
+    return a * b + sum;
 #endif
+}
+
+/* Products of a query's and a key's numbers, summed up but for the lanes. */
+static inline ALWAYS vec multiply_heads(const vec *query, const vec *key, const int64_t width) {
+    vec sum = query[0] * key[0];
+    UNROLL
+    for (int64_t i = 1; i < width; i++) sum = multiply_add(query[i], key[i], sum);
     return sum;
+}
+
+typedef float quad __attribute__((vector_size(16)));
+
+static inline ALWAYS float sum_of(vec x) {
+#if LANES == 16
+    typedef float half __attribute__((vector_size(32)));
+    const half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
+                 + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    const vec h = x;
+#endif
+#if LANES >= 8
+    quad q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+#else
+    quad q = h;
+#endif
+    q += __builtin_shufflevector(q, q, 2, 3, 0, 1);
+    return q[0] + q[1];
+}
+
+/* sum_of each of LANES vectors, in fewer steps. */
+#if LANES == 16
+#define ADD_QUADS(a, b, low, high) \
+    ((vec)_mm512_shuffle_f32x4((__m512)(a), (__m512)(b), low) + (vec)_mm512_shuffle_f32x4((__m512)(a), (__m512)(b), high))
+#define ADD_LANES(a, b, low, high) \
+    ((vec)_mm512_shuffle_ps((__m512)(a), (__m512)(b), low) + (vec)_mm512_shuffle_ps((__m512)(a), (__m512)(b), high))
+#elif LANES == 8
+#define ADD_QUADS(a, b, low, high) \
+    ((vec)_mm256_permute2f128_ps((__m256)(a), (__m256)(b), low) + (vec)_mm256_permute2f128_ps((__m256)(a), (__m256)(b), high))
+#define ADD_LANES(a, b, low, high) \
+    ((vec)_mm256_shuffle_ps((__m256)(a), (__m256)(b), low) + (vec)_mm256_shuffle_ps((__m256)(a), (__m256)(b), high))
+#endif
+static inline ALWAYS vec sum_each(const vec x[LANES]) {
+#if LANES >= 8
+    vec quads[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+#if LANES == 16
+        const vec first = ADD_QUADS(x[i], x[4 + i], 0x44, 0xee), second = ADD_QUADS(x[8 + i], x[12 + i], 0x44, 0xee);
+        quads[i] = ADD_QUADS(first, second, 0x88, 0xdd);
+#else
+        quads[i] = ADD_QUADS(x[i], x[4 + i], 0x20, 0x31);
+#endif
+    }
+    const vec first = ADD_LANES(quads[0], quads[1], 0x44, 0xee), second = ADD_LANES(quads[2], quads[3], 0x44, 0xee);
+    return ADD_LANES(first, second, 0x88, 0xdd);
+#else
+    vec sums;
+    for (int i = 0; i < LANES; i++) sums[i] = sum_of(x[i]);
+    return sums;
+#endif
+}
+
+/* Scores of a query and the keys of a chunk's first ``length`` tokens, some more that are there, too. */
+static inline ALWAYS void score_keys(float *scores, const float *query, const float *keys, const int64_t *offset,
+                                     int64_t length, float scaling, const int64_t width) {
+    for (int64_t j = 0; j < length; j += LANES) {
+        vec sums[LANES];
+        UNROLL
+        for (int i = 0; i < LANES; i++)
+            sums[i] = multiply_heads((const vec *)query, (const vec *)(keys + offset[j + i]), width);
+        *(vec *)(scores + j) = sum_each(sums) * scaling;
+    }
 }
 
 /* Scores of one query's chunk to weights, from ``from`` to ``last``, 0 elsewhere. Returns their sum;
@@ -154,11 +223,12 @@ static inline ALWAYS float soften(float *score, int64_t from, int64_t last, floa
 }
 
 /* One span's queries against its keys and values, for the kv heads from first_head to end_head, with a
- * running softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it.
- * Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
+ * running softmax (arXiv 1805.02867). Few queries score as memory likes it: cached tokens are read from end to
+ * end, once. With ``are_many`` each query scores a chunk's keys together, which the caches hold by then; to the
+ * same bits. Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
 static inline ALWAYS void attend_span(
     const Spans *spans, const Layer *layer, int64_t span, int64_t first_head, int64_t end_head,
-    const float *qkv, float *out, const int64_t width) {
+    const float *qkv, float *out, const int are_many, const int64_t width) {
     const int64_t size = LANES * width;
     const int64_t first = spans->first_token[span], num_queries = spans->first_token[span + 1] - first;
     const int64_t shared = layer->num_heads / layer->num_kv_heads;
@@ -187,7 +257,8 @@ static inline ALWAYS void attend_span(
         int64_t offset[CHUNK + AHEAD];
         find_slots(offset, spans, span, begin, known);
         for (int64_t j = 0; j < known; j++) offset[j] *= kv_size;
-        for (int64_t j = 0; j < length; j++) {
+        for (int64_t j = known; j < CHUNK; j++) offset[j] = offset[0]; /* for what is scored together */
+        for (int64_t j = 0; j < (are_many ? 0 : length); j++) {
             const int64_t at = offset[j], later = offset[j + AHEAD < known ? j + AHEAD : j];
             for (int64_t i = 0; i < (end_head - first_head) * size; i += 16) {
                 __builtin_prefetch(values + at + i);
@@ -199,10 +270,7 @@ static inline ALWAYS void attend_span(
                 for (int64_t end = head + shared; head < end; head++) {
                     for (int64_t query = 0; query < num_queries; query++) {
                         const vec *of = (const vec *)(qkv + query * qkv_size + head * size);
-                        vec score = of[0] * key[0];
-                        UNROLL
-                        for (int64_t i = 1; i < width; i++) score += of[i] * key[i];
-                        scores[head * num_queries + query][j] = sum_of(score) * scaling;
+                        scores[head * num_queries + query][j] = sum_of(multiply_heads(of, key, width)) * scaling;
                     }
                 }
             }
@@ -213,6 +281,9 @@ static inline ALWAYS void attend_span(
             const int64_t last = past < length ? past : length;
             const int64_t from = layer->window && window_start > 0 ? window_start : 0;
             if (from >= last) continue;
+            if (are_many)
+                score_keys(scores[row], qkv + query * qkv_size + head * size, keys + head / shared * size, offset, last,
+                           scaling, width);
             if (layer->softcap > 0) cap_row(scores[row], CHUNK, layer->softcap);
             const float before = best[row], sum = soften(scores[row], from, last, &best[row]);
             const float shrink = before == -INFINITY ? 0.0f : fast_exp(before - best[row]);
@@ -237,13 +308,22 @@ static inline ALWAYS void attend_span(
 
 static void attend_part(const Spans *spans, const Layer *layer, int64_t span, int64_t part,
                         int64_t num_parts, const float *qkv, float *out) {
-    if (spans->first_token[span + 1] - spans->first_token[span] > spans->max_queries) return;
     const int64_t first = part * layer->num_kv_heads / num_parts;
     const int64_t end = (part + 1) * layer->num_kv_heads / num_parts;
-    switch (layer->head_size) {
-        case 64: attend_span(spans, layer, span, first, end, qkv, out, 64 / LANES); break;
-        case 128: attend_span(spans, layer, span, first, end, qkv, out, 128 / LANES); break;
-        default: attend_span(spans, layer, span, first, end, qkv, out, layer->head_size / LANES);
+    if (spans->first_token[span + 1] - spans->first_token[span] <= MAX_FEW) {
+        switch (layer->head_size) {
+            case 64: attend_span(spans, layer, span, first, end, qkv, out, 0, 64 / LANES); break;
+            case 128: attend_span(spans, layer, span, first, end, qkv, out, 0, 128 / LANES); break;
+            default: attend_span(spans, layer, span, first, end, qkv, out, 0, layer->head_size / LANES);
+        }
+        return;
+    }
+    for (int64_t head = first; head < end; head++) {
+        switch (layer->head_size) {
+            case 64: attend_span(spans, layer, span, head, head + 1, qkv, out, 1, 64 / LANES); break;
+            case 128: attend_span(spans, layer, span, head, head + 1, qkv, out, 1, 128 / LANES); break;
+            default: attend_span(spans, layer, span, head, head + 1, qkv, out, 1, layer->head_size / LANES);
+        }
     }
 }
 
@@ -256,13 +336,13 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
     int64_t num_scores = 0;
     for (int64_t span = 0; span < spans->num_spans; span++) {
         const int64_t num_queries = spans->first_token[span + 1] - spans->first_token[span];
-        if (num_queries <= spans->max_queries)
-            num_scores += num_queries * (spans->num_stored[span] + num_queries);
+        num_scores += num_queries * (spans->num_stored[span] + num_queries);
     }
     /* Heads are shared out only where there are fewer spans than threads. */
     int64_t split = (omp_get_max_threads() + spans->num_spans - 1) / spans->num_spans;
     if (split > layer->num_kv_heads) split = layer->num_kv_heads;
-    /* A score and its share of the values take as long as eight times its multiplications in a product. */
+    /* The last parts of a prompt take longest, and come first. A score and its share of the values take as long as
+     * eight times its multiplications in a product. */
     FOR_EACH_UNEVEN(i, spans->num_spans * split, num_scores * layer->num_heads * layer->head_size * 8,
-                    attend_part(spans, layer, i / split, i % split, split, qkv, out));
+                    attend_part(spans, layer, spans->num_spans - 1 - i / split, i % split, split, qkv, out));
 }
