@@ -5,6 +5,7 @@ A, B, C, ... One stream, greedy, exactly ``--max-tokens`` tokens for each prompt
 repeat, then the median of the repeats; texts are compared token by token. llama.cpp joins in when its
 binaries are named (``--llama-cpp-bin build/bin --llama-cpp-src llama.cpp``); see benchmarks/README.md. With
 ``--gguf Q4_0`` both run from one quantised file; ``--prompt-length 512 --max-tokens 1`` compares prompts.
+``--dtype bfloat16``: ours and transformers' arithmetic, with ``--gguf BF16`` llama.cpp's too.
 """
 
 import argparse
@@ -67,6 +68,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--gguf", metavar="TYPE", help="quantise the target to it (Q8_0, Q4_0, Q4_K_M), the draft to Q8_0"
     )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: float32, or a quantised file's own"
+    )
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
     parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
     return parser.parse_args()
@@ -110,16 +114,16 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     if arguments.prepare:
         raise SystemExit(f"Prepared {work}")
     torch.set_num_threads(threads)
-    ours = (
-        foretoken.Foretoken(*map(str, gguf), k, threads, "cpu", "auto")
-        if gguf and arguments.gguf
-        else foretoken.Foretoken(*folders, k, threads, "cpu", "float32")
-    )
+    dtype = arguments.dtype or ("auto" if arguments.gguf else "float32")
+    files = map(str, gguf) if gguf and arguments.gguf else folders
+    ours = foretoken.Foretoken(*files, k, threads, "cpu", dtype)
     prompts = prompt_ids(pair, arguments.num_prompts, arguments.prompt_length)
     variants: dict[str, Callable[[], Run]] = dict(ours.variants(prompts, arguments.max_tokens))
     model: Any | None = None
     if not arguments.no_transformers and not arguments.gguf:
-        peer = transformers_generate.TransformersGenerate.from_folders(*folders, k, "cpu", torch.float32)
+        peer = transformers_generate.TransformersGenerate.from_folders(
+            *folders, k, "cpu", getattr(torch, dtype)
+        )
         model = peer.target
         variants |= peer.variants(prompts, arguments.max_tokens)
     process_ids = []
@@ -175,8 +179,9 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
 
 def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     print_facts(document["machine"])
+    kind = " ".join(filter(None, (arguments.gguf, arguments.dtype))) or "float32"
     print(
-        f"{arguments.target or arguments.pair} pair, {arguments.gguf or 'float32'}, greedy, one stream, "
+        f"{arguments.target or arguments.pair} pair, {kind}, greedy, one stream, "
         f"{arguments.num_speculative_tokens} drafts a round; {arguments.num_prompts} prompts x "
         f"{arguments.max_tokens} tokens a run, medians of {arguments.repeats} interleaved runs"
     )
