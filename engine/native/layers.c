@@ -15,10 +15,22 @@
 /* Keys are fetched this many tokens before they are scored: where a thread reads some of the heads, the processor's
  * own prefetching ends with each token. */
 #define AHEAD 8
-/* Queries that score the keys token by token. */
+/* Queries of a span that score the keys token by token. More do it otherwise, if no compiler can choose another order
+ * of sums for that. */
+#if LANES == 16 || (LANES == 8 && defined(__FMA__))
 #define MAX_FEW 8
+#else
+#define MAX_FEW INT64_MAX
+#endif
 /* A head of 256; head sizes are multiples of 16. */
 #define MAX_WIDTH (256 / LANES)
+/* Statements with WIDTH, the vectors of a head: compiled for the usual head sizes, so that a head stays in registers. */
+#define BY_WIDTH(size, ...) \
+    do { \
+        if ((size) == 64) { const int64_t WIDTH = 64 / LANES; __VA_ARGS__ } \
+        else if ((size) == 128) { const int64_t WIDTH = 128 / LANES; __VA_ARGS__ } \
+        else { const int64_t WIDTH = (size) / LANES; __VA_ARGS__ } \
+    } while (0)
 
 /* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
 static inline ALWAYS float fast_exp(float x) {
@@ -122,7 +134,7 @@ static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t to
     memcpy(layer->values + to * width, qkv + rotated * size, width * sizeof(float));
 }
 
-/* Sums of a score have one order, whatever is computed with it: a compiler would choose one for each loop. */
+/* A score's sums have one order in both loops for it. */
 static inline ALWAYS vec multiply_add(vec a, vec b, vec sum) {
 #if LANES == 16
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -193,18 +205,6 @@ static inline ALWAYS vec sum_each(const vec x[LANES]) {
 #endif
 }
 
-/* Scores of a query and the keys of a chunk's first ``length`` tokens, some more that are there, too. */
-static inline ALWAYS void score_keys(float *scores, const float *query, const float *keys, const int64_t *offset,
-                                     int64_t length, float scaling, const int64_t width) {
-    for (int64_t j = 0; j < length; j += LANES) {
-        vec sums[LANES];
-        UNROLL
-        for (int i = 0; i < LANES; i++)
-            sums[i] = multiply_heads((const vec *)query, (const vec *)(keys + offset[j + i]), width);
-        *(vec *)(scores + j) = sum_each(sums) * scaling;
-    }
-}
-
 /* Scores of one query's chunk to weights, from ``from`` to ``last``, 0 elsewhere. Returns their sum;
  * *best is the highest score so far. */
 static inline ALWAYS float soften(float *score, int64_t from, int64_t last, float *best) {
@@ -222,14 +222,75 @@ static inline ALWAYS float soften(float *score, int64_t from, int64_t last, floa
     return sum;
 }
 
-/* One span's queries against its keys and values, for the kv heads from first_head to end_head, with a
- * running softmax (arXiv 1805.02867). Few queries score as memory likes it: cached tokens are read from end to
- * end, once. With ``are_many`` each query scores a chunk's keys together, which the caches hold by then; to the
- * same bits. Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
-static inline ALWAYS void attend_span(
-    const Spans *spans, const Layer *layer, int64_t span, int64_t first_head, int64_t end_head,
-    const float *qkv, float *out, const int are_many, const int64_t width) {
-    const int64_t size = LANES * width;
+/* Where the keys and values of a chunk's tokens begin: ``known`` of them, the first ``length`` to be looked at. */
+typedef struct {
+    int64_t length, known, offset[CHUNK + AHEAD];
+} Chunk;
+
+/* Scores [heads, queries, CHUNK] of some queries, as memory likes it: tokens are read from end to end, once. */
+static __attribute__((noinline)) void score_tokens(
+    float *scores, const Layer *layer, const Chunk *chunk, const float *queries, const float *keys, const float *values,
+    int64_t num_queries, int64_t kv_heads) {
+    const int64_t size = layer->head_size, shared = layer->num_heads / layer->num_kv_heads, heads = kv_heads * shared;
+    const int64_t qkv_size = (layer->num_heads + 2 * layer->num_kv_heads) * size;
+    BY_WIDTH(size, for (int64_t j = 0; j < chunk->length; j++) {
+        const int64_t at = chunk->offset[j], later = chunk->offset[j + AHEAD < chunk->known ? j + AHEAD : j];
+        for (int64_t i = 0; i < kv_heads * size; i += 16) {
+            __builtin_prefetch(values + at + i);
+            __builtin_prefetch(keys + later + i);
+        }
+        const float *key = keys + at;
+        for (int64_t head = 0; head < heads; key += size)
+            for (int64_t end = head + shared; head < end; head++)
+                for (int64_t query = 0; query < num_queries; query++) {
+                    const float *of = queries + query * qkv_size + head * size;
+                    const vec score = multiply_heads((const vec *)of, (const vec *)key, WIDTH);
+                    scores[(head * num_queries + query) * CHUNK + j] = sum_of(score) * layer->scaling;
+                }
+    });
+}
+
+/* The same scores of one query and the first ``length`` tokens, several together; of some more, too. */
+static __attribute__((noinline)) void score_query(
+    float *scores, const Layer *layer, const Chunk *chunk, const float *query, const float *keys, int64_t length) {
+    BY_WIDTH(layer->head_size, for (int64_t j = 0; j < length; j += LANES) {
+        vec sums[LANES];
+        UNROLL
+        for (int i = 0; i < LANES; i++) {
+            const int64_t number = j + i < length ? j + i : length - 1;
+            sums[i] = multiply_heads((const vec *)query, (const vec *)(keys + chunk->offset[number]), WIDTH);
+        }
+        *(vec *)(scores + j) = sum_each(sums) * layer->scaling;
+    });
+}
+
+/* Adds a chunk's tokens ``from`` to ``last`` to a query's running softmax (arXiv 1805.02867): to its sum of the weights
+ * ``total`` and of the weighted values ``out``, which are as if the highest score so far, ``best``, were 0. */
+static __attribute__((noinline)) void weigh(
+    float *out, float *best, float *total, float *scores, const Layer *layer, const Chunk *chunk, const float *values,
+    int64_t from, int64_t last) {
+    if (layer->softcap > 0) cap_row(scores, CHUNK, layer->softcap);
+    const float before = *best, sum = soften(scores, from, last, best);
+    const float shrink = before == -INFINITY ? 0.0f : fast_exp(before - *best);
+    *total = *total * shrink + sum;
+    BY_WIDTH(layer->head_size, {
+        vec *to = (vec *)out, value[MAX_WIDTH];
+        UNROLL
+        for (int64_t i = 0; i < WIDTH; i++) value[i] = to[i] * shrink;
+        for (int64_t j = from; j < last; j++) {
+            const vec *of = (const vec *)(values + chunk->offset[j]);
+            UNROLL
+            for (int64_t i = 0; i < WIDTH; i++) value[i] += scores[j] * of[i];
+        }
+        UNROLL
+        for (int64_t i = 0; i < WIDTH; i++) to[i] = value[i];
+    });
+}
+
+/* One span's queries against its keys and values, for the kv heads from first_head to end_head. */
+static void attend_span(const Spans *spans, const Layer *layer, int64_t span, int64_t first_head, int64_t end_head,
+                        const float *qkv, float *out) {
+    const int64_t size = layer->head_size;
     const int64_t first = spans->first_token[span], num_queries = spans->first_token[span + 1] - first;
     const int64_t shared = layer->num_heads / layer->num_kv_heads;
     const int64_t heads = (end_head - first_head) * shared, rows = num_queries * heads;
@@ -239,7 +300,6 @@ static inline ALWAYS void attend_span(
     qkv += first * qkv_size + first_head * shared * size;
     out += first * out_size + first_head * shared * size;
     const float *keys = layer->keys + first_head * size, *values = layer->values + first_head * size;
-    const float scaling = layer->scaling;
     float best[rows], total[rows], scores[rows][CHUNK];
     for (int64_t row = 0; row < rows; row++) {
         best[row] = -INFINITY;
@@ -252,52 +312,22 @@ static inline ALWAYS void attend_span(
     if (layer->window && stored + 1 > layer->window)
         begin = (stored + 1 - layer->window) / CHUNK * CHUNK;
     for (; begin < num_keys; begin += CHUNK) {
-        const int64_t length = num_keys - begin < CHUNK ? num_keys - begin : CHUNK;
-        const int64_t known = num_keys - begin < CHUNK + AHEAD ? num_keys - begin : CHUNK + AHEAD;
-        int64_t offset[CHUNK + AHEAD];
-        find_slots(offset, spans, span, begin, known);
-        for (int64_t j = 0; j < known; j++) offset[j] *= kv_size;
-        for (int64_t j = known; j < CHUNK; j++) offset[j] = offset[0]; /* for what is scored together */
-        for (int64_t j = 0; j < (are_many ? 0 : length); j++) {
-            const int64_t at = offset[j], later = offset[j + AHEAD < known ? j + AHEAD : j];
-            for (int64_t i = 0; i < (end_head - first_head) * size; i += 16) {
-                __builtin_prefetch(values + at + i);
-                __builtin_prefetch(keys + later + i);
-            }
-            const float *at_head = keys + at;
-            for (int64_t head = 0; head < heads; at_head += size) {
-                const vec *key = (const vec *)at_head;
-                for (int64_t end = head + shared; head < end; head++) {
-                    for (int64_t query = 0; query < num_queries; query++) {
-                        const vec *of = (const vec *)(qkv + query * qkv_size + head * size);
-                        scores[head * num_queries + query][j] = sum_of(multiply_heads(of, key, width)) * scaling;
-                    }
-                }
-            }
-        }
+        const int64_t left = num_keys - begin;
+        Chunk chunk = { .length = left < CHUNK ? left : CHUNK, .known = left < CHUNK + AHEAD ? left : CHUNK + AHEAD };
+        find_slots(chunk.offset, spans, span, begin, chunk.known);
+        for (int64_t j = 0; j < chunk.known; j++) chunk.offset[j] *= kv_size;
+        if (num_queries <= MAX_FEW)
+            score_tokens(scores[0], layer, &chunk, qkv, keys, values, num_queries, end_head - first_head);
         for (int64_t row = 0; row < rows; row++) {
-            const int64_t head = row / num_queries, query = row % num_queries;
+            const int64_t head = row / num_queries, query = row % num_queries, kv_head = head / shared * size;
             const int64_t past = stored + query + 1 - begin, window_start = past - layer->window;
-            const int64_t last = past < length ? past : length;
+            const int64_t last = past < chunk.length ? past : chunk.length;
             const int64_t from = layer->window && window_start > 0 ? window_start : 0;
             if (from >= last) continue;
-            if (are_many)
-                score_keys(scores[row], qkv + query * qkv_size + head * size, keys + head / shared * size, offset, last,
-                           scaling, width);
-            if (layer->softcap > 0) cap_row(scores[row], CHUNK, layer->softcap);
-            const float before = best[row], sum = soften(scores[row], from, last, &best[row]);
-            const float shrink = before == -INFINITY ? 0.0f : fast_exp(before - best[row]);
-            total[row] = total[row] * shrink + sum;
-            vec *to = (vec *)(out + query * out_size + head * size), value[MAX_WIDTH];
-            UNROLL
-            for (int64_t i = 0; i < width; i++) value[i] = to[i] * shrink;
-            for (int64_t j = from; j < last; j++) {
-                const vec *of = (const vec *)(values + offset[j] + head / shared * size);
-                UNROLL
-                for (int64_t i = 0; i < width; i++) value[i] += scores[row][j] * of[i];
-            }
-            UNROLL
-            for (int64_t i = 0; i < width; i++) to[i] = value[i];
+            if (num_queries > MAX_FEW)
+                score_query(scores[row], layer, &chunk, qkv + query * qkv_size + head * size, keys + kv_head, last);
+            weigh(out + query * out_size + head * size, &best[row], &total[row], scores[row], layer, &chunk,
+                  values + kv_head, from, last);
         }
     }
     for (int64_t row = 0; row < rows; row++) {
@@ -306,25 +336,14 @@ static inline ALWAYS void attend_span(
     }
 }
 
-static void attend_part(const Spans *spans, const Layer *layer, int64_t span, int64_t part,
-                        int64_t num_parts, const float *qkv, float *out) {
+/* A part of the kv heads; of many queries one after the other, as a head's keys and scores stay in the cache then. */
+static void attend_part(const Spans *spans, const Layer *layer, int64_t span, int64_t part, int64_t num_parts,
+                        const float *qkv, float *out) {
     const int64_t first = part * layer->num_kv_heads / num_parts;
     const int64_t end = (part + 1) * layer->num_kv_heads / num_parts;
-    if (spans->first_token[span + 1] - spans->first_token[span] <= MAX_FEW) {
-        switch (layer->head_size) {
-            case 64: attend_span(spans, layer, span, first, end, qkv, out, 0, 64 / LANES); break;
-            case 128: attend_span(spans, layer, span, first, end, qkv, out, 0, 128 / LANES); break;
-            default: attend_span(spans, layer, span, first, end, qkv, out, 0, layer->head_size / LANES);
-        }
-        return;
-    }
-    for (int64_t head = first; head < end; head++) {
-        switch (layer->head_size) {
-            case 64: attend_span(spans, layer, span, head, head + 1, qkv, out, 1, 64 / LANES); break;
-            case 128: attend_span(spans, layer, span, head, head + 1, qkv, out, 1, 128 / LANES); break;
-            default: attend_span(spans, layer, span, head, head + 1, qkv, out, 1, layer->head_size / LANES);
-        }
-    }
+    const int are_many = spans->first_token[span + 1] - spans->first_token[span] > MAX_FEW;
+    const int64_t step = are_many ? 1 : end - first;
+    for (int64_t head = first; head < end; head += step) attend_span(spans, layer, span, head, head + step, qkv, out);
 }
 
 /* Stores the new tokens and attends: qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], whose
