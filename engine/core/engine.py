@@ -30,9 +30,7 @@ class EngineCore:
 
     def step(self) -> list[TokenOutput | Failed]:
         """Tokens of every sequence that took part; an empty list if there is nothing to do."""
-        plan = (
-            self.scheduler.schedule()
-        )  # who takes part, who drafts and how much, for how many rounds at most
+        plan = self.scheduler.schedule()  # who takes part, who drafts, how much and for how many rounds
         if not plan:
             return []
         result = self.runner.run(plan)  # draft, score, verify: one round, or several where they are short

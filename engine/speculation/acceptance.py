@@ -8,8 +8,10 @@ and the expected number of accepted tokens of a draft of ``k`` is the sum of the
 
 from collections.abc import Mapping
 
+from engine.speculation.costs import MAX_LENGTH
+
 # Positions with a rate of their own; later ones share the last.
-POSITIONS = 9
+POSITIONS = MAX_LENGTH + 1
 # Verdicts on a position that its rate remembers, and those that an old rate is worth.
 MEMORY, OLD_VERDICTS = 200, 50.0
 # The first rate starts here, each other one from the position before, a sequence's from its group's. That is

@@ -124,14 +124,21 @@ class RowLookup:
                 table.learn(len(equal), num_accepted)
 
 
+def start_if_it_pays(lookup: RowLookup) -> bool:
+    """Start what is idle if its group's balance allows it; whether it did."""
+    if lookup.group.lookup_balance <= 0:
+        return False
+    _charge(lookup.group, lookup.start())
+    return True
+
+
 def start_some(idle: Iterable[RowLookup], explorer: Explorer, now: float) -> None:
-    """Start what is idle: all of a group that pays, and one now and then to explore."""
+    """At a replan: start all of a group that pays, and one now and then to explore."""
     for lookup in idle:
-        if lookup.retry_at <= len(lookup.sequence.token_ids):
-            if lookup.group.lookup_balance > 0:
-                _charge(lookup.group, lookup.start())
-            elif explorer.next([lookup.source.name], now) is not None:
-                explorer.charge(lookup.source.name, lookup.start(), READ_SHARE, now)
+        if lookup.retry_at > len(lookup.sequence.token_ids) or start_if_it_pays(lookup):
+            continue
+        if explorer.next([lookup.source.name], now) is not None:
+            explorer.charge(lookup.source.name, lookup.start(), READ_SHARE, now)
 
 
 def _charge(group: Group, seconds: float) -> None:

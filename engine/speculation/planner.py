@@ -14,8 +14,8 @@ from engine.core.sequence import Sequence
 from engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
 from engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
 from engine.speculation.explore import Explorer
-from engine.speculation.lookups import RowLookup, Terms, make_terms, read_all, start_some
-from engine.speculation.policy import Group, Plan, Policy
+from engine.speculation.lookups import RowLookup, Terms, make_terms, read_all, start_if_it_pays, start_some
+from engine.speculation.policy import Group, Observed, Plan, Policy
 
 # What a row drafts that drafts nothing: shared, and never changed.
 NO_DRAFT = DraftChoice()
@@ -58,7 +58,8 @@ class SpeculationPlanner:
         self._now = 0.0  # seconds of all steps
         self._groups: dict[str, Group] = {}
         self._rows: dict[Sequence, Row] = {}
-        self._ended: list[Sequence] = []  # since the last choice
+        self._observed: list[Observed] = []  # since the last replan, like those that have ended
+        self._ended: list[Sequence] = []
         self._terms: dict[object, Terms] = {}  # since the last replan
         self._terms_of = 0
         self._round_seconds: dict[tuple[int, int], float] = {}  # of the last one, by rows and tokens to draft
@@ -74,9 +75,6 @@ class SpeculationPlanner:
         return self._num_chosen / max(1, len(self._decoding))
 
     def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
-        for sequence in self._ended:
-            self._rows.pop(sequence, None)
-        self._ended.clear()
         choices = dict.fromkeys(decoding, NO_DRAFT)
         rows = [self._rows.get(sequence) or self._add(sequence) for sequence in decoding if sequence.sources]
         self._decoding, self._chosen, self._num_chosen = decoding, rows, 0
@@ -87,6 +85,10 @@ class SpeculationPlanner:
         num_rows = len(decoding)
         self.costs.stored_per_row = sum([len(sequence.token_ids) for sequence in decoding]) / num_rows
         drafting = [row for row in rows if row.uses_model and not row.fixed_length]
+        if self.policy.is_due((num_rows, len(drafting))):
+            self._learn_all()
+            idle = [lookup for row in rows for lookup in row.lookups if not lookup.is_asked]
+            start_some(idle, self._explorer, self._now)
         plan = self.policy.choose(
             num_rows, [row.group for row in drafting], lambda: [self._num_missing(row) for row in drafting]
         )
@@ -103,14 +105,17 @@ class SpeculationPlanner:
         return choices
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
+        if not (sequence.fixed_draft_length and "draft_model" in sequence.sources):
+            return NO_DRAFT
         row = self._rows.get(sequence) or self._add(sequence)
-        return self._choice(row, row.fixed_length) if row.uses_model and row.fixed_length else NO_DRAFT
+        return self._choice(row, row.fixed_length)
 
     def prefills_draft(self, sequence: Sequence) -> bool:
         return sequence.fixed_draft_length or self.policy.expects_drafts
 
     def forget(self, sequence: Sequence) -> None:
-        self._ended.append(sequence)  # its last verdicts are still to come
+        if sequence in self._rows:
+            self._ended.append(sequence)  # its last verdicts are still to be learned
 
     def _add(self, sequence: Sequence) -> Row:
         temperature = 0.0 if sequence.greedy else sequence.params.temperature
@@ -125,7 +130,9 @@ class SpeculationPlanner:
         for name in sequence.sources:
             if (source := self._sources.get(name)) is not None:
                 always = not source.reads or (length > 0 and len(sequence.sources) == 1)
-                row.lookups.append(RowLookup(sequence, group, source, always, is_asked=always))
+                row.lookups.append(lookup := RowLookup(sequence, group, source, always, is_asked=always))
+                if not always:
+                    start_if_it_pays(lookup)
         return row
 
     def _draft(self, drafting: list[Row], plan: Plan, choices: dict[Sequence, DraftChoice]) -> None:
@@ -154,9 +161,7 @@ class SpeculationPlanner:
         self, rows: list[Row], num_rows: int, plan: Plan, choices: dict[Sequence, DraftChoice]
     ) -> None:
         """Drafts from known text, where they promise more than the draft model's."""
-        lookups = [lookup for row in rows for lookup in row.lookups]
-        start_some([lookup for lookup in lookups if not lookup.is_asked], self._explorer, self._now)
-        asked = [lookup for lookup in lookups if lookup.is_asked]
+        asked = [lookup for row in rows for lookup in row.lookups if lookup.is_asked]
         if self.policy.exploration is not None:
             # Forced tokens are drafted in any case: they are accepted, and no draft of another length is.
             asked = [lookup for lookup in asked if lookup.source.name == "grammar"]
@@ -224,63 +229,67 @@ class SpeculationPlanner:
             if not self.costs.is_calibrated:
                 return 1
             seconds = self.costs.model_seconds(plan.shape)
-        return min(self.policy.rounds_left, int(self.costs.rounds_per_step(seconds)))
+        return min(self.policy.max_rounds, int(self.costs.rounds_per_step(seconds)))
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Verdicts and times are kept and learned at the next replan, all together: between two passes
+        Python is several times slower than in a loop."""
         rounds, rows = result.rounds, plan.rows
         if not self._chosen or not rounds:
             return
-        self._learn(rows, rounds)
         if self._sources:
             self._judge(rows, rounds)
-        self._now += result.seconds
-        round_seconds: list[float] = []
-        if plan.is_decode_only and len(rows) == len(self._decoding):
-            round_seconds = [sum(one.seconds) for one in rounds]
-            self._round_seconds[len(rows), self._num_chosen] = round_seconds[-1]
-            if sum([part.num_catch_up_tokens for part in rows]) > 2 * len(rows):
-                del round_seconds[0]  # more than the token that an accepted draft leaves behind
-        self.policy.observe(
-            len(rounds),
-            sum([sum(map(len, one.emitted)) for one in rounds]),
-            sum([sum(one.num_drafted) for one in rounds]),
-            result.host_seconds,
-            result.seconds,
-            round_seconds,
-            self._shape(rows, rounds),
+        is_timed = plan.is_decode_only and len(rows) == len(self._decoding)
+        if is_timed:
+            self._round_seconds[len(rows), self._num_chosen] = sum(rounds[-1].seconds)
+        assert self.policy.best is not None
+        option = MIXED if self._is_mixed else self.policy.plan.shape.option
+        self._observed.append(
+            Observed(rows, result, is_timed, option, self.policy.best, self.policy.exploration)
         )
+        seconds = result.seconds
+        self._now += seconds
+        self.policy.observe(len(rounds), seconds + result.host_seconds)
 
-    def _shape(self, rows: list[ScheduledSequence], rounds: list[Round]) -> Shape:
-        """Of rounds as they were planned, and with the drafts that were forced in them."""
+    def _learn_all(self) -> None:
+        """What has been observed since the last replan."""
+        for step in self._observed:
+            round_seconds = [sum(one.seconds) for one in step.result.rounds] if step.is_timed else []
+            if sum([part.num_catch_up_tokens for part in step.rows]) > 2 * len(step.rows):
+                del round_seconds[:1]  # more than the token that an accepted draft leaves behind
+            self.policy.learn(step, self._learn(step), round_seconds)
+        self._observed.clear()
+        for sequence in self._ended:
+            self._rows.pop(sequence, None)
+        self._ended.clear()
+
+    def _learn(self, step: Observed) -> Shape:
+        """Verdicts on the draft model; returns the rounds' shape as they were planned, with the drafts that
+        were forced in them. A row that only caught up has drafted nothing, and teaches nothing."""
+        rounds, option = step.result.rounds, step.option
         drafting: list[tuple[int, float]] = []  # tokens of the draft model, and in which share of the rounds
         num_known = 0.0
-        for place, part in enumerate(rows):
-            known = [one.num_drafted[place] for one in rounds if one.source(place, part) != "draft_model"]
-            num_known += sum(known) / len(rounds)
-            drafting.append((part.model_tokens, 1 - len(known) / len(rounds)))
+        verdicts: dict[Group, Counter[tuple[int, int]]] = {}
+        for place, part in enumerate(step.rows):
+            drafts = [(one.num_drafted[place], one.num_accepted[place]) for one in rounds]
+            by_model = drafts if part.source == "draft_model" else []
+            if rounds[0].sources is not None:
+                by_model = [
+                    draft
+                    for draft, one in zip(drafts, rounds, strict=True)
+                    if one.source(place, part) == "draft_model"
+                ]
+            if len(by_model) < len(drafts):
+                known = sum([num for num, _ in drafts]) - sum([num for num, _ in by_model])
+                num_known += known / len(rounds)
+            drafting.append((part.model_tokens, len(by_model) / len(rounds)))
+            if part.model_tokens and (row := self._rows.get(part.sequence)) is not None:
+                verdicts.setdefault(row.group, Counter()).update(by_model)
+        for group, counts in verdicts.items():
+            group.acceptance.learn_all(counts)
         longest = max([length for length, _ in drafting])
         sizes = [sum([share for length, share in drafting if length > i]) for i in range(longest)]
-        option = MIXED if self._is_mixed or num_known else self.policy.plan.shape.option
-        return Shape(len(rows), option, sum(sizes) + num_known, tuple(sizes))
-
-    def _learn(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
-        """Verdicts on the draft model. A row that only caught up has drafted nothing, and teaches nothing."""
-        places: dict[Group, list[int]] = {}
-        for place, part in enumerate(rows):
-            if part.model_tokens and part.sequence in self._rows:
-                places.setdefault(self._rows[part.sequence].group, []).append(place)
-        for group, members in places.items():
-            verdicts: Counter[tuple[int, int]] = Counter()
-            for one in rounds:
-                drafted, accepted = one.num_drafted, one.num_accepted
-                verdicts.update(
-                    [
-                        (drafted[place], accepted[place])
-                        for place in members
-                        if one.source(place, rows[place]) == "draft_model"
-                    ]
-                )
-            group.acceptance.learn_all(verdicts)
+        return Shape(len(step.rows), MIXED if num_known else option, sum(sizes) + num_known, tuple(sizes))
 
     def _judge(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
         """Verdicts on what look-ups have offered."""
@@ -291,6 +300,7 @@ class SpeculationPlanner:
                     lookup.judge([token_id for one in rounds for token_id in one.emitted[place]])
 
     def state(self) -> dict[str, object]:
+        self._learn_all()
         sources = {f"draft_model, {group.name}": group.acceptance for group in self._groups.values()}
         for group in self._groups.values():
             for (source, strength), acceptance in sorted(group.lookups.items()):

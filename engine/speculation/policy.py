@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from engine.core.step import ScheduledSequence, StepResult
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
 from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 
-# Seconds between replans; at first, and after a large change, they come after 4, 8, 16, ... rounds.
-REPLAN_SECONDS, FIRST_ROUNDS = 0.2, 4
+# Seconds between replans, and rounds of an exploration: a single one is timed to a tenth only, and the first
+# of a step finds cold caches. At first, and after a large change, replans come after 4, 8, 16, ... rounds.
+REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
 # Factors that drafting must gain over the rate of none, since prompts beside it and a busy front end cost it
 # more than rounds show, and another length over that of the active one.
 DRAFT_GAIN, CHANGE_GAIN = 1.06, 1.01
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
 CATCH_UP_ROUNDS = 64
-# Rounds of an exploration: a single one is timed to a tenth only, and the first of a step finds cold caches.
-EXPLORED_ROUNDS = 4
 # Decay per step of the sums behind the reported rates.
 REPORT_DECAY = 0.98
 # The option that is explored while drafting is off: whether drafting pays again, with whatever length.
@@ -79,6 +79,18 @@ class Exploration:
     seconds: float = 0.0
 
 
+class Observed(NamedTuple):
+    """A step that is still to be learned from. ``is_timed``: its rounds tell what rounds of its rows cost.
+    ``option``, ``best`` and ``exploration`` as they were."""
+
+    rows: list[ScheduledSequence]
+    result: StepResult
+    is_timed: bool
+    option: int
+    best: Best
+    exploration: Exploration | None
+
+
 class Policy:
     """Deterministic: the same past gives the same plans."""
 
@@ -91,8 +103,8 @@ class Policy:
         self._best_by_rows: dict[tuple[int, int], Best] = {}
         self._now = 0.0  # seconds of all steps
         self._num_rounds, self._seconds = 0, 0.0  # since the last replan
-        self._interval = FIRST_ROUNDS  # rounds until the next one
-        self._is_due = self._repeats = False
+        self._interval = FEW_ROUNDS  # rounds until the next one
+        self._repeats = False
         # Emitted tokens and their seconds, those of plain rounds instead, rows, and drafted tokens.
         self._report = [0.0] * 6
 
@@ -100,9 +112,9 @@ class Policy:
         """For a step of ``num_rows``. The draft model may draft for one row of each of the ``groups``;
         ``missing`` counts the tokens that its cache misses of them, the pending ones apart."""
         key = num_rows, len(groups)
-        if self.exploration is not None and self.exploration.key != key:
-            self._settle(self.exploration)
-        if self.exploration is None and self._replan_is_due():
+        if self.is_due(key):
+            if self.exploration is not None:
+                self._settle(self.exploration)
             self._replan(key, groups, missing)
         best = self._best_by_rows.get(key)
         if best is None:
@@ -121,23 +133,21 @@ class Policy:
         return self.best.active if self.exploration is None else self.exploration.plan
 
     @property
-    def rounds_left(self) -> int:
-        """Rounds for which the plan stands."""
-        if self.exploration is not None:
-            return self.exploration.rounds_left
-        left = self._interval - self._num_rounds
-        if self._num_rounds >= FIRST_ROUNDS:
-            left = min(left, int((REPLAN_SECONDS / self._seconds - 1) * self._num_rounds) + 1)
-        return max(1, min(left, MAX_ROUNDS))
+    def max_rounds(self) -> int:
+        """Rounds for which the plan stands. Replans may come some rounds late, explorations end in time."""
+        return MAX_ROUNDS if self.exploration is None else self.exploration.rounds_left
 
     @property
     def expects_drafts(self) -> bool:
         """Whether the draft model should compute prompts along with the target."""
         return self.best is None or self.best.active.length > 0
 
-    def _replan_is_due(self) -> bool:
-        is_late = self._num_rounds >= FIRST_ROUNDS and self._seconds >= REPLAN_SECONDS
-        return self._is_due or is_late or self._num_rounds >= self._interval
+    def is_due(self, key: tuple[int, int]) -> bool:
+        """Whether ``choose`` replans for this number of rows and of those that may draft."""
+        if self.exploration is not None:
+            return self.exploration.rounds_left <= 0 or self.exploration.key != key
+        is_late = self._num_rounds >= FEW_ROUNDS and self._seconds >= REPLAN_SECONDS
+        return is_late or self._num_rounds >= self._interval
 
     def _replan(
         self, key: tuple[int, int], groups: Sequence[Group], missing: Callable[[], list[int]]
@@ -146,8 +156,8 @@ class Policy:
         self._best_by_rows.clear()
         self.best = best = self._best_by_rows[key] = self._find_best(key[0], Counter(groups), missing)
         is_large = abs(best.active.length - before) > 1 or (best.active.length == 0) != (before == 0)
-        self._interval = FIRST_ROUNDS if is_large else 2 * self._interval
-        self._num_rounds, self._seconds, self._is_due = 0, 0.0, False
+        self._interval = FEW_ROUNDS if is_large else 2 * self._interval
+        self._num_rounds, self._seconds = 0, 0.0
         self.num_replans += 1
         if groups:
             self.exploration = self._explore(key, best, missing)
@@ -190,10 +200,8 @@ class Policy:
         if place is None:
             return None
         if length:
-            return Exploration(
-                key, names[place], self.fixed(key[0], best.groups, options[place]), EXPLORED_ROUNDS
-            )
-        return Exploration(key, names[place], self._scouts(best, missing()), EXPLORED_ROUNDS)
+            return Exploration(key, names[place], self.fixed(key[0], best.groups, options[place]), FEW_ROUNDS)
+        return Exploration(key, names[place], self._scouts(best, missing()), FEW_ROUNDS)
 
     def _scouts(self, best: Best, missing: list[int]) -> Plan:
         """The best drafting length while drafting is off, for the rows whose caches are up to date within
@@ -211,47 +219,37 @@ class Policy:
         scouts = None if num_scouts == len(places) else frozenset(places[:num_scouts])
         return self.fixed(num_rows, best.groups, length, num_scouts)._replace(scouts=scouts)
 
-    def observe(
-        self,
-        num_rounds: int,
-        num_tokens: int,
-        num_drafted: int,
-        host_seconds: float,
-        model_seconds: float,
-        round_seconds: list[float],
-        shape: Shape,
-    ) -> None:
-        """A step has emitted ``num_tokens``. ``round_seconds``: of the rounds that say something about rounds
-        of this ``shape``."""
-        best, exploration = self.best, self.exploration
-        if best is None:
-            return
-        seconds = host_seconds + model_seconds
+    def observe(self, num_rounds: int, seconds: float) -> None:
+        """A step of the plan has run."""
         self._now += seconds
         self._num_rounds += num_rounds
         self._seconds += seconds
+        if self.exploration is not None:
+            self.exploration.rounds_left -= num_rounds
+
+    def learn(self, step: Observed, shape: Shape, round_seconds: list[float]) -> None:
+        """From a step since the last replan, before the next one. ``round_seconds``: of its rounds that say
+        something about rounds of this ``shape``."""
+        rounds, host_seconds = step.result.rounds, step.result.host_seconds
+        seconds = step.result.seconds + host_seconds
+        num_tokens = sum([sum(map(len, one.emitted)) for one in rounds])
         if round_seconds:
             # The first of several rounds finds the caches full of what the host did: that is overhead, too.
             usual = median(round_seconds[1:] or round_seconds)
             overhead = host_seconds + max(0.0, round_seconds[0] - usual)
             self.costs.observe_overhead(shape.num_rows, overhead)
             self.costs.observe(shape, usual)
-            self._count(best, num_rounds, num_tokens, num_drafted, seconds, usual)
-        if exploration is None:
-            return
-        exploration.num_rounds += num_rounds
-        exploration.num_tokens += num_tokens
-        exploration.seconds += seconds
-        exploration.rounds_left -= num_rounds
-        if exploration.rounds_left <= 0:
-            self._settle(exploration)
+            self._count(step, num_tokens, seconds, usual)
+        if (exploration := step.exploration) is not None:
+            exploration.num_rounds += len(rounds)
+            exploration.num_tokens += num_tokens
+            exploration.seconds += seconds
 
-    def _count(
-        self, best: Best, num_rounds: int, num_tokens: int, num_drafted: int, seconds: float, took: float
-    ) -> None:
+    def _count(self, step: Observed, num_tokens: int, seconds: float, took: float) -> None:
         """For the report. A plain round in place of one that drafted has the same share of overhead, if they
         share steps of a given time, else the same overhead."""
-        shape = best.plain.shape
+        shape, num_rounds = step.best.plain.shape, len(step.result.rounds)
+        num_drafted = sum([sum(one.num_drafted) for one in step.result.rounds])
         plain = self.costs.model_seconds(shape)
         overhead = max(0.0, seconds / num_rounds - took)
         if self.costs.rounds_per_step(plain) > 1:
@@ -266,7 +264,7 @@ class Policy:
     def _settle(self, exploration: Exploration) -> None:
         """An exploration has ended: learn its costs, and charge what it lost."""
         best, plan, num_rounds = self.best, exploration.plan, exploration.num_rounds
-        self.exploration, self._is_due, self._repeats = None, True, False
+        self.exploration, self._repeats = None, False
         if best is None or num_rounds == 0:
             return
         rate = best.active.tokens / self.costs.seconds(best.active.shape)

@@ -295,6 +295,17 @@ def test_estimates_of_what_does_not_run_do_not_drift() -> None:
 
 def test_sources_without_a_model_of_theirs_cost_nothing() -> None:
     planner = auto(PACKED)
-    simulation = Simulation(PACKED, planner, always(0.5), lambda _: 3, sources=()).run(num_rounds=50)
+    simulation = Simulation(PACKED, planner, always(0.5), lambda _: 3, sources=(), num_tokens=10)
+    simulation.run(num_rounds=50)
     assert simulation.mean_length() == 0
     assert planner.state()["on"] is None
+    assert not planner._rows
+    assert not planner._ended
+
+
+def test_sequences_that_have_ended_are_forgotten() -> None:
+    planner = auto(SMALL)
+    simulation = Simulation(SMALL, planner, always(0.5), lambda _: 2, num_tokens=10).run(num_rounds=2000)
+    assert simulation.num_started > 100
+    assert len(planner._rows) < 50
+    assert len(planner._observed) < 100
