@@ -15,12 +15,13 @@
 /* Keys are fetched this many tokens before they are scored: where a thread reads some of the heads, the processor's
  * own prefetching ends with each token. */
 #define AHEAD 8
-/* Queries of a span that score the keys token by token. More do it otherwise, if no compiler can choose another order
- * of sums for that. */
-#if LANES == 16 || (LANES == 8 && defined(__FMA__))
+/* Queries of a span that score the keys token by token. More do it otherwise where instructions name the sums, so that
+ * no compiler chooses another order for them. */
 #define MAX_FEW 8
+#if LANES >= 8 && defined(__FMA__)
+#define ARE_FUSED 1
 #else
-#define MAX_FEW INT64_MAX
+#define ARE_FUSED 0
 #endif
 /* A head of 256; head sizes are multiples of 16. */
 #define MAX_WIDTH (256 / LANES)
@@ -138,7 +139,7 @@ static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t to
 static inline ALWAYS vec multiply_add(vec a, vec b, vec sum) {
 #if LANES == 16
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
-#elif LANES == 8 && defined(__FMA__)
+#elif ARE_FUSED
     return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
     return a * b + sum;
@@ -172,38 +173,29 @@ static inline ALWAYS float sum_of(vec x) {
     return q[0] + q[1];
 }
 
-/* sum_of each of LANES vectors, in fewer steps. */
+#if ARE_FUSED
+/* sum_of each of LANES vectors in fewer steps: quarters first, of those LANES / 4 whose numbers differ by multiples of
+ * four, then within quarters. */
 #if LANES == 16
-#define ADD_QUADS(a, b, low, high) \
-    ((vec)_mm512_shuffle_f32x4((__m512)(a), (__m512)(b), low) + (vec)_mm512_shuffle_f32x4((__m512)(a), (__m512)(b), high))
-#define ADD_LANES(a, b, low, high) \
-    ((vec)_mm512_shuffle_ps((__m512)(a), (__m512)(b), low) + (vec)_mm512_shuffle_ps((__m512)(a), (__m512)(b), high))
-#elif LANES == 8
-#define ADD_QUADS(a, b, low, high) \
-    ((vec)_mm256_permute2f128_ps((__m256)(a), (__m256)(b), low) + (vec)_mm256_permute2f128_ps((__m256)(a), (__m256)(b), high))
-#define ADD_LANES(a, b, low, high) \
-    ((vec)_mm256_shuffle_ps((__m256)(a), (__m256)(b), low) + (vec)_mm256_shuffle_ps((__m256)(a), (__m256)(b), high))
-#endif
-static inline ALWAYS vec sum_each(const vec x[LANES]) {
-#if LANES >= 8
-    vec quads[4];
-    UNROLL
-    for (int i = 0; i < 4; i++) {
-#if LANES == 16
-        const vec first = ADD_QUADS(x[i], x[4 + i], 0x44, 0xee), second = ADD_QUADS(x[8 + i], x[12 + i], 0x44, 0xee);
-        quads[i] = ADD_QUADS(first, second, 0x88, 0xdd);
-#else
-        quads[i] = ADD_QUADS(x[i], x[4 + i], 0x20, 0x31);
-#endif
-    }
-    const vec first = ADD_LANES(quads[0], quads[1], 0x44, 0xee), second = ADD_LANES(quads[2], quads[3], 0x44, 0xee);
-    return ADD_LANES(first, second, 0x88, 0xdd);
-#else
-    vec sums;
-    for (int i = 0; i < LANES; i++) sums[i] = sum_of(x[i]);
-    return sums;
-#endif
+#define ADD(kind, a, b, low, high) \
+    ((vec)_mm512_shuffle_##kind((__m512)(a), (__m512)(b), low) + (vec)_mm512_shuffle_##kind((__m512)(a), (__m512)(b), high))
+static inline ALWAYS vec sum_quarters(const vec x[LANES / 4]) {
+    const vec first = ADD(f32x4, x[0], x[1], 0x44, 0xee), second = ADD(f32x4, x[2], x[3], 0x44, 0xee);
+    return ADD(f32x4, first, second, 0x88, 0xdd);
 }
+#else
+#define ADD(kind, a, b, low, high) \
+    ((vec)_mm256_shuffle_##kind((__m256)(a), (__m256)(b), low) + (vec)_mm256_shuffle_##kind((__m256)(a), (__m256)(b), high))
+static inline ALWAYS vec sum_quarters(const vec x[LANES / 4]) {
+    return (vec)_mm256_permute2f128_ps((__m256)x[0], (__m256)x[1], 0x20)
+         + (vec)_mm256_permute2f128_ps((__m256)x[0], (__m256)x[1], 0x31);
+}
+#endif
+static inline ALWAYS vec sum_within(const vec x[4]) {
+    const vec first = ADD(ps, x[0], x[1], 0x44, 0xee), second = ADD(ps, x[2], x[3], 0x44, 0xee);
+    return ADD(ps, first, second, 0x88, 0xdd);
+}
+#endif
 
 /* Scores of one query's chunk to weights, from ``from`` to ``last``, 0 elsewhere. Returns their sum;
  * *best is the highest score so far. */
@@ -250,19 +242,27 @@ static __attribute__((noinline)) void score_tokens(
     });
 }
 
-/* The same scores of one query and the first ``length`` tokens, several together; of some more, too. */
+#if ARE_FUSED
+/* The same scores of one query and the first ``length`` tokens, LANES at a time; of some more, too. */
 static __attribute__((noinline)) void score_query(
     float *scores, const Layer *layer, const Chunk *chunk, const float *query, const float *keys, int64_t length) {
+    const vec *of = (const vec *)query;
     BY_WIDTH(layer->head_size, for (int64_t j = 0; j < length; j += LANES) {
-        vec sums[LANES];
+        vec quads[4];
         UNROLL
-        for (int i = 0; i < LANES; i++) {
-            const int64_t number = j + i < length ? j + i : length - 1;
-            sums[i] = multiply_heads((const vec *)query, (const vec *)(keys + chunk->offset[number]), WIDTH);
+        for (int i = 0; i < 4; i++) {
+            vec products[LANES / 4];
+            UNROLL
+            for (int quarter = 0; quarter < LANES / 4; quarter++) {
+                const int64_t number = j + 4 * quarter + i, at = chunk->offset[number < length ? number : length - 1];
+                products[quarter] = multiply_heads(of, (const vec *)(keys + at), WIDTH);
+            }
+            quads[i] = sum_quarters(products);
         }
-        *(vec *)(scores + j) = sum_each(sums) * layer->scaling;
+        *(vec *)(scores + j) = sum_within(quads) * layer->scaling;
     });
 }
+#endif
 
 /* Adds a chunk's tokens ``from`` to ``last`` to a query's running softmax (arXiv 1805.02867): to its sum of the weights
  * ``total`` and of the weighted values ``out``, which are as if the highest score so far, ``best``, were 0. */
@@ -289,7 +289,7 @@ static __attribute__((noinline)) void weigh(
 
 /* One span's queries against its keys and values, for the kv heads from first_head to end_head. */
 static void attend_span(const Spans *spans, const Layer *layer, int64_t span, int64_t first_head, int64_t end_head,
-                        const float *qkv, float *out) {
+                        const float *qkv, float *out, int are_many) {
     const int64_t size = layer->head_size;
     const int64_t first = spans->first_token[span], num_queries = spans->first_token[span + 1] - first;
     const int64_t shared = layer->num_heads / layer->num_kv_heads;
@@ -316,7 +316,7 @@ static void attend_span(const Spans *spans, const Layer *layer, int64_t span, in
         Chunk chunk = { .length = left < CHUNK ? left : CHUNK, .known = left < CHUNK + AHEAD ? left : CHUNK + AHEAD };
         find_slots(chunk.offset, spans, span, begin, chunk.known);
         for (int64_t j = 0; j < chunk.known; j++) chunk.offset[j] *= kv_size;
-        if (num_queries <= MAX_FEW)
+        if (!are_many)
             score_tokens(scores[0], layer, &chunk, qkv, keys, values, num_queries, end_head - first_head);
         for (int64_t row = 0; row < rows; row++) {
             const int64_t head = row / num_queries, query = row % num_queries, kv_head = head / shared * size;
@@ -324,8 +324,10 @@ static void attend_span(const Spans *spans, const Layer *layer, int64_t span, in
             const int64_t last = past < chunk.length ? past : chunk.length;
             const int64_t from = layer->window && window_start > 0 ? window_start : 0;
             if (from >= last) continue;
-            if (num_queries > MAX_FEW)
+#if ARE_FUSED
+            if (are_many)
                 score_query(scores[row], layer, &chunk, qkv + query * qkv_size + head * size, keys + kv_head, last);
+#endif
             weigh(out + query * out_size + head * size, &best[row], &total[row], scores[row], layer, &chunk,
                   values + kv_head, from, last);
         }
@@ -341,9 +343,10 @@ static void attend_part(const Spans *spans, const Layer *layer, int64_t span, in
                         const float *qkv, float *out) {
     const int64_t first = part * layer->num_kv_heads / num_parts;
     const int64_t end = (part + 1) * layer->num_kv_heads / num_parts;
-    const int are_many = spans->first_token[span + 1] - spans->first_token[span] > MAX_FEW;
+    const int are_many = ARE_FUSED && spans->first_token[span + 1] - spans->first_token[span] > MAX_FEW;
     const int64_t step = are_many ? 1 : end - first;
-    for (int64_t head = first; head < end; head += step) attend_span(spans, layer, span, head, head + step, qkv, out);
+    for (int64_t head = first; head < end; head += step)
+        attend_span(spans, layer, span, head, head + step, qkv, out, are_many);
 }
 
 /* Stores the new tokens and attends: qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], whose

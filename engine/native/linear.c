@@ -26,11 +26,7 @@
  * compiler would spread it once for several, by an instruction that takes the place of a multiplication;
  * unless it does not know that the factors are the same. Then it would rather read the weights from memory. */
 #if LANES == 16
-#ifdef VARIANT_B
-#define UNKNOWN(weight, factors)
-#else
 #define UNKNOWN(weight, factors) __asm__ volatile("" : "+v"(weight), "+r"(factors))
-#endif
 #else
 #define UNKNOWN(weight, factors)
 #endif
@@ -80,13 +76,8 @@ int64_t multiplies_bfloat16(void) { return HAS_BFLOAT16; }
 static inline ALWAYS vec add_products(vec sum, vec weight, const float *factor, const int type) {
 #if HAS_BFLOAT16
     if (type == BFLOAT16) {
-#ifdef VARIANT_B
-        int pair; memcpy(&pair, factor, 4);
-        return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)weight, (__m512bh)_mm512_set1_epi32(pair));
-#else
         __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weight), "m"(*factor));
         return sum;
-#endif
     }
 #endif
     (void)type;
