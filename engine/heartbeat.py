@@ -10,14 +10,9 @@ from contextlib import suppress
 
 import zmq
 
-from engine.messages import Heartbeat, encode
+from engine.messages import Heartbeat, encode, heartbeat_address
 
 INTERVAL_SECONDS = 1.0
-
-
-def heartbeat_address(address: str) -> str:
-    """Where heartbeats go, beside the socket at ``address``."""
-    return f"{address}-heartbeat"
 
 
 class Heartbeats:

@@ -265,6 +265,11 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float
 
 
+def heartbeat_address(address: str) -> str:
+    """Where heartbeats go, beside the socket at ``address``."""
+    return f"{address}-heartbeat"
+
+
 ToWorker = Generate | Abort | Shutdown
 FromWorker = Ready | StepOutput | SpeculationState | Failed | Heartbeat
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic_settings import CliApp
 
 from loadtest.client import BenchmarkError, Endpoint
 from loadtest.counters import DraftCounters, read_counters
@@ -181,8 +180,7 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
         axes.tick_params("x", rotation=30)
 
 
-def main(argv: list[str]) -> int:
-    options = CliApp.run(BenchOptions, cli_args=argv)
+def main(options: BenchOptions) -> int:
     try:
         result = asyncio.run(run(options))
     except BenchmarkError as error:

@@ -4,17 +4,15 @@
 this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from prometheus_client import disable_created_metrics
-from pydantic import BaseModel, ValidationError
-from pydantic_settings import SettingsError
+from pydantic_settings import BaseSettings
 
-from engine.config import EngineConfig
 from server.client.worker_pool import WorkerFailedError
-from server.config import ConfigError, check_flags, describe, load_settings, with_config_file, wrong_usage
+from server.config import ConfigError, load_settings, read_options
 from server.help import command_help, serve_help
 from server.launch import StartError, launch
 from server.logs import configure_logging
@@ -111,24 +109,17 @@ def serve(flags: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def in_terminal(
-    name: str, run: Callable[[list[str]], int], options: type[BaseModel], flags: Sequence[str]
-) -> int:
-    """A command with options of its own; one that runs the engine here takes a YAML file's, too."""
+def in_terminal(name: str, run: Callable[[Any], int], kind: type[BaseSettings], flags: Sequence[str]) -> int:
+    """A command with options of its own."""
     if {"--help", "-h"} & set(flags):
-        print(command_help(name, options), end="")
+        print(command_help(name, kind), end="")
         return OK
     try:
-        others = with_config_file(flags, os.environ) if issubclass(options, EngineConfig) else list(flags)
-        check_flags(others, options)
-        return run(others)
+        options = read_options(kind, flags)
     except ConfigError as error:
         _complain(f"foretoken {name}", str(error))
-    except ValidationError as error:
-        _complain(f"foretoken {name}", describe(error))
-    except SettingsError as error:
-        _complain(f"foretoken {name}", wrong_usage(error))
-    return WRONG_USAGE
+        return WRONG_USAGE
+    return run(options)
 
 
 def bench(flags: Sequence[str]) -> int:

@@ -5,15 +5,15 @@ Every failure is a ``ConfigError`` that names the setting at fault. Called by ``
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import SettingsError
+from pydantic_settings import BaseSettings, SettingsError
 
 from engine.config import EngineConfig
 from server.settings import ENV_PREFIX, Settings
@@ -23,49 +23,45 @@ class ConfigError(Exception):
     """The configuration cannot be used; the message is meant for the person who wrote it."""
 
 
-def load_settings(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Merge all sources, or raise ``ConfigError`` with a message that names the setting at fault."""
-    environ = os.environ if environ is None else environ
-    flags = _spell_out(flags)
-    check_flags(flags)
-    check_environment(environ)
-    path = _config_path(flags, environ)
-    yaml_values = read_yaml(path) if path else {}
+S = TypeVar("S", bound=BaseSettings)
+
+
+def load_settings(flags: Sequence[str]) -> Settings:
+    """Those of ``foretoken serve``, with usual short forms: the target first and without a flag, and
+    ``--api-key`` for one key."""
+    spelled = ["--target", *flags] if flags and not flags[0].startswith("-") else flags
+    return read_options(
+        Settings,
+        [
+            f"--api-keys{flag.removeprefix('--api-key')}" if flag.partition("=")[0] == "--api-key" else flag
+            for flag in spelled
+        ],
+    )
+
+
+def read_options(kind: type[S], flags: Sequence[str]) -> S:
+    """A command's options: from its flags, and those of the engine and the server from the environment and a
+    file, too. ``ConfigError`` with a message that names the option at fault."""
+    values: dict[str, Any] = {}
+    if issubclass(kind, EngineConfig):
+        check_environment(os.environ, kind)
+        flags, path = _take_config(flags, os.environ)
+        given = {name.upper() for name in os.environ}
+        values = {
+            name: value
+            for name, value in (read_yaml(path) if path else {}).items()
+            if name in kind.model_fields and f"{ENV_PREFIX}{name.upper()}" not in given
+        }
+    check_flags(flags, kind)
     try:
-        return Settings(_cli_parse_args=list(flags), _cli_exit_on_error=False, **yaml_values)
+        return kind(_cli_parse_args=list(flags), _cli_exit_on_error=False, **values)
     except ValidationError as error:
         raise ConfigError(describe(error)) from None
     except SettingsError as error:
         raise ConfigError(wrong_usage(error)) from None
 
 
-def _spell_out(flags: Sequence[str]) -> list[str]:
-    """Usual short forms: the target first and without a flag, and ``--api-key`` for one key."""
-    spelled = ["--target", *flags] if flags and not flags[0].startswith("-") else list(flags)
-    return [
-        f"--api-keys{flag.removeprefix('--api-key')}" if flag.partition("=")[0] == "--api-key" else flag
-        for flag in spelled
-    ]
-
-
-def with_config_file(flags: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """For commands that have the engine's settings only: put those of the file of ``--config`` into the
-    environment, where flags win over them, and return the other flags."""
-    path = _config_path(flags, environ)
-    if path is None:
-        return list(flags)
-    for name, value in read_yaml(path).items():
-        if name in EngineConfig.model_fields and value is not None:
-            environ.setdefault(f"{ENV_PREFIX}{name.upper()}", str(value))
-    others = list(flags)
-    for position, flag in enumerate(flags):
-        if flag.partition("=")[0] == "--config":
-            del others[position : position + (1 if "=" in flag else 2)]
-            break
-    return others
-
-
-def check_flags(flags: Sequence[str], kind: type[BaseModel] = Settings) -> None:
+def check_flags(flags: Sequence[str], kind: type[BaseModel]) -> None:
     """Refuse unknown flags by name before argparse does so with a list of all of them."""
     options = [(name, field) for name, field in kind.model_fields.items() if not field.is_required()]
     fields = {flag_name(name, field): field for name, field in options}
@@ -82,9 +78,9 @@ def flag_name(name: str, field: FieldInfo) -> str:
     return (alias if isinstance(alias, str) else name).replace("_", "-")
 
 
-def check_environment(environ: Mapping[str, str]) -> None:
+def check_environment(environ: Mapping[str, str], kind: type[BaseModel]) -> None:
     """Refuse variables that are nearly settings. Others may be: Kubernetes makes some of a service's name."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in (*Settings.model_fields, *kind.model_fields)}
     for name in environ:
         shown = name.upper()
         if shown.startswith(ENV_PREFIX) and shown not in known:
@@ -116,18 +112,18 @@ def unknown_key(kind: str, name: str, known: Iterable[str]) -> str:
     return f"Unknown {kind} {name}." + (f" Did you mean {nearest[0]}?" if nearest else "")
 
 
-def _config_path(flags: Sequence[str], environ: Mapping[str, str]) -> Path | None:
-    """The file must be read before the flags can be merged with it, so find its flag by hand."""
+def _take_config(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], Path | None]:
+    """The other flags, and the file, which must be read before the flags can be merged with it."""
     for position, flag in enumerate(flags):
         name, equals, value = flag.partition("=")
         if name == "--config":
-            following = flags[position + 1] if position + 1 < len(flags) else None
-            path = value if equals else following
+            end = position + (1 if equals else 2)
+            path = value if equals else "".join(flags[position + 1 : end])
             if not path:
                 raise ConfigError("--config needs the path of a YAML file.")
-            return Path(path)
-    path = environ.get(f"{ENV_PREFIX}CONFIG")
-    return Path(path) if path else None
+            return [*flags[:position], *flags[end:]], Path(path)
+    path = environ.get(f"{ENV_PREFIX}CONFIG", "")
+    return list(flags), Path(path) if path else None
 
 
 def wrong_usage(error: SettingsError) -> str:

@@ -6,6 +6,7 @@ The one place where engine client, app and uvicorn meet. Called by ``server.cli`
 import asyncio
 import gc
 import os
+import resource
 import signal
 import socket
 import ssl
@@ -39,6 +40,9 @@ DRAFTERS = {
 }
 
 
+# Each connection is one. Shells and containers often allow 1,024 unless a process asks for more.
+MAX_DESCRIPTORS = 65536
+
 # How many threads torch uses unless num_threads says so.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
@@ -55,6 +59,7 @@ def launch(settings: Settings) -> int:
     check_models(settings)
     check_tls(settings)
     sweep()
+    raise_descriptor_limit()
     with _listen(settings) as listener:
         app = make_app(settings)
         config = uvicorn.Config(
@@ -126,10 +131,17 @@ def check_tls(settings: Settings) -> None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
-    except OSError as error:  # of which SSLError is one
+    except OSError as error:  # SSLError included
         files = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
         reason = error.strerror or error
         raise StartError(f"Cannot use ssl_certfile and ssl_keyfile ({files}): {reason}.") from error
+
+
+def raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def _listen(settings: Settings) -> socket.socket:

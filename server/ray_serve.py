@@ -4,7 +4,7 @@
     serve run server.ray_serve:app target=./my-model draft=./my-small-model
 
 Each replica is the application of ``foretoken serve`` with workers of its own. Ray's proxies are the server:
-they listen, spread requests, and let a replica finish what it has before it is taken away.
+they listen, distribute requests, and let a replica finish its requests before it is removed.
 """
 
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from server.launch import check_models, make_app
 from server.logs import configure_logging
 from server.settings import Settings
 
-# Settings of what Ray does instead.
+# Settings of tasks that Ray takes over.
 OF_THE_PROXY = {"config", "host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile", "drain_timeout"}
 
 
@@ -50,7 +50,7 @@ def deployment(args: dict[str, Any]) -> serve.Deployment:
 
 
 def make_replica(settings: Settings) -> FastAPI:
-    """The application, whose start-up takes until it can serve."""
+    """The application; its start-up ends when a worker is ready."""
     configure_logging(settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]
     check_models(settings)

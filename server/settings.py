@@ -19,7 +19,6 @@ from pydantic import (
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
@@ -39,7 +38,7 @@ def _split_commas(value: object) -> object:
 
 
 def _check_keys(keys: list[SecretStr]) -> list[SecretStr]:
-    """An empty key would let everybody in, and headers hold ASCII only."""
+    """An empty key would let every client in, and headers hold ASCII only."""
     for key in keys:
         secret = key.get_secret_value()
         if not secret:
@@ -166,7 +165,10 @@ class RequestSettings(BaseModel):
         description="Characters of the schema or grammar of a structured output; more get 400.",
     )
     grammar_timeout: float = Field(
-        5, gt=0, description="Seconds that reading it may take; a slower one gets 400."
+        1, gt=0, description="Seconds of CPU that compiling it may take; a slower one gets 400."
+    )
+    grammar_memory: ByteSize = Field(
+        ByteSize(1 << 30), ge=1 << 20, description="Memory that compiling it may take; a larger one gets 400."
     )
     max_logit_bias: int = Field(1024, ge=0, description="Entries that 'logit_bias' may have; more get 400.")
     max_queued_sequences: int = Field(
@@ -221,18 +223,6 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
         cli_implicit_flags=True,
         cli_avoid_json=True,
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Rank constructor values (the YAML file's) below the environment; flags always rank first."""
-        return env_settings, init_settings
 
     @model_validator(mode="after")
     def _read_key_file(self) -> Self:

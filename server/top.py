@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic_settings import CliApp
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -237,8 +236,7 @@ def _watch(client: Client, interval: float) -> None:
             time.sleep(interval)
 
 
-def main(flags: list[str]) -> int:
-    options = CliApp.run(TopOptions, cli_args=flags)
+def main(options: TopOptions) -> int:
     client = Client(options.base_url, options.key)
     try:
         if not options.once and sys.stdout.isatty():

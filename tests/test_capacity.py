@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tools.capacity import Server, predict, replicas
+from tools.capacity import Server, main, predict, replicas, speedup
 
 
 def test_one_request_at_a_time_is_the_queue_m_m_1() -> None:
@@ -14,6 +14,7 @@ def test_one_request_at_a_time_is_the_queue_m_m_1() -> None:
     assert load.utilisation == pytest.approx(0.6)
     assert load.latency == pytest.approx(0.5 / 0.4, rel=1e-6)
     assert load.running == pytest.approx(1.5, rel=1e-6)
+    assert 1 - 0.6**load.running_at_most < 0.99 <= 1 - 0.6 ** (load.running_at_most + 1)
 
 
 def test_streams_that_cost_nothing_do_not_wait() -> None:
@@ -44,3 +45,22 @@ def test_the_fewest_replicas_that_do(rate: float) -> None:
 def test_replicas_cannot_make_one_request_faster() -> None:
     with pytest.raises(SystemExit):
         replicas(Server({1: 100.0}), tokens=100, rate=1, latency=0.5, utilisation=0.7)
+
+
+def test_the_speed_up_by_speculation() -> None:
+    assert speedup(0.0, 4, draft_cost=0.1, score_cost=1.1) == pytest.approx(1 / 1.5)
+    assert speedup(1.0, 4, draft_cost=0.0, score_cost=1.0) == 5
+    assert speedup(0.6, 4, draft_cost=0.1, score_cost=1.0) == pytest.approx(1.65, abs=0.005)
+
+
+def test_drafts_and_memory_on_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "capacity --throughput 1:100 --tokens 100 --rate 0.5 --speculation 1 1 0 1 --memory 10 900 1e6"
+    monkeypatch.setattr("sys.argv", line.split())
+    main()
+    shown = dict(row.split(maxsplit=1) for row in capsys.readouterr().out.splitlines())
+    assert shown["speed-up"] == "2.00 of plain decoding"
+    assert shown["latency"] == "0.67 s"  # half a second of work at utilisation 0.25
+    # At most three run at a time, 99 % of the time (1 - 0.25**4); weights and libraries are 11 GB.
+    assert shown["memory"] == "14.0 GB on each, 14 GB together"

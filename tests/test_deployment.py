@@ -52,6 +52,16 @@ def test_the_image_gets_every_package() -> None:
     assert {f"!{name.strip().strip(chr(34))}" for name in packages.split(",")} <= set(kept)
 
 
+def test_workflows_call_make_targets() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(" ".join(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)).split())
+    workflows = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
+    steps = [step for flow in workflows for job in flow["jobs"].values() for step in job["steps"]]
+    commands = [step["run"].removeprefix("sudo ") for step in steps if "run" in step]
+    called = {command.removeprefix("make ") for command in commands if not command.startswith("apt-get ")}
+    assert {"check", "test", "check-docker", "test-ray"} <= called <= targets
+
+
 def test_the_unit_is_valid(tmp_path: Path) -> None:
     needs("systemd-analyze")
     text = (DEPLOY / "systemd" / "foretoken.service").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import foretoken
-from foretoken import LLM, RequestError, SamplingParams
+from foretoken import LLM, Completion, RequestError, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,12 @@ def llm() -> LLM:
 
 def test_version() -> None:
     assert foretoken.__version__ == version("foretoken")
+
+
+def test_the_page_names_every_field() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "python-api.md").read_text(encoding="utf-8")
+    fields = [*SamplingParams.__struct_fields__, *Completion.__dataclass_fields__]
+    assert [name for name in fields if f"`{name}`" not in page] == []
 
 
 def test_drafts_change_no_token(llm: LLM) -> None:

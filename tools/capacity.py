@@ -1,4 +1,4 @@
-"""How many replicas a load needs, and how long its requests take, from a server's measured throughput.
+"""How many replicas a load needs, how long its requests take, and the memory of each replica.
 
 python -m tools.capacity --throughput 1:1500 4:2000 16:2100 --tokens 128 --rate 40 --latency 0.5
 
@@ -9,8 +9,10 @@ a second, X being the measured tokens per second of n streams. Arrivals are Pois
 import argparse
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 MAX_RUNNING = 10_000
+LIBRARIES_GB = 1.0
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,32 @@ class Server:
 class Load:
     utilisation: float  # of the throughput with as many streams as were measured
     running: float  # requests at a time, on average
+    running_at_most: int  # requests at a time, 99 % of the time
     latency: float  # seconds of a whole request, on average; infinite where the load is too much
+
+
+def speedup(acceptance: float, draft_length: float, draft_cost: float, score_cost: float) -> float:
+    """Of rounds with drafts over plain ones. The costs of a drafted token and of scoring a round are in plain
+    passes of the target; ``acceptance`` is the chance of a token if those before it were accepted."""
+    tokens = sum(acceptance**i for i in range(int(draft_length) + 1))
+    return tokens / (draft_length * draft_cost + score_cost)
 
 
 def predict(server: Server, tokens: float, rate: float) -> Load:
     """One server under ``rate`` requests per second of ``tokens`` output tokens each."""
     most = server.requests_per_second(max(server.throughput), tokens)
     if rate >= most:
-        return Load(rate / most, math.inf, math.inf)
+        return Load(rate / most, math.inf, MAX_RUNNING, math.inf)
     # The chance of n running requests is proportional to the product of rate over departures, 1 to n.
-    weight, total, running = 1.0, 1.0, 0.0
+    weights, total = [1.0], 1.0
     for n in range(1, MAX_RUNNING):
-        weight *= rate / server.requests_per_second(n, tokens)
-        total += weight
-        running += n * weight
-        if n > max(server.throughput) and weight < 1e-9 * total:
+        weights.append(weights[-1] * rate / server.requests_per_second(n, tokens))
+        total += weights[-1]
+        if n > max(server.throughput) and weights[-1] < 1e-9 * total:
             break
-    running /= total
-    return Load(rate / most, running, running / rate)
+    running = sum(n * weight for n, weight in enumerate(weights)) / total
+    at_most = next(n for n, so_far in enumerate(accumulate(weights)) if so_far >= 0.99 * total)
+    return Load(rate / most, running, at_most, running / rate)
 
 
 def replicas(server: Server, tokens: float, rate: float, latency: float, utilisation: float) -> int:
@@ -81,15 +91,40 @@ def main() -> None:
     )
     parser.add_argument("--latency", type=float, default=math.inf, help="mean seconds of a request, at most")
     parser.add_argument("--utilisation", type=float, default=0.7, help="of each server, at most")
+    parser.add_argument(
+        "--speculation",
+        nargs=4,
+        type=float,
+        metavar=("ACCEPTANCE", "LENGTH", "DRAFT_COST", "SCORE_COST"),
+        help="multiplies a throughput without drafts; foretoken check prints all four: the share of first\n"
+        "drafted tokens that stand, the draft length, and the costs in plain passes",
+    )
+    parser.add_argument(
+        "--memory",
+        nargs=3,
+        type=float,
+        metavar=("WEIGHTS_GB", "PROMPT_TOKENS", "CACHE_BYTES"),
+        help="prints a replica's memory; of both models, of a request, and of one token in both caches",
+    )
     options = parser.parse_args()
+    factor = 1.0
+    if options.speculation:
+        factor = speedup(*options.speculation)
+        print(f"speed-up     {factor:.2f} of plain decoding")
     points = (point.split(":") for point in options.throughput)
-    server = Server({int(n): float(x) for n, x in points}, options.prompt_seconds)
+    server = Server({int(n): float(x) * factor for n, x in points}, options.prompt_seconds)
     needed = replicas(server, options.tokens, options.rate, options.latency, options.utilisation)
     load = predict(server, options.tokens, options.rate / needed)
     print(f"replicas     {needed}")
     print(f"utilisation  {load.utilisation:.2f} of each")
-    print(f"running      {load.running:.1f} requests at a time on each")
+    print(
+        f"running      {load.running:.1f} requests at a time on each, {load.running_at_most} at most in 99 %"
+    )
     print(f"latency      {load.latency:.2f} s")
+    if options.memory:
+        weights, prompt, cache_bytes = options.memory
+        each = weights + load.running_at_most * (prompt + options.tokens) * cache_bytes / 1e9 + LIBRARIES_GB
+        print(f"memory       {each:.1f} GB on each, {each * needed:,.0f} GB together")
 
 
 if __name__ == "__main__":

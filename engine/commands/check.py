@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliApp
+from pydantic_settings import BaseSettings
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
@@ -96,9 +96,8 @@ class Report:
     verdict: str
 
 
-def main(arguments: list[str]) -> int:
+def main(settings: CheckSettings) -> int:
     transformers_logging.disable_progress_bar()
-    settings = CliApp.run(CheckSettings, cli_args=arguments)
     try:
         with stages(NUM_STAGES) as progress:
             report = check(settings, progress)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliApp, CliPositionalArg
+from pydantic_settings import BaseSettings, CliPositionalArg
 from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
@@ -90,9 +90,8 @@ def _colours(output: TokenOutput) -> Iterator[str]:
             yield COLOURS.get(one.source, "green") if place < one.num_accepted else ""
 
 
-def main(arguments: list[str]) -> int:
+def main(settings: GenerateSettings) -> int:
     transformers_logging.disable_progress_bar()
-    settings = CliApp.run(GenerateSettings, cli_args=arguments)
     try:
         with stages(1) as progress:
             progress.begin("Loading the models")

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliApp, CliPositionalArg
+from pydantic_settings import BaseSettings, CliPositionalArg
 from transformers.utils import logging as transformers_logging
 
 from engine.commands.options import command_options
@@ -17,10 +17,11 @@ from engine.commands.replay import Replayer, RoundReport
 from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from engine.config import EngineConfig
+from engine.grammar_compiler import GrammarError
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import draft_source, load_options
-from engine.sampling.grammar import GrammarError, Grammars, load_tokenizer
+from engine.sampling.grammar import Grammars, load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
 # Half precision leaves logits two or three digits.
@@ -45,9 +46,8 @@ class ReplaySettings(EngineConfig, BaseSettings):
     )
 
 
-def main(arguments: list[str]) -> int:
+def main(settings: ReplaySettings) -> int:
     transformers_logging.disable_progress_bar()
-    settings = CliApp.run(ReplaySettings, cli_args=arguments)
     try:
         answer = read_answer(settings.file)
         replayer = _replayer(settings, answer)

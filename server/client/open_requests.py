@@ -74,9 +74,6 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._streams
-
     @property
     def num_http_requests(self) -> int:
         return len(set(self._streams.values()))
@@ -190,8 +187,7 @@ class OpenRequests:
 
     def lose_worker(self, worker: int, error: ApiError) -> None:
         """A worker has died, and its requests are ``unassigned``. Fail what no other can take over: requests
-        of which something has come back, and those that were with a dying worker before, as they may be what
-        kills it."""
+        that have output, and those that were with a dying worker before, as they may be what kills it."""
         lost = [request_id for request_id, holder in self._worker_of.items() if holder == worker]
         begun = {self._streams[request_id] for request_id in lost if self._has_begun(request_id)}
         for request_id in lost:

@@ -11,12 +11,16 @@ from pathlib import Path
 
 PREFIX = "foretoken-"
 LOCK = "lock"
+# The kernel's limit for a socket's path is 107 characters; the rest is for the socket's own name.
+MAX_PATH_LENGTH = 70
 
 
 class SocketFolder:
     """A new folder of this process; removed by ``close``, or by the next server's ``sweep``."""
 
     def __init__(self) -> None:
+        if len(os.fsencode(tempfile.gettempdir())) > MAX_PATH_LENGTH:
+            raise OSError(f"{tempfile.gettempdir()} is too long a path for sockets; set TMPDIR to another")
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)

@@ -186,6 +186,8 @@ class WorkerClient:
             exit_code = await self._worker.run(partial(self._receive, owner, number), self._patience)
         except WorkerHungError as error:
             return str(error)
+        except OSError as error:
+            return f"The worker could not be started: {error}."
         except Exception as error:
             logger.exception("The connection to worker %d broke", number)
             return f"The worker could not be run: {error}."

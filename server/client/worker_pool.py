@@ -1,9 +1,9 @@
 """The engine as the routes see it: one or several workers, and the requests that are divided among them.
 
 A request goes to the worker where it costs least: each open sequence of a worker counts 1, and every 256
-tokens of the prompt that its prefix cache probably holds count 1 less. When a worker dies, its requests
-without a token go to the others, or wait for the next one. Knows token ids, neither text nor HTTP routes.
-Built by ``server.launch``.
+tokens of the prompt that its prefix cache probably holds count -1. When a worker dies, its requests that
+have not received a token go to the others, or wait for its replacement. Knows token ids, neither text nor
+HTTP routes. Built by ``server.launch``.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ logger = logging.getLogger("foretoken.worker")
 # Above every place in a line of ``FairShare``, and small enough for priorities of 32 bits.
 MAX_PLACE = 2**31
 
-# Prompt tokens whose computation is worth as much as one sequence less beside the request.
+# Prompt tokens in a worker's prefix cache that outweigh one of its open sequences.
 TOKENS_PER_SEQUENCE = 256
 
 # States of workers that are not ready; the pool's is the first of those that there are.
@@ -53,7 +53,7 @@ class WorkerPool:
 
     @property
     def state(self) -> EngineState:
-        """Of the ready worker with the smallest caches, whose limits hold for all, or why there is none."""
+        """That of the ready worker with the smallest caches, the limits of all; else why none is ready."""
         states = [worker.state for worker in self.workers]
         ready = [(state.worker.num_target_blocks, state) for state in states if state.worker is not None]
         if ready:
@@ -66,7 +66,7 @@ class WorkerPool:
 
     @property
     def num_running(self) -> int:
-        """HTTP requests of which a token has come back."""
+        """HTTP requests that have received a token."""
         return self._requests.num_http_requests - self._requests.num_waiting
 
     @property
@@ -75,7 +75,7 @@ class WorkerPool:
         return self._requests.num_waiting
 
     def num_sequences(self, number: int) -> int:
-        """That worker ``number`` has not finished."""
+        """Unfinished sequences of worker ``number``."""
         return self._requests.num_sequences(number)
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class WorkerPool:
                 self._requests.add(request, stream)
                 self._assign(request)
         except Exception:
-            stream.close()  # a part of the request is not wanted
+            stream.close()  # aborts the parts that were submitted
             raise
         return stream
 

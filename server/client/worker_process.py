@@ -15,9 +15,16 @@ import zmq
 import zmq.asyncio
 
 from engine.config import EngineConfig
-from engine.heartbeat import heartbeat_address
 from engine.lifeline import PARENT_VARIABLE
-from engine.messages import FromWorker, Heartbeat, Shutdown, ToWorker, decode_from_worker, encode
+from engine.messages import (
+    FromWorker,
+    Heartbeat,
+    Shutdown,
+    ToWorker,
+    decode_from_worker,
+    encode,
+    heartbeat_address,
+)
 from server.client.temp_folders import SocketFolder
 from server.settings import ENV_PREFIX
 
@@ -41,24 +48,41 @@ class Patience:
     step: float = 600.0
 
 
+class Border:
+    """The front end's sockets for one run of a worker, in a folder of their own: messages, the end of their
+    connection, heartbeats."""
+
+    def __init__(self, number: int) -> None:
+        """``number`` tells runs apart."""
+        self._folder = SocketFolder()
+        self.address = f"ipc://{self._folder.path / f'worker-{number}.sock'}"
+        self._context = zmq.asyncio.Context()
+        self.messages = self._context.socket(zmq.PAIR)
+        self.messages.set_hwm(
+            0
+        )  # the front end limits its queue itself; a full socket would only hide tokens
+        self.messages.linger = 0
+        self.connection_ends = self.messages.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.heartbeats = self._context.socket(zmq.PULL)
+
+    def bind(self) -> None:
+        self.messages.bind(self.address)
+        self.heartbeats.bind(heartbeat_address(self.address))
+
+    def close(self) -> None:
+        self.messages.disable_monitor()
+        for socket in (self.connection_ends, self.messages, self.heartbeats):
+            socket.close()
+        self._context.term()
+        self._folder.close()
+
+
 class WorkerProcess:
     """A spawned worker. Create it with ``start``, then await ``run`` until the process ends."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        context: zmq.asyncio.Context,
-        socket: zmq.asyncio.Socket,
-        connection_ends: zmq.asyncio.Socket,
-        heartbeats: zmq.asyncio.Socket,
-        folder: SocketFolder,
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, border: Border) -> None:
         self._process = process
-        self._context = context
-        self._socket = socket
-        self._connection_ends = connection_ends
-        self._heartbeats = heartbeats
-        self._folder = folder
+        self._border = border
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
 
     @classmethod
@@ -70,28 +94,20 @@ class WorkerProcess:
         environment: Mapping[str, str] | None = None,
     ) -> "WorkerProcess":
         """``number`` tells runs apart; ``environment`` are variables beside those of this process."""
-        folder = SocketFolder()
-        address = f"ipc://{folder.path / f'worker-{number}.sock'}"
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.PAIR)
-        socket.set_hwm(0)  # the front end limits its queue itself; a full socket would only hide tokens
-        socket.linger = 0
-        connection_ends = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        heartbeats = context.socket(zmq.PULL)
+        border = Border(number)
         try:
-            socket.bind(address)
-            heartbeats.bind(heartbeat_address(address))
+            border.bind()
             process = await asyncio.create_subprocess_exec(
                 *command,
-                *("--socket", address, "--config", config.model_dump_json()),
+                *("--socket", border.address, "--config", config.model_dump_json()),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the front end, which then stops the worker in order
                 env=worker_environment(os.environ) | dict(environment or {}),
             )
         except BaseException:
-            _close(context, socket, connection_ends, heartbeats, folder)
+            border.close()
             raise
-        return cls(process, context, socket, connection_ends, heartbeats, folder)
+        return cls(process, border)
 
     @property
     def pid(self) -> int:
@@ -139,7 +155,7 @@ class WorkerProcess:
 
     async def _let_arrive(self, receiving: "asyncio.Task[None]") -> None:
         """A dead worker's last messages. All have come once the connection ends, however long that takes."""
-        ended = asyncio.ensure_future(self._connection_ends.recv_multipart())
+        ended = asyncio.ensure_future(self._border.connection_ends.recv_multipart())
         tasks: set[asyncio.Future[Any]] = {ended, receiving}
         await asyncio.wait(tasks, timeout=LAST_MESSAGES_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         ended.cancel()
@@ -148,12 +164,12 @@ class WorkerProcess:
         await asyncio.sleep(0)  # the last one is still on its way to ``receiving``
 
     def _has_message(self) -> bool:
-        events = self._socket.get(zmq.EVENTS)
+        events = self._border.messages.get(zmq.EVENTS)
         return isinstance(events, int) and bool(events & zmq.POLLIN)
 
     async def _receive(self, on_message: Callable[[FromWorker], None]) -> None:
         while True:
-            on_message(decode_from_worker(await self._socket.recv()))
+            on_message(decode_from_worker(await self._border.messages.recv()))
 
     async def _watch(self, patience: Patience) -> None:
         """From the first heartbeat on, which comes once the worker has imported the engine.
@@ -164,7 +180,7 @@ class WorkerProcess:
         silence = None
         while True:
             try:
-                message = decode_from_worker(await asyncio.wait_for(self._heartbeats.recv(), look))
+                message = decode_from_worker(await asyncio.wait_for(self._border.heartbeats.recv(), look))
             except TimeoutError:
                 if silence is None:
                     continue
@@ -183,31 +199,16 @@ class WorkerProcess:
 
     async def _send(self) -> None:
         while True:
-            await self._socket.send(await self._outbox.get())
+            await self._border.messages.send(await self._outbox.get())
 
     async def _end(self) -> None:
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
-        _close(self._context, self._socket, self._connection_ends, self._heartbeats, self._folder)
+        self._border.close()
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Without this server's settings: the worker gets its own by argument, and keys are none of them."""
     kept = {name: value for name, value in environ.items() if not name.upper().startswith(ENV_PREFIX)}
     return kept | {PARENT_VARIABLE: str(os.getpid())}
-
-
-def _close(
-    context: zmq.asyncio.Context,
-    socket: zmq.asyncio.Socket,
-    connection_ends: zmq.asyncio.Socket,
-    heartbeats: zmq.asyncio.Socket,
-    folder: SocketFolder,
-) -> None:
-    socket.disable_monitor()
-    connection_ends.close()
-    socket.close()
-    heartbeats.close()
-    context.term()
-    folder.close()

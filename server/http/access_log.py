@@ -22,7 +22,7 @@ SUMMARY = "summary"
 
 
 class AccessLogMiddleware:
-    """The outermost one: it sees every answer, those of the other middleware too."""
+    """Outside of the other middleware, whose answers it sees too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

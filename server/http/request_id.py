@@ -27,7 +27,7 @@ def request_id_of(scope: Mapping[str, Any]) -> str:
 
 
 class RequestIdMiddleware:
-    """The outermost middleware, so that every answer has the header."""
+    """Outside of all that may answer, so that every answer has the header."""
 
     def __init__(
         self,

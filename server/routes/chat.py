@@ -7,12 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from server.http.auth import api_key_of
 from server.http.json_route import JsonRoute, in_thread_if_long
 from server.http.openapi import answer_or_stream
-from server.routes.checks import check_request, check_room, prompt_limits
+from server.routes.checks import check_request
 from server.routes.context import GenerationContext
-from server.routes.submit import start_generation
+from server.routes.submit import start_chat
 from server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
 from server.schemas.chat import (
     ChatChoice,
@@ -27,10 +26,7 @@ from server.schemas.logprobs import ChatLogprobs
 from server.services import ServicesDep
 from server.text.chat_message import DeltaWriter, whole_message
 from server.text.choice import ChoiceDelta, FinishedChoice
-from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, chat_logprobs
-from server.text.prompt import chat_prompt, predicted_tokens
-from server.text.tools import find_reasoning, message_format, tool_use
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
@@ -45,19 +41,8 @@ async def create_chat_completion(
     body: Annotated[ChatRequest, Body(openapi_examples=CHATS)], request: Request, services: ServicesDep
 ) -> Response:
     """Write the messages out by the model's chat template, and continue them."""
-    headers = check_request(body, services)
-    model, key = services.model(), api_key_of(request.scope)
-    check_room(body, 1, services, key)
-    limits = prompt_limits(services, model.worker)
-    tools = tool_use(body, model.tokenizer)
-    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
-    reasoning = find_reasoning(model.tokenizer, prompt)
-    grammar = await structured_grammar(body, services.settings, tools, reasoning)
-    prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
-    message = message_format(tools, reasoning)
-    context = start_generation(
-        "chat.completions", body, [prompt], model, services, key, prediction, grammar, message
-    )
+    headers = await in_thread_if_long(request, check_request, body, services)
+    context = await start_chat("chat.completions", body, request, services)
     return await respond(request, context, ChatWriter(context, body), headers)
 
 
@@ -85,7 +70,7 @@ class ChatWriter(ChunkWriter):
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
             choice = self._chunk_choice(delta, calls[delta.index].delta(delta.parts))
-            if delta.parts or delta.finish_reason or choice.token_ids or choice.origins:
+            if delta.parts or delta.finish_reason or choice.token_ids or choice.origins or choice.logprobs:
                 yield ChatChunk(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:
             yield ChatChunk(**context.header(), choices=[], **context.totals())

@@ -52,7 +52,8 @@ def check_room(body: SamplingRequest, num_prompts: int, services: Services, key:
 
 
 def choices_per_prompt(body: SamplingRequest) -> int:
-    return isinstance(body, GenerationRequest) and body.n or 1
+    n = body.n if isinstance(body, GenerationRequest) else None
+    return n or 1
 
 
 def prompt_limits(services: Services, worker: Ready) -> PromptLimits:

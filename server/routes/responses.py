@@ -8,14 +8,13 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from server.errors import ApiError
-from server.http.auth import api_key_of
 from server.http.json_route import JsonRoute, in_thread_if_long
 from server.http.openapi import answer_or_stream
 from server.http.sse import typed_event
-from server.routes.checks import check_request, check_room, prompt_limits
+from server.routes.checks import check_request
 from server.routes.context import GenerationContext
 from server.routes.response_items import Event, OutputItems
-from server.routes.submit import start_generation
+from server.routes.submit import start_chat
 from server.routes.writer import respond
 from server.schemas.answer import TokenOrigin
 from server.schemas.examples import RESPONSES
@@ -34,11 +33,8 @@ from server.schemas.responses import (
 from server.schemas.structured import TextOptions
 from server.services import ServicesDep
 from server.text.choice import FinishedChoice
-from server.text.grammar import structured_grammar
 from server.text.logprobs import ScoredToken, chat_logprobs
 from server.text.message_reader import TextPart
-from server.text.prompt import chat_prompt
-from server.text.tools import find_reasoning, message_format, tool_use
 
 EVENT_STREAM = (
     "Named events whose data is JSON with a `type`, from `response.created` to `response.completed`, "
@@ -61,18 +57,8 @@ async def create_response(
 ) -> Response:
     """OpenAI's newer endpoint, as far as it is text in and text out. Nothing is stored: the client keeps the
     conversation, and `previous_response_id`, `conversation`, `store: true` and `background` are refused."""
-    headers = check_request(body, services)
-    model, key = services.model(), api_key_of(request.scope)
-    check_room(body, 1, services, key)
-    limits = prompt_limits(services, model.worker)
-    tools = tool_use(body, model.tokenizer)
-    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
-    reasoning = find_reasoning(model.tokenizer, prompt)
-    grammar = await structured_grammar(body, services.settings, tools, reasoning)
-    message = message_format(tools, reasoning)
-    context = start_generation(
-        "responses", body, [prompt], model, services, key, grammar=grammar, message=message
-    )
+    headers = await in_thread_if_long(request, check_request, body, services)
+    context = await start_chat("responses", body, request, services)
     return await respond(request, context, ResponsesWriter(context, body), headers)
 
 
@@ -94,7 +80,7 @@ class ResponsesWriter:
 
     async def events(self) -> AsyncIterator[bytes]:
         choice, items = FinishedChoice(0), OutputItems()
-        scored: list[ScoredToken] = []  # of tokens whose text is out, but not yet told of
+        scored: list[ScoredToken] = []  # of tokens whose text is out, not yet reported
         origins: list[TokenOrigin] = []
         async for delta in self._context.generation.deltas():
             if self._num_events == 0:

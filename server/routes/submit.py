@@ -4,22 +4,47 @@ import time
 import uuid
 from typing import Literal
 
+from fastapi import Request
 from msgspec import structs
 
 from server.generation import Generation, Job
-from server.routes.checks import choices_per_prompt
+from server.http.auth import api_key_of
+from server.http.json_route import in_thread_if_long
+from server.routes.checks import check_room, choices_per_prompt, prompt_limits
 from server.routes.context import GenerationContext
 from server.sampling_params import build_sampling_params, check_answer_size, check_prediction
+from server.schemas.chat import ChatRequest
 from server.schemas.common import SamplingRequest
 from server.schemas.completion import CompletionRequest
+from server.schemas.responses import ResponsesRequest
 from server.services import Model, Services
 from server.settings import Settings
-from server.text.grammar import NO_GRAMMAR, Grammar
+from server.text.grammar import NO_GRAMMAR, Grammar, structured_grammar
 from server.text.message_reader import MessageFormat
-from server.text.prompt import TokenPrompt
+from server.text.prompt import TokenPrompt, chat_prompt, predicted_tokens
+from server.text.tools import find_reasoning, message_format, tool_use
 
 # Endpoint, as metrics name it -> prefix of its ids.
 ID_PREFIXES = {"completions": "cmpl-", "chat.completions": "chatcmpl-", "responses": "resp_"}
+
+
+async def start_chat(
+    endpoint: Literal["chat.completions", "responses"],
+    body: ChatRequest | ResponsesRequest,
+    request: Request,
+    services: Services,
+) -> GenerationContext:
+    """Of messages, which the chat template writes out; what is cheap to refuse is refused first."""
+    model, key = services.model(), api_key_of(request.scope)
+    check_room(body, 1, services, key)
+    limits = prompt_limits(services, model.worker)
+    tools = tool_use(body, model.tokenizer)
+    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
+    reasoning = find_reasoning(model.tokenizer, prompt)
+    grammar = await structured_grammar(body, model.tokenizer, services.grammar_checks, tools, reasoning)
+    prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
+    message = message_format(tools, reasoning)
+    return start_generation(endpoint, body, [prompt], model, services, key, prediction, grammar, message)
 
 
 def start_generation(

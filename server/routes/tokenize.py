@@ -35,7 +35,8 @@ async def tokenize(
     if body.model is not None:
         check_model(body.model, services)
     _check_forms(body)
-    ignored = check_messages(body.messages or [], strict=services.settings.strict_parameters)
+    strict = services.settings.strict_parameters
+    ignored = await asyncio.to_thread(check_messages, body.messages or [], strict=strict)
     model = services.model()
     answer = await asyncio.to_thread(_answer, body, model, services)
     return Response(answer, headers=ignored_header(ignored), media_type="application/json")

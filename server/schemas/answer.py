@@ -69,8 +69,8 @@ class TracedRound(BaseModel):
 class SpeculationReport(BaseModel):
     """The ``foretoken`` object beside ``usage``. Only rounds that drafted something count.
 
-    ``seeds`` are the choices' own, given or drawn: with ``seed`` and ``verification`` set to these the
-    choice can be had again. The last three are there only with ``trace``, and are what replaying takes:
+    ``seeds`` are the choices' own, given or drawn: ``seed`` and ``verification`` set to these reproduce
+    the choice. The last three are there only with ``trace``, and are what replaying takes:
     rounds per choice, token ids per prompt, and the parameters as the engine took them.
     """
 

@@ -25,6 +25,10 @@ from server.schemas.structured import ResponseFormat, StructuredOutputs
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
+# The worker gets both once for each prompt.
+MAX_STOP_TOKENS = 1024
+MAX_SALT_LENGTH = 1024
+
 NonEmptyString = Annotated[str, Field(min_length=1)]
 
 
@@ -185,9 +189,9 @@ class SamplingRequest(BaseModel):
         Field(max_length=4),
         BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
     ] = Field(None, description="Up to 4 strings that end the text; they are not part of it.")
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] | None = Field(
-        None, description="Tokens that end the text, besides the model's own end-of-sequence tokens."
-    )
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None
+    ) = Field(None, description="Tokens that end the text, besides the model's own end-of-sequence tokens.")
     include_stop_str_in_output: bool | None = Field(
         None, description="Let the stop string or stop token be part of the text. Default false."
     )
@@ -219,7 +223,7 @@ class SamplingRequest(BaseModel):
     cache_prompt: bool | None = Field(
         None, description="Share what is computed of the prompt with other requests. Default true."
     )
-    cache_salt: NonEmptyString | None = Field(
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = Field(
         None, description="Share it with requests of the same salt only. Default: those without one."
     )
 

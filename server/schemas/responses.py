@@ -24,6 +24,12 @@ from server.schemas.tools import MAX_TOOLS, FlatTool, FlatToolChoice, FunctionDe
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
+# With OpenAI's limits.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(fail_fast=True, max_length=16),
+]
+
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
@@ -101,9 +107,7 @@ class ResponsesRequest(SamplingRequest):
     top_logprobs: int | None = Field(
         None, ge=0, description="With the log-probabilities: the likeliest tokens too, this many at each."
     )
-    metadata: Annotated[dict[str, str], Field(fail_fast=True)] | None = Field(
-        None, description="Repeated in the answer, not kept."
-    )
+    metadata: Metadata | None = Field(None, description="Repeated in the answer, not kept.")
 
     @property
     def functions(self) -> list[FunctionDefinition]:

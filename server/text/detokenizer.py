@@ -1,8 +1,8 @@
 """Token ids of one sequence to text, piece by piece.
 
 Never splits a UTF-8 character over two pieces, never lets a stop string out (unless asked to), and holds
-text back while it could still become one. Keeps account of which token stands where in the text, and of
-which ones have all of their text out. Knows nothing of HTTP or of the engine; ``server.text.choice`` has one
+text back while it could still become one. Records where each token stands in the text, and which
+tokens have all of their text out. Knows nothing of HTTP or of the engine; ``server.text.choice`` has one
 ``Detokenizer`` per choice.
 """
 

@@ -16,7 +16,7 @@ from server.errors import (
     UnsupportedParameterError,
 )
 from server.schemas.chat import ChatRequest, Message, TemplateFields
-from server.schemas.common import GenerationRequest, TextPart
+from server.schemas.common import GenerationRequest, SamplingRequest, TextPart
 from server.schemas.completion import CompletionRequest
 from server.schemas.response_items import (
     InputCall,
@@ -102,7 +102,7 @@ def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: 
     """``ContextLengthError`` for a text that cannot fit however it is tokenized."""
     if len(text) > limits.max_tokens * tokenizer.longest_token:
         raise ContextLengthError(
-            f"{limits.context}, but the {param} has {len(text)} characters, of which a token holds at most "
+            f"{limits.context}, but the {param} has {len(text)} characters, and a token holds at most "
             f"{tokenizer.longest_token}.",
             param=param,
         )
@@ -175,6 +175,7 @@ def input_messages(request: ResponsesRequest) -> list[Message]:
     if isinstance(request.input, str):
         return [*messages, Message(role="user", content=request.input)]
     thought = ""  # before the item that follows
+    called: set[str] = set()
     for item in request.input:
         match item:
             case InputMessage():
@@ -189,9 +190,12 @@ def input_messages(request: ResponsesRequest) -> list[Message]:
                 # An assistant's text and calls are items of their own here, and one message for templates.
                 if not messages or messages[-1].role != "assistant" or thought:
                     messages.append(Message(role="assistant", content=""))
-                messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+                if messages[-1].tool_calls is None:
+                    messages[-1].tool_calls = []
+                messages[-1].tool_calls.append(call)
+                called.add(call.id)
             case InputCallOutput():
-                if not any(call.id == item.call_id for each in messages for call in each.tool_calls or []):
+                if item.call_id not in called:
                     raise InvalidRequestError(
                         f"No call with the id '{item.call_id}' comes before its output.", param="input"
                     )
@@ -217,14 +221,16 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 
 def predicted_tokens(
-    request: GenerationRequest, tokenizer: Tokenizer, limits: PromptLimits
+    request: SamplingRequest, tokenizer: Tokenizer, limits: PromptLimits
 ) -> list[int] | None:
     """The prediction as the model might write it, and as no prompt begins; None if there is none. Where its
     tokens are cut otherwise than the output's, drafting finds its place again."""
-    if request.prediction is None:
+    if not isinstance(request, GenerationRequest) or request.prediction is None:
         return None
     text = request.prediction.text
-    check_characters(len(text), limits, "prediction")
+    # The worker gets it once for each prompt.
+    times = num_prompts(request) if isinstance(request, CompletionRequest) else 1
+    check_characters(times * len(text), limits, "prediction")
     _check_length(text, tokenizer, limits, "prediction")
     return tokenizer.encode(text, add_special_tokens=False)
 
@@ -275,6 +281,8 @@ def _template_message(message: Message) -> dict[str, Any]:
     """What templates expect: plain text, arguments as an object, and 'system' for OpenAI's newer name of the
     same role."""
     fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
+    if message.reasoning_content is not None:
+        fields["thinking"] = message.reasoning_content  # as gpt-oss's template calls it
     fields["role"] = "system" if message.role == "developer" else message.role
     fields["content"] = _plain_text(message)
     if message.tool_calls:

@@ -1,7 +1,7 @@
 """Foreign clients against the real server process and the bundled pair; run with ``make test-clients``.
 
 Not collected by ``make test``: the clients live in an environment of their own. Nothing here may need a
-network, so everything that would look for one is told not to, before any client is imported.
+network, so what would look for one is switched off before any client is imported.
 """
 
 import os

@@ -14,9 +14,11 @@ from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedChoice, TracedRound
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
+from engine.core.step import StepPlan, StepResult
 from engine.messages import DraftCounts, Failed, Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.models.options import LoadOptions
+from engine.native.runner import NativeRunner
 from engine.proposers import known
 from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
 from engine.sampling.sampler import Drafts
@@ -64,12 +66,29 @@ def test_distribution_is_the_masked_targets(
 @pytest.mark.parametrize("max_rounds", [1, 3])
 @pytest.mark.parametrize("drafting", ["known", "draft_model and forced", "draft_model"])
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
+@pytest.mark.parametrize(("in_flight", "num_samples"), [(1, 300), (8, 2000)])
 def test_distribution_of_native_rounds(
-    native: Constrained, verification: str, drafting: Drafting, max_rounds: int
+    native: Constrained,
+    in_flight: int,
+    num_samples: int,
+    verification: str,
+    drafting: Drafting,
+    max_rounds: int,
 ) -> None:
     """Within a step masks are renewed, as are drafts that the grammar forces; where it forces none, the draft
     model goes on."""
     grammars.masked_distribution(native, verification, 8, 2000, drafting, max_rounds, step_seconds=1000.0)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("max_rounds", [1, 3])
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_distribution_of_native_rounds_of_one_row(
+    native: Constrained, verification: str, max_rounds: int
+) -> None:
+    assert isinstance(native.engine().runner, NativeRunner)
+    drafting: Drafting = "draft_model and forced"
+    grammars.masked_distribution(native, verification, 1, 300, drafting, max_rounds, step_seconds=1000.0)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +321,25 @@ def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained,
     counted = core.stats.drafts["grammar"]
     assert counted.num_accepted_tokens == counted.num_draft_tokens
     assert counted.num_draft_tokens > sum(later["grammar"])
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_the_draft_model_drafts_in_all_rounds_of_a_step(native: Constrained, monkeypatch: Patch) -> None:
+    """Also where it is the only source."""
+    core = native.engine("draft_model", step_seconds=1000.0, num_speculative_tokens=2)
+    later: list[int] = []
+    honest = core.planner.observe
+
+    def observe(plan: StepPlan, result: StepResult) -> None:
+        later.extend(one.num_drafted[0] for one in result.rounds[1:])
+        honest(plan, result)
+
+    monkeypatch.setattr(core.planner, "observe", observe)
+    params = SamplingParams(max_tokens=40, grammar="start: /[abc]{40}/", method="draft_model")
+    run_engine(core, [PROMPT], params)
+    assert later
+    assert max(later) == 2
+    assert sum(later) > len(later)
 
 
 def make_engine_without_drafts(target: str) -> EngineCore:

@@ -12,7 +12,7 @@ import torch
 from engine.commands.replay import Replayer, RoundReport
 from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
-from engine.commands.verify_trace import main
+from engine.commands.verify_trace import ReplaySettings, main
 from engine.messages import Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.models.options import LoadOptions
@@ -211,7 +211,7 @@ def test_what_is_no_trace_is_refused_in_words(broken: dict[str, Any]) -> None:
 
 
 def run_command(models: Models, file: Path) -> int:
-    return main([str(file), "--target", models.target, "--draft", models.close_draft, "--device", "cpu"])
+    return main(ReplaySettings(file=file, target=models.target, draft=models.close_draft, device="cpu"))
 
 
 def test_the_command(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,37 @@ def inputs() -> Iterator[tuple[str, str, bytes]]:
     )
     prompts = json.dumps([[5 + number % 900] * 450 for number in range(1000)])
     yield "prompt_logprobs, 1000 prompts", completions, body("prompt", prompts, prompt_logprobs=20)
+    many = ["x"] * 1000
+    yield (
+        "stop token ids of 1000 prompts",
+        completions,
+        body("stop_token_ids", filled("1"), prompt=many, max_tokens=1),
+    )
+    word = json.dumps("x" * (SIZE - 10_000))
+    yield "a salt of 1000 prompts", completions, body("cache_salt", word, prompt=many, max_tokens=1)
+    stops = json.dumps([letter * (SIZE // 4 - 100) for letter in "abcd"])
+    yield "long stop strings", completions, body("stop", stops, prompt="x", max_tokens=200, stream=True)
+    message = '{"role":"user","content":"x"},'
+    messages = f"[{(message * 33_000)[:-1]}]"
+    yield "messages", "/v1/chat/completions", body("messages", messages)
+    yield "items", "/v1/responses", body("input", messages)
+    nested = '{"type":"object","properties":{"a":' * 40 + "{}" + "}}" * 40
+    tool = f'{{"type":"function","function":{{"name":"NAME","parameters":{nested}}}}}'
+    tools = ",".join(tool.replace("NAME", f"f{number}") for number in range(128))
+    asked = json.dumps([{"role": "user", "content": "x"}])
+    yield "tools", "/v1/chat/completions", body("tools", f"[{tools}]", messages=json.loads(asked))
+    for name, kind, value in (
+        ("nested repetitions", "regex", "((a{1,200}){1,200}){1,200}"),
+        ("a long pattern", "regex", "(a|b)*c" * 9000),
+        ("many choices", "choice", [f"choice {number}" for number in range(3000)]),
+        ("a large schema", "json", {"enum": [f"{number:x}" for number in range(8000)]}),
+        ("an ambiguous grammar", "grammar", "start: x\nx: x x | x x x | /[a-z]+/ | /[a-z]*b/"),
+    ):
+        yield (
+            name,
+            completions,
+            body("structured_outputs", json.dumps({kind: value}), prompt="x", max_tokens=20),
+        )
     echoed = json.dumps([7] * 1000)
     yield (
         "echo with logprobs",

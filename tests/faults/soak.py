@@ -2,10 +2,11 @@
 
     python -m tests.faults.soak [--seconds 600] [--kill-every 60] [--clients 8] [--save soak.json]
 
-Starts the real server with the bundled pair. Each client sends one known request after the other, whole or
-as a stream, and leaves a part of the streams. An answer is wrong if it differs from the reference, and lost
-if it ends without a result and without the error that a worker's death allows. Prints a summary, writes it
-and a plot of the memory, and exits with 1 if anything was wrong, lost or leaked.
+Starts the real server with the bundled pair. Requests have random parameters; their answers without drafts,
+one at a time, are the references. Then each client sends one of them after the other, drafted in random ways,
+whole or as a stream, and leaves a part of the streams. An answer is wrong if it differs from the reference,
+and lost if it ends without a result and without the error that a worker's death allows. Prints a summary,
+writes it and a plot of the memory, and exits with 1 if anything was wrong, lost or leaked.
 """
 
 import argparse
@@ -27,14 +28,76 @@ from typing import Any
 
 import httpx
 
-from tests.faults.watched import CASES, COMPLETIONS, MODEL, ServerError, Watched, descriptors, watched
+from tests.faults.watched import MODEL, ServerError, Watched, descriptors, path_of, watched
 
 # Errors of requests that a worker's death ends, and of those that come while the next one loads.
 AROUND_RESTARTS = ("worker_lost", "not_ready")
+RETRY_SECONDS = 1.0
 LEAVING_SHARE = 0.15
 SAMPLE_SECONDS = 1.0
 # Of the server's memory, between the second and the last third of the time.
 MAX_GROWTH = 0.05
+
+Case = dict[str, Any]
+
+NUM_CASES = 150
+TEXTS = (
+    *("Once upon a time", "The old man looked at the sea", "In the morning", "Two birds", "A"),
+    *("The cat sat. " * 60, "One day a girl found a key. She went to the door and", "Tom had a red ball."),
+)
+# Each is part of a case with probability ``OPTION_SHARE``.
+OPTIONS: dict[str, Sequence[Any]] = {
+    "top_p": (0.5, 0.9),
+    "top_k": (1, 20),
+    "min_p": (0.05, 0.3),
+    "presence_penalty": (-0.5, 1.0),
+    "frequency_penalty": (0.5,),
+    "repetition_penalty": (1.2,),
+    "logit_bias": ({"5": -100}, {"300": 3, "301": 2.5}),
+    "stop": (["."], ["the", "\n"], ["xyz", " a"]),
+    "stop_token_ids": ([300, 301, 302],),
+    "n": (2, 3),
+    "cache_prompt": (False,),
+    "truncate_prompt_tokens": (3,),
+}
+OPTION_SHARE = 0.12
+GRAMMARS = (
+    {"regex": "[A-Z][a-z]{2,9}( [a-z]{1,8}){2,20}\\."},
+    {"choice": ["yes", "no", "perhaps it is"]},
+    {"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+)
+# How a request may be drafted: none of it changes an answer.
+WAYS: tuple[dict[str, Any], ...] = (
+    *({}, {}, {}, {"method": "none"}, {"method": "ngram"}, {"num_speculative_tokens": 8}),
+    *({"method": "draft_model", "num_speculative_tokens": number} for number in (1, 3, 5)),
+    *({"origins": "sources"}, {"origins": True, "num_speculative_tokens": 2}),
+)
+
+
+def random_cases(number: int) -> list[Case]:
+    """Requests with one right answer each: greedy or seeded."""
+    drawn = random.Random(number)
+    return [_random_case(drawn) for _ in range(number)]
+
+
+def _random_case(drawn: random.Random) -> Case:
+    is_chat = drawn.random() < 0.3
+    case: Case = {"max_tokens": drawn.randint(8, 120)}
+    if is_chat:
+        case["messages"] = [{"role": "user", "content": drawn.choice(TEXTS)}]
+    else:
+        case["prompt"] = drawn.choice((*TEXTS, ["One day", "The dog"]))
+    case |= {"temperature": 0} if drawn.random() < 0.4 else {"seed": drawn.randrange(2**31)}
+    if "seed" in case:
+        case["temperature"] = drawn.choice((0.4, 0.8, 1.0, 1.4))
+    case |= {name: drawn.choice(values) for name, values in OPTIONS.items() if drawn.random() < OPTION_SHARE}
+    if drawn.random() < OPTION_SHARE:
+        case["structured_outputs"] = drawn.choice(GRAMMARS)
+    elif drawn.random() < 2 * OPTION_SHARE:
+        case |= drawn.choice(({"ignore_eos": True}, {"min_tokens": 8}))
+    if drawn.random() < OPTION_SHARE:
+        case |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
+    return case
 
 
 @dataclass
@@ -62,6 +125,7 @@ class Soak:
 
     def summary(self) -> dict[str, Any]:
         sizes = [sample.server_mb for sample in self.samples]
+        workers = [sample.worker_mb for sample in self.samples]
         return {
             "answered": self.outcomes["answered"],
             "left": self.outcomes["left"],
@@ -71,6 +135,7 @@ class Soak:
             "leaks": self.leaks,
             "kills": self.kills,
             "server_mb": [round(min(sizes)), round(max(sizes))] if sizes else [],
+            "worker_mb_max": round(max(workers, default=0)),
             "server_growth": round(memory_growth(sizes), 4),
         }
 
@@ -124,19 +189,20 @@ def memory_growth(sizes: Sequence[float]) -> float:
 
 def _client(server: Watched, drawn: random.Random, result: Soak, stop: threading.Event) -> None:
     while not stop.is_set():
-        number = drawn.randrange(len(CASES))
-        name = f"case {number}"
+        number = drawn.randrange(len(server.cases))
+        case = server.cases[number] | {"speculation": drawn.choice(WAYS)}
+        name = f"case {number}, {case}"
         try:
             if drawn.random() < LEAVING_SHARE:
-                _leave(server, CASES[number], drawn)
+                _leave(server, case, drawn)
                 result.outcomes["left"] += 1
                 continue
-            texts = server.ask(CASES[number], stream=drawn.random() < 0.5)
+            texts = server.ask(case, stream=drawn.random() < 0.5)
         except ServerError as error:
             result.outcomes[str(error)] += 1
             if str(error) not in AROUND_RESTARTS:
                 result.lost.append(f"{name}: {error}")
-            time.sleep(0.1)
+            time.sleep(RETRY_SECONDS)
         except httpx.HTTPError as error:
             result.lost.append(f"{name}: {error!r}")
         else:
@@ -145,9 +211,9 @@ def _client(server: Watched, drawn: random.Random, result: Soak, stop: threading
                 result.wrong.append(name)
 
 
-def _leave(server: Watched, case: dict[str, Any], drawn: random.Random) -> None:
+def _leave(server: Watched, case: Case, drawn: random.Random) -> None:
     """Close the connection after some lines of the stream, or before the first one."""
-    with server.server.stream(COMPLETIONS, case | {"model": MODEL}) as response:
+    with server.server.stream(path_of(case), case | {"model": MODEL}) as response:
         for _ in zip(range(drawn.randrange(6)), response.iter_lines(), strict=False):
             pass
 
@@ -191,7 +257,7 @@ def main() -> int:
     options = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        watched(Path(folder), "--max-worker-restarts", "1000") as server,
+        watched(Path(folder), "--max-worker-restarts", "1000", cases=random_cases(NUM_CASES)) as server,
     ):
         result = soak(server, options.seconds, options.kill_every, options.clients)
     print(json.dumps(result.summary(), indent=2))

@@ -1,8 +1,10 @@
 """What goes wrong outside of the server, on a real one with the bundled pair, which is intact afterwards."""
 
+import json
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import threading
@@ -11,11 +13,15 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from engine.config import BUNDLED_PAIR
 from tests.faults.watched import (
     CASES,
     COMPLETIONS,
@@ -29,13 +35,17 @@ from tests.faults.watched import (
 )
 
 MAX_QUEUED = 24
+NAN_TOKEN = 1999
 LONG = {"prompt": "The cat sat. " * 150, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """With a cache for about three long requests."""
+    """With a cache for about three long requests, and a token whose embedding is no number."""
+    target = tmp_path_factory.mktemp("target")
+    poison(target)
     settings = (
+        *("--target", str(target), "--draft", str(BUNDLED_PAIR / "draft"), "--served-model-name", MODEL),
         *("--max-queued-sequences", str(MAX_QUEUED)),
         *("--heartbeat-timeout", "3"),
         *("--max-worker-restarts", "100"),
@@ -44,6 +54,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     )
     with watched(tmp_path_factory.mktemp("faults"), *settings) as running:
         yield running
+
+
+def poison(folder: Path) -> None:
+    """The bundled target, with an embedding of ``NAN_TOKEN`` that the output layer does not share."""
+    shutil.copytree(BUNDLED_PAIR / "target", folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][NAN_TOKEN] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +145,16 @@ def test_a_worker_that_gets_no_more_memory(server: Watched) -> None:
         wait_for(lambda: not server.is_ready(), lambda: "the death was not noticed")
 
 
+def test_a_row_without_numbers(server: Watched) -> None:
+    """Its request fails; those that share its batches are exact."""
+    with ThreadPoolExecutor(9) as threads:
+        bodies = [{"prompt": [100 + number, NAN_TOKEN, 5], "max_tokens": 20} for number in range(3)]
+        poisoned = [threads.submit(server.ask, body) for body in bodies]
+        others = [threads.submit(server.ask, CASES[number]) for number in range(6)]
+    assert [outcome(asked) for asked in poisoned] == ["invalid_logits"] * 3
+    assert [asked.result() for asked in others] == server.references[:6]
+
+
 def test_more_requests_than_the_queue_takes(server: Watched) -> None:
     with ThreadPoolExecutor(3 * MAX_QUEUED) as threads:
         asked = [threads.submit(server.ask, CASES[0]) for _ in range(3 * MAX_QUEUED)]
@@ -184,3 +215,21 @@ def test_clients_that_read_nothing(server: Watched) -> None:
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         for case, reference in zip(CASES[:3], server.references[:3], strict=True):
             assert server.ask(case, stream=True) == reference
+
+
+def test_sigterm_under_load(tmp_path: Path) -> None:
+    """What runs is finished exactly, what comes is refused, and nothing of the server is left."""
+    cases = [STORY | {"max_tokens": 300, "ignore_eos": True, "seed": number} for number in range(6)]
+    with watched(tmp_path, cases=cases) as server, ThreadPoolExecutor(len(cases)) as threads:
+        asked = [threads.submit(server.ask, case, stream=True) for case in cases]
+        wait_for(lambda: server.gauges()["num_requests_running"] > 2, lambda: "no load")
+        os.kill(server.server.pid, signal.SIGTERM)
+        for one, reference in zip(asked, server.references, strict=True):
+            assert outcome(one, reference) in ("answered", "not_ready")
+        assert sum(outcome(one) == "answered" for one in asked) > 2
+        wait_for(lambda: has_ended(server.server.pid), lambda: "it did not end")
+
+
+def has_ended(pid: int) -> bool:
+    """Its exit code is still to be read."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

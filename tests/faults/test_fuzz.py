@@ -37,10 +37,23 @@ FIELDS = (
     *("n", "logprobs", "echo", "seed", "top_p", "top_k", "min_p", "logit_bias", "suffix", "stream", "user"),
     *("stream_options", "prediction", "tools", "response_format", "priority", "stop_token_ids", "min_tokens"),
     *("presence_penalty", "truncate_prompt_tokens", "prompt_logprobs", "cache_salt", "verification"),
+    *("structured_outputs", "tool_choice", "parallel_tool_calls", "reasoning_effort", "documents", "text"),
+    *("chat_template_kwargs", "continue_final_message", "reasoning", "include", "metadata", "top_logprobs"),
 )
 ODD: tuple[Any, ...] = (
     *(None, True, 0, 1, -1, 2**31, 2**63, 2**64, 1e308, -0.0, "", "x", "\0", "\ud800", "😀", "9" * 50),
     *([], [[]], [None], [1, "a"], {}, {"": {}}, {"type": "json_object"}, {"5": 100}, {"include_usage": 1}),
+    *(
+        "auto",
+        "none",
+        "required",
+        {"regex": "a(b"},
+        {"regex": "a+"},
+        {"choice": ["x"]},
+        {"json": {"enum": 1}},
+    ),
+    *({"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "array", "minItems": -1}}},),
+    *([{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}], {"effort": "high"}),
 )
 STATUSES = {200, 400, 404, 413, 422, 429}
 
@@ -71,6 +84,7 @@ async def test_bodies(model_folder: Path, tokenizer: Tokenizer) -> None:
         await asyncio.gather(*(send(client, range(start, NUM_INPUTS, 8)) for start in range(8)))
         assert services.engine.state.worker is first_worker
         assert services.engine.num_requests == 0
+    print(f"{NUM_INPUTS} bodies: {dict(statuses)}")
     assert statuses[200] > NUM_INPUTS / 10
 
 
@@ -117,4 +131,5 @@ def test_border_messages() -> None:
             assert isinstance(decode(mutated(drawn, content)), msgspec.Struct)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             num_refused += 1
+    print(f"{NUM_INPUTS} border messages: {num_refused} refused")
     assert 0 < num_refused < NUM_INPUTS

@@ -3,21 +3,23 @@
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.faults.watched import CASES, ServerError, Texts, Watched, children_of, wait_for, watched
+from tests.faults.watched import CASES, STORY, ServerError, Watched, children_of, wait_for, watched
 
 NUM_STREAMS = 32
+# Long enough to be found running, whatever else the machine does.
+STORIES = [STORY | {"max_tokens": 400, "ignore_eos": True, "seed": number} for number in range(8)]
 SETTINGS = ("--workers", "2", "--num-threads", "2", "--cache-memory", "256MiB")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    with watched(tmp_path_factory.mktemp("workers"), *SETTINGS) as running:
+    with watched(tmp_path_factory.mktemp("workers"), *SETTINGS, cases=[*CASES, *STORIES]) as running:
         wait_for(lambda: num_ready(running) == 2, lambda: "one worker only")
         yield running
 
@@ -35,20 +37,22 @@ def loads(server: Watched) -> list[int]:
     return [worker["sequences"] for worker in health(server)]
 
 
-def ask_all(server: Watched, threads: ThreadPoolExecutor) -> list[Future[Texts]]:
-    cases = [CASES[number % len(CASES)] for number in range(NUM_STREAMS)]
-    return [threads.submit(server.ask, case, stream=True) for case in cases]
+def ask_all(
+    server: Watched, threads: ThreadPoolExecutor, cases: Sequence[dict[str, Any]]
+) -> list[Future[bool]]:
+    """Whether each answer is exact."""
 
+    def is_exact(number: int) -> bool:
+        case = cases[number % len(cases)]
+        return server.ask(case, stream=True) == server.references[server.cases.index(case)]
 
-def is_exact(server: Watched, number: int, answer: Texts) -> bool:
-    return answer == server.references[number % len(CASES)]
+    return [threads.submit(is_exact, number) for number in range(NUM_STREAMS)]
 
 
 def test_streams_of_both_workers_are_exact(server: Watched) -> None:
     """The references are those of one worker, mostly; the load is divided."""
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
-        answers = [asked.result() for asked in ask_all(server, threads)]
-    assert all(is_exact(server, number, answer) for number, answer in enumerate(answers))
+        assert all(asked.result() for asked in ask_all(server, threads, CASES))
     lines = server.server.get("/metrics").text.splitlines()
     scored = [line for line in lines if line.startswith("foretoken_phase_seconds_total") and "score" in line]
     assert [line.partition('worker="')[2][0] for line in scored] == ["0", "1"]
@@ -60,23 +64,24 @@ def test_a_killed_worker_takes_no_stream_of_the_other_with_it(server: Watched) -
     victim, survivor = children_of(server.server.pid)
     outcomes: Counter[str] = Counter()
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
-        asked = ask_all(server, threads)
-        wait_for(lambda: min(loads(server)) >= 4, lambda: "no load on both")
+        asked = ask_all(server, threads, STORIES)
+        wait_for(lambda: sum(loads(server)) == NUM_STREAMS, lambda: "they never ran together")
+        assert min(loads(server)) >= 4
         held = max(loads(server))
         os.kill(victim, signal.SIGKILL)
-        for number, one in enumerate(asked):
+        for one in asked:
             try:
-                assert is_exact(server, number, one.result())
+                assert one.result()
                 outcomes["exact"] += 1
             except ServerError as error:
                 outcomes[str(error)] += 1
     assert set(outcomes) <= {"exact", "worker_lost"}
-    assert outcomes["worker_lost"] <= held + 2, "more than one worker held"
+    assert outcomes["worker_lost"] <= held, "more than one worker held"
     assert server.is_ready(), "the other one serves on"
     wait_for(lambda: num_ready(server) == 2, lambda: "it was not replaced")
     assert survivor in children_of(server.server.pid)
     assert server.server.metric("foretoken_worker_restarts_total") == 1
-    for number, case in enumerate(CASES):
-        assert is_exact(server, number, server.ask(case))
+    for case, reference in zip(server.cases, server.references, strict=True):
+        assert server.ask(case) == reference
     wait_for(lambda: not any(server.gauges().values()), lambda: f"gauges: {server.gauges()}")
     assert loads(server) == [0, 0]

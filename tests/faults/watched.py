@@ -1,16 +1,19 @@
 """A real server under faults: what must be true of it after each one.
 
-Answers are compared with those that the same server gave before anything went wrong: greedy and seeded ones
-do not depend on what else is computed.
+Answers are compared with those that the same server gave before anything went wrong, without drafts and one
+at a time: greedy and seeded ones depend neither on drafts nor on what else is computed.
 """
 
 import json
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
@@ -18,6 +21,7 @@ from tests.integration.conftest import PATIENCE_SECONDS, Server, serving
 
 MODEL = "foretoken-demo"
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 # Only a failure takes so long: the restart of a worker on a busy machine is the slowest of these events.
 FAULT_SECONDS = 180
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -39,6 +43,7 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 
 Texts = list[str]
+PLAIN = {"speculation": {"method": "none"}}
 
 
 def wait_for(condition: Callable[[], bool], what: Callable[[], str]) -> None:
@@ -49,7 +54,14 @@ def wait_for(condition: Callable[[], bool], what: Callable[[], str]) -> None:
 
 
 def texts_of(answer: dict[str, Any]) -> Texts:
-    return [choice["text"] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+    return [text_of(choice) for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Of a completion or a chat, whole or a chunk."""
+    if "text" in choice:
+        return str(choice["text"])
+    return (choice.get("message") or choice["delta"]).get("content") or ""
 
 
 def read_stream(lines: Iterator[str], num_choices: int) -> Texts:
@@ -64,7 +76,7 @@ def read_stream(lines: Iterator[str], num_choices: int) -> Texts:
             if "error" in chunk:
                 raise ServerError(chunk["error"]["code"])
             for choice in chunk["choices"]:
-                texts[choice["index"]] += choice["text"]
+                texts[choice["index"]] += text_of(choice)
     raise ServerError("ended without [DONE]")
 
 
@@ -92,6 +104,7 @@ sys.exit(server.cli.main(sys.argv[1:]))
 @dataclass
 class Watched:
     server: Server
+    cases: Sequence[dict[str, Any]] = CASES
     references: list[Texts] = field(default_factory=list)
     num_descriptors: int = 0
 
@@ -101,13 +114,13 @@ class Watched:
         return pid
 
     def ask(self, case: dict[str, Any], *, stream: bool = False) -> Texts:
-        body = case | {"model": MODEL}
+        body, path = case | {"model": MODEL}, path_of(case)
         if not stream:
-            answer = self.server.post(COMPLETIONS, body).json()
+            answer = self.server.post(path, body).json()
             if "error" in answer:
                 raise ServerError(answer["error"]["code"])
             return texts_of(answer)
-        with self.server.stream(COMPLETIONS, body) as response:
+        with self.server.stream(path, body) as response:
             if response.status_code != 200:
                 raise ServerError(json.loads(response.read())["error"]["code"])
             return read_stream(response.iter_lines(), num_choices(case))
@@ -123,7 +136,7 @@ class Watched:
         wait_for(self.is_ready, lambda: "not ready")
         wait_for(lambda: not any(self.gauges().values()), lambda: f"gauges: {self.gauges()}")
         assert len(children_of(self.server.pid)) == 1
-        for case, reference in zip(CASES[:3], self.references[:3], strict=True):
+        for case, reference in zip(self.cases[:3], self.references[:3], strict=True):
             assert self.ask(case) == reference
         wait_for(lambda: not any(self.gauges().values()), lambda: f"gauges: {self.gauges()}")
         wait_for(
@@ -132,23 +145,40 @@ class Watched:
         )
 
 
+def path_of(case: dict[str, Any]) -> str:
+    return CHAT if "messages" in case else COMPLETIONS
+
+
 def num_choices(case: dict[str, Any]) -> int:
-    prompts = len(case["prompt"]) if isinstance(case["prompt"], list) else 1
-    return prompts * int(case.get("n", 1))
+    prompt = case.get("prompt")
+    return (len(prompt) if isinstance(prompt, list) else 1) * int(case.get("n", 1))
 
 
 def descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
 @contextmanager
-def watched(folder: Path, *settings: str) -> Iterator[Watched]:
-    with serving(folder, *settings, program=("-c", IMPATIENT)) as server:
-        watch = Watched(server)
-        watch.references = [watch.ask(case) for case in CASES]
-        time.sleep(0.2)
-        watch.num_descriptors = descriptors(server.pid)
-        yield watch
+def watched(folder: Path, *settings: str, cases: Sequence[dict[str, Any]] = CASES) -> Iterator[Watched]:
+    """The server, which leaves no process and no file behind when it ends."""
+    with (
+        tempfile.TemporaryDirectory() as temporary,  # a short path: that of a socket may have 107 characters
+        patch.dict(os.environ, {"TMPDIR": temporary}),
+    ):
+        with serving(folder, *settings, program=("-c", IMPATIENT)) as server:
+            watch = Watched(server, cases)
+            watch.references = [watch.ask(case | PLAIN) for case in cases]
+            time.sleep(0.2)
+            watch.num_descriptors = descriptors(server.pid)
+            workers = children_of(server.pid)
+            yield watch
+            workers += children_of(server.pid)
+        assert not [pid for pid in workers if is_alive(pid)], "a worker outlives the server"
+        assert not list(Path(temporary).glob("foretoken-*")), "folders are left"
 
 
 def stall_of_health(url: str, stop: Callable[[], bool]) -> list[float]:

@@ -75,6 +75,7 @@ def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "serv
         finally:
             process.terminate()
             process.wait(PATIENCE_SECONDS)
+        assert process.returncode == 0, log_path.read_text()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from engine.commands.verify_trace import ReplaySettings
 from engine.commands.verify_trace import main as verify_trace
 from tests.integration.conftest import DRAFTED, Server, serving
 from tests.translation_pair import PREFIX, SENTENCES, save_pair
@@ -164,7 +165,7 @@ def test_traces_can_be_verified(
     )
     file = tmp_path / "answer.json"
     file.write_text(answer.text)
-    code = verify_trace([str(file), "--target", translator.target, "--draft", translator.draft])
+    code = verify_trace(ReplaySettings(file=file, target=translator.target, draft=translator.draft))
     printed = capsys.readouterr().out
     assert code == 0, printed
     assert "confirmed" in printed

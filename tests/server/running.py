@@ -91,20 +91,20 @@ class RunningServer:
             yield
 
     def pass_time(self, seconds: float) -> None:
-        """Let the server's timers believe that so many seconds have gone by."""
+        """Move the clock of the server's timers forward."""
         self.loop.call_soon_threadsafe(self.loop.pass_time, seconds)
 
     def wait_for_requests(self, number: int) -> None:
-        """Until the engine has so many open; each prompt is one."""
+        """Until the engine has ``number`` of them open; each prompt is one."""
         wait_for(lambda: self.services.engine.num_requests == number, f"{number} open requests")
 
     def wait_for_tokens(self, number: int) -> None:
-        """Until so many have come back from the worker, in all."""
+        """Until ``number`` of them have come back from the worker, in all."""
         wait_for(lambda: self.metric("foretoken_generation_tokens_total") == number, f"{number} tokens")
 
     @contextmanager
     def one_step_at_a_time(self, num_tokens: int, tokens_per_step: int = 4) -> Iterator[None]:
-        """For the first request, of so many tokens: no step before the tokens of the last one have been read,
+        """For the first request, of ``num_tokens``: no step before the tokens of the last one have been read,
         so that each has a chunk of its own."""
 
         def drive() -> None:

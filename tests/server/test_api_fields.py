@@ -91,6 +91,16 @@ def test_a_message_without_content(server: RunningServer, role: str) -> None:
         ("xtc_probability", 0.5),
         ("logprob_token_ids", [1]),
         ("return_tokens_as_token_ids", True),
+        ("custom_logit_processor", "x"),
+        ("enable_thinking", False),
+        ("include_reasoning", False),
+        ("n_probs", 2),
+        ("reasoning_format", "none"),
+        ("samplers", ["top_k"]),
+        ("separate_reasoning", False),
+        ("thinking", {"type": "disabled"}),
+        ("thinking_budget", 5),
+        ("top_n_sigma", 1),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])

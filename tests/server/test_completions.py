@@ -11,7 +11,7 @@ from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer
 from tests.server.wire import events
 
-TEXT = "Hello, wörld 😀! "  # what the fake worker says, for ever
+TEXT = "Hello, wörld 😀! "  # what the fake worker repeats
 HELLO: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Hi"}]
 
 

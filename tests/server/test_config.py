@@ -1,4 +1,4 @@
-"""Where settings come from, which one wins, and what a mistake is told."""
+"""Where settings come from, which one wins, and how mistakes are reported."""
 
 import json
 from pathlib import Path

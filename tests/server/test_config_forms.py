@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 import server.cli
+from engine.commands.verify_trace import ReplaySettings
 from engine.config import EngineConfig
-from server.config import ConfigError, load_settings, with_config_file
+from server.config import ConfigError, load_settings, read_options
 from server.help import serve_help
 
 
@@ -16,7 +17,7 @@ def keys(*flags: str) -> list[str]:
 
 @pytest.mark.parametrize("given", ["", "k1,", ",k1", "k1,,k2", " "])
 def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    """It would let in whoever sends ``Authorization: Bearer`` and nothing else."""
+    """It would let in clients that send ``Authorization: Bearer`` and nothing else."""
     with pytest.raises(ConfigError, match="api_keys: one of the keys is empty"):
         load_settings([f"--api-keys={given}"])
     monkeypatch.setenv("FORETOKEN_API_KEYS", given)
@@ -82,13 +83,17 @@ def test_a_file_is_no_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is a file" in capsys.readouterr().err
 
 
-def test_a_file_of_settings_for_commands_without_a_server(tmp_path: Path) -> None:
+def test_a_file_of_settings_for_commands_without_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("target: /models/a\nport: 9\nmax_num_sequences: 4\ndraft: null\n")
-    environ = {"FORETOKEN_MAX_NUM_SEQUENCES": "5"}
-    assert with_config_file(["hi", "--config", str(file), "--seed", "1"], environ) == ["hi", "--seed", "1"]
-    assert environ == {"FORETOKEN_MAX_NUM_SEQUENCES": "5", "FORETOKEN_TARGET": "/models/a"}
-    assert with_config_file([f"--config={file}"], {}) == []
+    monkeypatch.setenv("FORETOKEN_MAX_NUM_SEQUENCES", "5")
+    settings = read_options(ReplaySettings, ["a.json", "--config", str(file), "--tolerance", "1"])
+    assert (settings.target, settings.max_num_sequences) == ("/models/a", 5)
+    assert (str(settings.file), settings.tolerance) == ("a.json", 1)
+    settings = read_options(ReplaySettings, [f"--config={file}", "a.json", "--target", "/models/b"])
+    assert settings.target == "/models/b"
 
 
 @pytest.mark.parametrize(

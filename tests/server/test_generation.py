@@ -82,7 +82,7 @@ def outputs_of(text: bytes, sequence: tuple[str, int], sizes: Sequence[int]) -> 
 
 
 async def let_read() -> None:
-    """Until whoever reads waits for more: nothing else takes turns on this loop."""
+    """Until all readers wait for more: this loop runs nothing else."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -115,13 +115,13 @@ async def answer(
                 ended.append(output.sequence)
         await let_read()
         for sequence, choice in zip(sequences, choices, strict=True):
-            # Whatever has ended is no longer computed: by the engine's own decision, or because it was told.
+            # What has ended is no longer computed: the engine ended it, or it was aborted.
             assert choice.finish_reason is None or sequence in [*ended, *engine.aborted]
         indices = [delta.index for delta in deltas]
         assert len(set(indices)) == len(indices), "a choice has several deltas of one arrival"
     await asyncio.wait_for(reading, None)
     generation.close()
-    assert sorted(engine.aborted + ended) == sequences  # not told in vain either
+    assert sorted(engine.aborted + ended) == sequences  # and none is aborted after its end
     return Answer(
         choices,
         generation.usage(),

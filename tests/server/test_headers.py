@@ -11,8 +11,8 @@ BODY = f'{{"model": "{MODEL}", "prompt": "x", "max_tokens": 1}}'.encode()
 
 
 def exchange(server: RunningServer, request: bytes, *, is_all: bool = False) -> bytes:
-    """Send bytes, and read until the server closes the connection. It is told if nothing will follow, without
-    which it waits for the rest of half a request."""
+    """Send bytes, and read until the server closes the connection. ``is_all`` closes this side after
+    the bytes; otherwise it waits for the rest of half a request."""
     url = httpx.URL(server.url)
     received = b""
     with socket.create_connection((url.host, url.port), timeout=PATIENCE_SECONDS) as client:

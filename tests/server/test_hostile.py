@@ -41,7 +41,7 @@ def collections_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("model", REQUESTS)
 def test_every_list_stops_at_its_first_fault(model: type) -> None:
-    """Otherwise a body of 8 MB makes millions of errors, of which one is shown."""
+    """Otherwise a body of 8 MB makes millions of errors, and only one is shown."""
     found = list(collections_in(TypeAdapter(model).core_schema))
     assert found
     assert all(schema.get("fail_fast") for schema in found)
@@ -195,3 +195,32 @@ def test_choices_are_limited_before_tokenizing(start_server: StartServer) -> Non
         assert error["param"] == "n"
         assert "4 choices" in error["message"]
         assert "3 are allowed (max_choices)" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "limit"),
+    [
+        (COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 1025}, "1024"),
+        (COMPLETIONS, {"prompt": "x", "cache_salt": "x" * 1025}, "1024"),
+        ("/v1/responses", {"input": "x", "metadata": {str(number): "" for number in range(17)}}, "16"),
+        ("/v1/responses", {"input": "x", "metadata": {"x" * 65: ""}}, "64"),
+        ("/v1/responses", {"input": "x", "metadata": {"x": "x" * 513}}, "512"),
+    ],
+)
+def test_what_is_repeated_is_limited(
+    server: RunningServer, path: str, fields: dict[str, Any], limit: str
+) -> None:
+    """For each prompt on the way to the worker, or in each event of a stream."""
+    error = refused(server, path, fields)
+    assert error["param"].split(".")[0] in fields
+    assert limit in error["message"]
+
+
+def test_a_prediction_counts_once_for_each_prompt(start_server: StartServer) -> None:
+    with start_server(max_prompt_characters=100) as server:
+        body = {"prediction": {"type": "content", "content": "x" * 10}, "max_tokens": 1}
+        assert server.post(COMPLETIONS, body | {"prompt": ["a"] * 10}).status_code == 200
+        response = server.post(COMPLETIONS, body | {"prompt": ["a"] * 11})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (413, "prediction")
+        assert "110 characters" in error["message"]

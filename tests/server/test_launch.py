@@ -83,11 +83,11 @@ ENCODER_DECODER = EncoderDecoderLengths(max_prompt_len=512, max_output_len=511, 
 
 
 def output_room(num_prompt_tokens: int, *, num_target_blocks: int = 2000, **fields: Any) -> int:
-    """``max_tokens`` as an encoder-decoder worker is told it."""
+    """``max_tokens`` as an encoder-decoder worker gets it."""
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
-    told = worker(encoder_decoder=ENCODER_DECODER, num_target_blocks=num_target_blocks)
+    ready = worker(encoder_decoder=ENCODER_DECODER, num_target_blocks=num_target_blocks)
     params = build_sampling_params(
-        request, num_prompt_tokens=num_prompt_tokens, worker=told, limits=RequestSettings()
+        request, num_prompt_tokens=num_prompt_tokens, worker=ready, limits=RequestSettings()
     )
     return params.max_tokens
 
@@ -101,7 +101,7 @@ def test_an_encoder_decoder_bounds_prompt_and_output_each() -> None:
 
 
 def test_a_small_cache_bounds_both_together() -> None:
-    """160 tokens, of which the decoder's start takes one."""
+    """160 tokens, one for the decoder's start."""
     assert output_room(100, num_target_blocks=10, max_tokens=59) == 59
     with pytest.raises(ContextLengthError, match="holds 160 tokens"):
         output_room(100, num_target_blocks=10, max_tokens=60)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+import server.cli
 from engine.lifeline import PARENT_VARIABLE
 from server.client.temp_folders import SocketFolder, sweep
 from server.client.worker_client import WORKER_COMMAND
@@ -68,7 +70,7 @@ def test_a_stopped_worker_is_replaced(start_server: StartServer) -> None:
 
 
 def test_a_hung_worker_is_replaced(start_server: StartServer) -> None:
-    """Its process lives, its heartbeats come, and its loop is in one step for ever."""
+    """Its process lives, its heartbeats come, and its loop never leaves one step."""
     with start_server(step_timeout=1) as server:
         server.worker.hang()
         wait_for(lambda: server.services.engine.state.status == "restarting", "its replacement")
@@ -176,6 +178,29 @@ def test_the_end_while_loading_takes_no_time(
         assert time.monotonic() - started < 4  # it used to wait 5 s for the worker alone
         assert not is_alive(worker)
         assert list(own_temp_folder.glob("foretoken-*")) == []
+
+
+def test_a_temporary_folder_with_a_long_path(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / ("x" * 80)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert server.cli.main(["serve", "--target", str(model_folder), "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "set TMPDIR" in line
+    assert list(folder.iterdir()) == []
+
+
+def test_descriptors_for_many_connections(model_folder: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with serve_process(model_folder, tmp_path) as serve:
+            (allowed, _) = resource.prlimit(serve.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert allowed == min(hard, 65536)
 
 
 def test_folders_of_killed_servers_are_swept(own_temp_folder: Path) -> None:

@@ -163,7 +163,7 @@ async def test_a_closed_loop_keeps_its_clients_busy_and_sends_everything() -> No
 
 
 async def test_an_open_loop_does_not_wait_for_a_slow_server() -> None:
-    """This one answers nobody before all have asked, which a closed loop would wait for in vain."""
+    """This one answers no request before all have come, for which a closed loop would wait in vain."""
     all_have_asked = asyncio.Event()
 
     class Late(Chunked):

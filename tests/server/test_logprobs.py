@@ -17,7 +17,7 @@ from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer
 from tests.server.wire import answers
 
-TEXT = "Hello, wörld 😀! "  # what the fake worker says, for ever
+TEXT = "Hello, wörld 😀! "  # what the fake worker repeats
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Hi"}]
 

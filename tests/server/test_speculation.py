@@ -25,7 +25,7 @@ def report(server: RunningServer, body: dict[str, Any], path: str = COMPLETIONS)
 @ways_to_answer
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_counts(server: RunningServer, way: dict[str, Any], path: str) -> None:
-    """The fake worker drafts what it is told to and gives 4 tokens per step, so 3 are accepted."""
+    """The fake worker drafts as many as asked for and gives 4 tokens per step, so 3 are accepted."""
     body = way | {"seed": 1, "speculation": {"num_speculative_tokens": 6}}
     assert report(server, body, path) == {
         "rounds": 2,
