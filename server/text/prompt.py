@@ -118,8 +118,13 @@ def render_chat(
             raise UnsupportedParameterError(
                 "This model's chat template does not write tool calls.", param=param + where
             )
+    written = _template_messages(messages)
+    if ".thinking" in tokenizer.templates.source:  # as gpt-oss's calls it
+        for fields in written:
+            if "reasoning_content" in fields:
+                fields["thinking"] = fields["reasoning_content"]
     try:
-        return tokenizer.apply_chat_template(_template_messages(messages), options)
+        return tokenizer.apply_chat_template(written, options)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), param=param) from error
 
@@ -281,8 +286,6 @@ def _template_message(message: Message) -> dict[str, Any]:
     """What templates expect: plain text, arguments as an object, and 'system' for OpenAI's newer name of the
     same role."""
     fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
-    if message.reasoning_content is not None:
-        fields["thinking"] = message.reasoning_content  # as gpt-oss's template calls it
     fields["role"] = "system" if message.role == "developer" else message.role
     fields["content"] = _plain_text(message)
     if message.tool_calls:

@@ -66,18 +66,16 @@ def test_distribution_is_the_masked_targets(
 @pytest.mark.parametrize("max_rounds", [1, 3])
 @pytest.mark.parametrize("drafting", ["known", "draft_model and forced", "draft_model"])
 @pytest.mark.parametrize("verification", ["rejection", "coupled"])
-@pytest.mark.parametrize(("in_flight", "num_samples"), [(1, 300), (8, 2000)])
 def test_distribution_of_native_rounds(
-    native: Constrained,
-    in_flight: int,
-    num_samples: int,
-    verification: str,
-    drafting: Drafting,
-    max_rounds: int,
+    native: Constrained, verification: str, drafting: Drafting, max_rounds: int
 ) -> None:
     """Within a step masks are renewed, as are drafts that the grammar forces; where it forces none, the draft
     model goes on."""
-    grammars.masked_distribution(native, verification, 8, 2000, drafting, max_rounds, step_seconds=1000.0)
+    # A longer draft of the draft model ends its row, and so the step, in the first round.
+    how = {"num_speculative_tokens": 2} if drafting == "draft_model" and max_rounds > 1 else {}
+    grammars.masked_distribution(
+        native, verification, 8, 2000, drafting, max_rounds, step_seconds=1000.0, **how
+    )
 
 
 @pytest.mark.usefixtures("needs_compiler")
@@ -224,7 +222,14 @@ def test_planted_bug_is_caught_in_native_rounds(
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         grammars.masked_distribution(
-            native, verification, 8, 1200, "draft_model", max_rounds=3, step_seconds=1000.0
+            native,
+            verification,
+            8,
+            1200,
+            "draft_model",
+            max_rounds=3,
+            step_seconds=1000.0,
+            num_speculative_tokens=2,
         )
 
 

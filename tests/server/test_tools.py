@@ -342,7 +342,9 @@ def test_messages_with_headers(tmp_path_factory: pytest.TempPathFactory) -> None
         assert [item["type"] for item in items] == ["reasoning", "function_call"]
         said = {"messages": [*ASK["messages"], message]}
         written = "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>"
-        assert written in prompt_of(server, CHAT, said | {"tools": [tool()]})
+        prompt = prompt_of(server, CHAT, said | {"tools": [tool()]})
+        assert written in prompt
+        assert "<|channel|>analysis<|message|>Hm.<|end|>" in prompt
         error = refused(server, CHAT, body | {"continue_final_message": True})
         assert error["param"] == "continue_final_message"
 
