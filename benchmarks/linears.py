@@ -1,7 +1,7 @@
 """One linear layer of few rows, each way there is: python -m benchmarks.linears --threads 2
 
 Float32 rows times weights that float16 holds: ``F.linear`` and oneDNN's packed layer on them as float32,
-the kernels in C on them as float32 and as float16. Each way has as many copies of
+the kernels in C on them as float32, as float16 and rounded to bfloat16. Each way has as many copies of
 the weights as layers would have, used in turn, so that they come from memory as in a model. Microseconds,
 medians of interleaved repeats.
 """
@@ -49,6 +49,8 @@ def ways_of(weight: torch.Tensor) -> dict[str, Callable[[], Callable[[torch.Tens
     if library is not None:
         ways["C"] = lambda: NativeLinear(library, [weight], None, None)
         ways["C, 16 bits"] = lambda: NativeLinear(library, [weight], None, 1.0)
+        if library.multiplies_bfloat16():
+            ways["C, bfloat16"] = lambda: NativeLinear(library, [weight], None, None, rounds=True)
     return ways
 
 

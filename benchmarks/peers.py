@@ -7,7 +7,8 @@ are compared token by token. llama.cpp joins in when its binaries are named (``-
 --llama-cpp-src llama.cpp``), OpenVINO and vLLM when environments are (``--openvino-python venv/bin/python``,
 ``--vllm-python``); see benchmarks/README.md. With ``--gguf Q4_0`` Foretoken and llama.cpp run from one
 quantised file, with ``--quantize int8`` Foretoken and OpenVINO quantise one checkpoint; ``--prompt-length 512
---max-tokens 1`` compares prompts.
+--max-tokens 1`` compares prompts. ``--dtype bfloat16``: Foretoken's and transformers' arithmetic, with
+``--gguf BF16`` llama.cpp's too.
 """
 
 import argparse
@@ -89,6 +90,9 @@ def parse_arguments() -> argparse.Namespace:
         "--openvino-python", type=Path, help="python of an environment with openvino-genai, optimum-intel"
     )
     parser.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM for CPUs")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: float32, or a quantised file's own"
+    )
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
     parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
     return parser.parse_args()
@@ -155,6 +159,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         raise SystemExit(f"Prepared {work}")
     torch.set_num_threads(threads)
     is_float32 = not (arguments.gguf or arguments.quantize)
+    dtype = arguments.dtype or ("float32" if is_float32 else "auto")
     target, draft = gguf if gguf and arguments.gguf else (pair.target, pair.draft)
     ours = foretoken.Foretoken(
         str(target),
@@ -162,7 +167,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         k,
         threads,
         "cpu",
-        "float32" if is_float32 else "auto",
+        dtype,
         quantize=arguments.quantize or "none",
     )
     prompts = prompt_ids(pair, arguments.num_prompts, arguments.prompt_length)
@@ -170,7 +175,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     model: Any | None = None
     if not arguments.no_transformers and is_float32 and concurrency == 1:
         peer = transformers_generate.TransformersGenerate.from_folders(
-            pair.target, pair.draft, k, "cpu", torch.float32
+            pair.target, pair.draft, k, "cpu", getattr(torch, dtype)
         )
         model = peer.target
         variants |= peer.variants(prompts, arguments.max_tokens)
@@ -245,8 +250,9 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
 
 def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     print_facts(document["machine"])
+    kind = " ".join(filter(None, (arguments.gguf, arguments.quantize, arguments.dtype))) or "float32"
     print(
-        f"{arguments.target or arguments.pair} pair, {arguments.gguf or arguments.quantize or 'float32'}, "
+        f"{arguments.target or arguments.pair} pair, {kind}, "
         f"greedy, {arguments.concurrency} at a time, {arguments.num_speculative_tokens} drafts a round; "
         f"{arguments.num_prompts} prompts x "
         f"{arguments.max_tokens} tokens a run, medians of {arguments.repeats} interleaved runs"

@@ -35,7 +35,8 @@ class ModelSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Weights and activations. auto: bfloat16 on a GPU; on a CPU float32, with the weights of "
-        "a 16-bit checkpoint kept in 16 bits, which loses nothing.",
+        "a 16-bit checkpoint kept in 16 bits, which loses nothing. bfloat16 on a CPU with AVX512-BF16: what "
+        "linear layers of Llama-shaped models multiply in; their sums and all else are float32.",
     )
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
         None,

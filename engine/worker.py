@@ -152,7 +152,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         target=config.target,
         draft=config.draft if "draft_model" in core.admission.methods else None,
         device=str(core.target.device),
-        dtype=str(core.target.model.dtype).removeprefix("torch."),
+        dtype=str(core.target.model.arithmetic).removeprefix("torch."),
         vocab_size=core.target.vocab_size,
         max_model_len=core.admission.max_model_len,
         num_target_blocks=target_pool.num_blocks,

@@ -137,7 +137,7 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     room = core.admission.room(max(map(len, prompts)))
     progress.begin("Greedy text")
     lengths, num_tokens = GREEDY_LENGTHS if speculates else (0,), min(GREEDY_TOKENS, room)
-    # Quantised layers of ours give the same bits however many tokens they compute.
+    # Layers of ours that round give the same bits however many tokens they compute.
     resolution = RESOLUTIONS[str(core.target.model.dtype)] if weights is None else 0.0
     greedy = check_greedy(core, prompts, lengths, num_tokens, resolution)
     progress.begin("Text of a grammar")
@@ -155,7 +155,7 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         draft=settings.draft if method == DraftModelProposer.name else None,
         method=method,
         device=str(core.target.device),
-        dtype=str(core.target.model.dtype).removeprefix("torch."),
+        dtype=str(core.target.model.arithmetic).removeprefix("torch."),
         tokenizers=_tokenizers(core, settings),
         weights=weights,
         greedy=greedy,
@@ -301,7 +301,7 @@ def _print(report: Report) -> None:
             fact("", line)
         fact("drafts", report.tokenizers.drafts)
     if report.weights is not None:
-        fact("quantised", f"log-probability {report.weights.in_words}")
+        fact("rounded", f"log-probability {report.weights.in_words}")
 
     def compared(name: str, greedy: GreedyResult, more: str = "") -> None:
         words = "identical to plain decoding" if not greedy.differences else "DIFFERENT from plain decoding"

@@ -1,7 +1,7 @@
-"""What quantised weights and rounded inputs cost: log-probabilities of a text, against float32's.
+"""What quantised or rounded weights and rounded inputs cost: log-probabilities of a text, against float32's.
 
-The reference computes in float32: a GGUF file's dequantised weights, or the checkpoint that ``quantize`` was
-given. Used by ``check``.
+The reference computes in float32: a GGUF file's dequantised weights, or the checkpoint that ``quantize`` or
+``dtype: bfloat16`` was given. Used by ``check``.
 """
 
 import math
@@ -53,7 +53,7 @@ class WeightsResult:
 def check_weights(
     target: FreshModel, path: str, options: LoadOptions, tokenizer: Any | None
 ) -> WeightsResult | None:
-    """None if ``target`` is not quantised."""
+    """None if nothing of ``target`` is rounded."""
     if target.served is None:
         return None
     if tokenizer is None:  # any ids will do
@@ -63,7 +63,7 @@ def check_weights(
     ids = ids[: min(MAX_TOKENS, target.served.max_position or MAX_TOKENS)]
     served, reference = _mean_log_prob(target, ids), None
     if target.served.num_parameters * BYTES_PER_PARAMETER < free_memory(torch.device("cpu")):
-        in_float32 = FreshModel(path, replace(options, narrow=False, quantize="none"))
+        in_float32 = FreshModel(path, replace(options, dtype=torch.float32, narrow=False, quantize="none"))
         reference = _mean_log_prob(in_float32, ids)
     return WeightsResult(len(ids) - 1, served, reference)
 

@@ -30,13 +30,14 @@ class FastPass(Protocol):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the checkpoint says, and how it was loaded."""
+    """What the checkpoint says, and how it was loaded: ``rounds`` as in ``LoadOptions``."""
 
     config: Any
     generation_config: Any
     num_parameters: int
     dtype: torch.dtype
     device: torch.device
+    rounds: bool = False
 
 
 class Model(ABC):
@@ -52,6 +53,9 @@ class Model(ABC):
         self.generation_config = facts.generation_config
         self.num_parameters = facts.num_parameters
         self.dtype = facts.dtype
+        self.rounds = facts.rounds
+        # What linear layers multiply in.
+        self.arithmetic = torch.bfloat16 if facts.rounds else facts.dtype
         self.device = facts.device
         self.layers = layers
         text_config = facts.config.get_text_config()

@@ -1,7 +1,7 @@
 """Models without cache, batch or any attention of ours: one text in, all of its logits out.
 
 What ``engine.commands.replay`` and ``engine.commands.check`` compare the engine with. Slow on purpose: every
-call computes the whole text anew. Quantised kernels round what transformers' layers do not: of such a model
+call computes the whole text anew. Some kernels round what transformers' layers do not: of such a model
 our own pass over an empty cache is the reference, which loading has compared with transformers' layers.
 """
 
@@ -16,7 +16,7 @@ from engine.core.block_pool import BlockTable
 from engine.messages import SamplingParams
 from engine.models.base import Model, eos_token_ids
 from engine.models.generation_rules import decoder_start_ids, generation_rules
-from engine.models.loader import load_causal_model, load_quantised
+from engine.models.loader import load_causal_model, load_rounding
 from engine.models.model_runner import ModelRunner
 from engine.models.options import LoadOptions
 from engine.sampling.adjust import History, adjust_logits
@@ -25,10 +25,10 @@ from engine.sampling.rules import NO_RULES
 
 
 class FreshModel:
-    """``served``: the model as the engine has it, if its layers are quantised by us; else None."""
+    """``served``: the model as the engine has it, if our kernels round its layers' inputs; else None."""
 
     def __init__(self, path: str, options: LoadOptions) -> None:
-        self.served = load_quantised(path, options)
+        self.served = load_rounding(path, options)
         self.model: Any = self.served or load_causal_model(
             path, replace(options, device_map=None), attention="eager"
         )

@@ -96,13 +96,16 @@ class ModuleLinear:
 
 
 def make_linear(
-    modules: Sequence[nn.Module], library: ctypes.CDLL | None = None, narrow: bool = True
+    modules: Sequence[nn.Module],
+    library: ctypes.CDLL | None = None,
+    narrow: bool = True,
+    rounds: bool = False,
 ) -> Linear:
     """One layer in place of several of the same input; their outputs lie one after the other.
 
     ``library``: the compiled kernels, given for float32 on a CPU only. Modules that have ``blocks`` (their
     quantised weights) stay quantised there. ``narrow``: keep their weights in 16
-    bits where that loses nothing.
+    bits where that loses nothing. ``rounds``: as in ``NativeLinear``.
     """
     if not all(type(module) in (nn.Linear, Conv1D) for module in modules):
         return ModuleLinear(modules)
@@ -114,7 +117,8 @@ def make_linear(
     if library is not None and len(blocks) == len(modules) and can_stack(blocks):
         return QuantisedLinear(library, blocks, bias)
     if library is not None:
-        return NativeLinear(library, weights, bias, half_scale(weights) if narrow else None)
+        scale = half_scale(weights) if narrow and not rounds else None
+        return NativeLinear(library, weights, bias, scale, rounds)
     weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
     if _is_packed(weight) and weight.numel() >= MIN_ONE_DNN_WEIGHTS and mkldnn.is_available():  # type: ignore[no-untyped-call]
         return OneDnnLinear(weight, bias)

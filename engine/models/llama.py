@@ -221,9 +221,10 @@ def load_llama(
     skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions
 ) -> Llama | None:
     """``skeleton`` is transformers' module on the meta device. None if tensors are missing, or the logits are
-    not those of transformers' layers."""
+    not those of transformers' layers, or only the kernels could round and cannot be had."""
     kernels = _kernels(skeleton, facts) if options.native_kernels else None
-    for library in (kernels, None) if kernels is not None else (None,):
+    ways = (kernels, None) if kernels is not None else (None,)
+    for library in ways[:-1] if facts.rounds else ways:
         reader = _Reader(skeleton, checkpoint, facts, library, options.narrow)
         if not reader.is_complete:
             return None
@@ -266,11 +267,11 @@ def checked(
     agrees = (
         roughly_same_logits
         if weights.is_quantised
-        else partial(same_logits, tolerance=TOLERANCES[facts.dtype])
+        else partial(same_logits, tolerance=TOLERANCES[torch.bfloat16 if facts.rounds else facts.dtype])
     )
     ways: list[tuple[str, Llama]] = []
     if library is not None:
-        kernels = NativeKernels(library, cuts_long=weights.is_quantised)
+        kernels = NativeKernels(library)
         ways = [("The native kernels", Llama(facts, weights, kernels))]
     else:
         shapes = [layer.attention for layer in weights.layers]
@@ -328,10 +329,10 @@ class _Reader:
         self.skeleton = skeleton
         self.checkpoint = checkpoint
         self.facts = facts
-        self.make = partial(make_linear, library=library, narrow=narrow)
+        self.make = partial(make_linear, library=library, narrow=narrow, rounds=facts.rounds)
         # The kernels take 16 bits and quantised blocks as they are.
         self.library = library if narrow else None
-        self.keep_type = self.library is not None
+        self.keep_type = self.library is not None or facts.rounds
         self.layers: list[LlamaLayer] = []
 
     @property
@@ -387,7 +388,8 @@ class _Reader:
     def _embeddings(self) -> tuple[torch.Tensor | QuantisedEmbeddings, Blocks | None]:
         blocks = self._blocks(EMBEDDINGS)
         if self.library is None or blocks is None:
-            return self._tensor(EMBEDDINGS, self.keep_type), None
+            embeddings = self._tensor(EMBEDDINGS, self.keep_type)
+            return embeddings.bfloat16() if self.facts.rounds else embeddings, None
         return QuantisedEmbeddings(self.library, blocks), blocks
 
     def _parts(self, head: Any) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError`` th
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from engine.models.packed import PackedCheckpoint, PackingError, open_packed
 from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.models.self_check import self_check
 from engine.models.weights import Checkpoint
+from engine.native.library import load_library
 from engine.native.linear import linear_library
 
 logger = logging.getLogger(__name__)
@@ -97,9 +99,10 @@ def load_model(path: str, options: LoadOptions) -> Model:
     check_folder(path, allow_pickle=options.allow_pickle)
     path = _expanded(path)
     if options.device_map is None and not options.trust_remote_code:
-        llama = _by_name(path, options)
-        if llama is not None and (options.quantize == "none" or llama.is_quantised):
-            return llama
+        for way in _ways(options):
+            llama = _by_name(path, way)
+            if llama is not None and (options.quantize == "none" or llama.is_quantised):
+                return llama
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(path))
     model = load_decoder(path, options)
@@ -113,29 +116,46 @@ def load_model(path: str, options: LoadOptions) -> Model:
     return model
 
 
-def load_quantised(path: str, options: LoadOptions) -> Llama | None:
-    """The model at ``path`` if our kernels serve it with quantised weights."""
-    if not options.narrow or options.device_map is not None or not options.native_kernels:
+def load_rounding(path: str, options: LoadOptions) -> Llama | None:
+    """The model at ``path`` if our kernels serve it with rounded inputs: quantised, or in bfloat16."""
+    rounds = next(iter(_ways(options))).rounds
+    if not (options.narrow or rounds) or options.device_map is not None or not options.native_kernels:
         return None
     is_packed = is_gguf(path) or _find_packed(_expanded(path), options) is not None
-    if options.quantize == "none" and not is_packed:
+    if options.quantize == "none" and not is_packed and not rounds:
         return None
     model = load_model(path, options)
-    return model if isinstance(model, Llama) and model.is_quantised else None
+    return model if isinstance(model, Llama) and (model.is_quantised or model.rounds) else None
+
+
+def _ways(options: LoadOptions) -> Iterator[LoadOptions]:
+    """How to try to load a Llama-shaped model: first so that our kernels multiply in bfloat16, where that is
+    asked for and they can."""
+    if options.dtype == torch.bfloat16 and options.device.type == "cpu":
+        library = load_library() if options.native_kernels else None
+        if library is not None and library.multiplies_bfloat16():
+            yield replace(options, dtype=torch.float32, rounds=True)
+        logger.warning(
+            "dtype bfloat16 is left to torch: there are kernels for Llama-shaped models on a processor with "
+            "AVX512-BF16 only. A token's logits may then depend on what is computed with it"
+        )
+    yield options
 
 
 def _load_gguf(path: str, options: LoadOptions) -> Llama:
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
+    model = None
     try:
         file = open_gguf(path)
-        skeleton = _skeleton(file.config, options.dtype)
-        check_complete(skeleton, file)
-        facts = ModelFacts(
-            file.config, generation_config(file), count(skeleton), options.dtype, options.device
-        )
-        checkpoint = _quantised(file, options)
-        model = load_llama(skeleton, checkpoint, facts, options)
+        for way in _ways(options):
+            skeleton = _skeleton(file.config, way.dtype)
+            check_complete(skeleton, file)
+            generation = generation_config(file)
+            facts = ModelFacts(file.config, generation, count(skeleton), way.dtype, way.device, way.rounds)
+            model = load_llama(skeleton, _quantised(file, way), facts, way)
+            if model is not None:
+                break
     except ModelLoadError:
         raise
     except GgufError as error:
@@ -176,9 +196,8 @@ def _by_name(path: str, options: LoadOptions) -> Llama | None:
             checkpoint = Checkpoint.find(path, options.allow_pickle)
         if checkpoint is None or not is_llama(skeleton):
             return None
-        facts = ModelFacts(
-            config, _generation_config(path, skeleton), count(skeleton), options.dtype, options.device
-        )
+        generation = _generation_config(path, skeleton)
+        facts = ModelFacts(config, generation, count(skeleton), options.dtype, options.device, options.rounds)
         return load_llama(skeleton, _quantised(checkpoint, options), facts, options)
     except PackingError as error:
         raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error

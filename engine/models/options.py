@@ -8,7 +8,8 @@ import torch
 @dataclass(frozen=True)
 class LoadOptions:
     """With a ``device_map`` accelerate places the layers, and ``device`` has no say. ``narrow``: on a CPU
-    keep weights in 16 bits where that loses nothing, and quantised ones quantised. ``self_check``: refuse a
+    keep weights in 16 bits where that loses nothing, and quantised ones quantised. ``rounds``: linear layers
+    round their weights and inputs to bfloat16, in kernels that multiply in it. ``self_check``: refuse a
     model that over our cache deviates from itself. ``quantize``: to int8 or int4, or ``none``."""
 
     dtype: torch.dtype = torch.float32
@@ -18,5 +19,6 @@ class LoadOptions:
     allow_pickle: bool = False
     native_kernels: bool = True
     narrow: bool = True
+    rounds: bool = False
     self_check: bool = True
     quantize: str = "none"

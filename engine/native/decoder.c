@@ -23,9 +23,9 @@ static void embed(float *to, const Decoder *decoder, int64_t token_id) {
     if (decoder->embedding_type >= QUANTISED) {
         const int64_t type = decoder->embedding_type - QUANTISED;
         dequantise(type, to, (const uint8_t *)decoder->embeddings + token_id * row_bytes(type, size), size);
-    } else if (decoder->embedding_type == 0) {
+    } else if (decoder->embedding_type == FLOAT32) {
         memcpy(to, (const float *)decoder->embeddings + start, size * sizeof(float));
-    } else if (decoder->embedding_type == 1) {
+    } else if (decoder->embedding_type == FLOAT16) {
         for (int64_t i = 0; i < size; i += LANES) {
             const int64_t count = size - i < LANES ? size - i : LANES;
             uint16_t from[LANES] = {0};
@@ -60,7 +60,7 @@ static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t n
     first_token[new->num_spans] = token;
     return (Spans){
         .num_spans = new->num_spans, .num_tokens = num_tokens, .block_size = block_size,
-        .max_queries = num_tokens, .slots = slots, .first_token = first_token,
+        .slots = slots, .first_token = first_token,
         .num_stored = new->num_stored, .first_block = new->first_block, .blocks = new->blocks,
         .angle = angle, .num_angles = decoder->num_angles, .rotary_size = decoder->rotary_size,
         .cos = decoder->cos, .sin = decoder->sin,

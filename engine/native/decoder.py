@@ -1,7 +1,7 @@
 """A whole pass of a Llama-shaped decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
 
 The same functions as the calls one by one (``layer_parts``, ``linear``), in the same order: the same bits.
-Long prompt chunks go the other way, where torch attends.
+Long prompt chunks go the other way, where they are cut.
 """
 
 from array import array
@@ -16,12 +16,10 @@ from engine.kv_cache import KVCache
 from engine.models.layer_parts import ACTIVATIONS, Norm
 from engine.native.layer_parts import NativeKernels
 from engine.native.library import Decoder, DecoderLayer, NewTokens
+from engine.native.linear import WEIGHT_TYPES
 from engine.native.quantised import QuantisedEmbeddings
 
 INTEGER_BYTES = 8
-# As in kernels.h.
-EMBEDDING_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
 Weights = Any  # LlamaWeights, which is made of what is in this package
 
 
@@ -83,7 +81,7 @@ class NativeDecoder:
         if isinstance(embeddings, QuantisedEmbeddings):
             hidden_size, embedding_type = embeddings.hidden_size, embeddings.embedding_type
         else:
-            hidden_size, embedding_type = embeddings.shape[1], EMBEDDING_TYPES[embeddings.dtype]
+            hidden_size, embedding_type = embeddings.shape[1], WEIGHT_TYPES[embeddings.dtype]
         # Kept as long as C has their addresses.
         self._kept = attention, in_c, weights, cache
         self.decoder = Decoder(

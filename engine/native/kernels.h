@@ -9,8 +9,8 @@
 /* As in random.py. */
 enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, RACE_STREAM = 4 };
 
-/* What is added to the types of quantised embeddings. */
-enum { QUANTISED = 16 };
+/* What weights are kept in. Quantised embeddings add their type in blocks.h. */
+enum { FLOAT32, FLOAT16, BFLOAT16, QUANTISED = 16 };
 
 /* Activations of gates. */
 enum { SILU, GELU_TANH };
@@ -21,7 +21,6 @@ enum { SILU, GELU_TANH };
 /* The new tokens of some sequences, one after the other, and where their caches lie. */
 typedef struct {
     int64_t num_spans, num_tokens, block_size;
-    int64_t max_queries;          /* longer spans are stored, and attended by torch */
     const int64_t *slots;         /* [num_tokens], where the new keys and values go */
     const int64_t *first_token;   /* [num_spans + 1] into the packed tokens */
     const int64_t *num_stored;    /* [num_spans] tokens that the cache had before */
@@ -48,10 +47,11 @@ typedef struct {
     int64_t type;
 } QuantisedPanel;
 
-/* A linear layer with weights in float16, in float32, or quantised. */
+/* A linear layer. ``type``: of its weights. */
 typedef struct {
-    int64_t in_features, out_features, is_half, is_quantised;
-    const void *weights;          /* [panels, in_features, PANEL], zeros past the last column; or QuantisedPanels */
+    int64_t in_features, out_features, type;
+    const void *weights;          /* [panels, in_features, PANEL], zeros past the last column; in bfloat16
+                                   * [panels, pairs of inputs, PANEL, 2]; or QuantisedPanels */
     float scale;                  /* of all sums: float16 weights are kept near the largest there is */
     const float *bias;            /* [out_features] or NULL */
 } Linear;
@@ -69,7 +69,7 @@ typedef struct {
 typedef struct {
     int64_t num_layers, hidden_size, block_size;
     int64_t num_angles, rotary_size; /* as in Spans */
-    int64_t embedding_type;       /* 0: float32, 1: float16, 2: bfloat16, or QUANTISED plus its type in blocks.h */
+    int64_t embedding_type;
     const DecoderLayer *layers;
     const void *embeddings;       /* [vocab, hidden_size] */
     const float *norm;            /* [hidden_size] */
@@ -104,6 +104,7 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out);
 
 /* linear.c */
 int64_t panel_size(void);
+int64_t multiplies_bfloat16(void);
 void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows);
 
 /* quantised.c */

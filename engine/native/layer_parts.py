@@ -1,7 +1,4 @@
-"""What a Llama-shaped layer does between its matrix products, in C (``layers.c``): float32 on a CPU.
-
-Long prompt chunks are attended by torch, whose kernel is made for them.
-"""
+"""What a Llama-shaped layer does between its matrix products, in C (``layers.c``): float32 on a CPU."""
 
 import ctypes
 from ctypes import byref
@@ -12,7 +9,6 @@ import torch
 
 from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch
 from engine.kv_cache import KVCache
-from engine.models.attention import attend_group
 from engine.models.layer_parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
 from engine.native.library import Layer, Spans
 
@@ -27,12 +23,10 @@ def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
 
 
 class NativeKernels:
-    """Makes the parts of each forward. Keeps what does not change from one to the next. ``cuts_long``: long
-    prompt chunks are attended here, too, part by part, so that a token's bits do not depend on its chunk."""
+    """Makes the parts of each forward. Keeps what does not change from one to the next."""
 
-    def __init__(self, library: ctypes.CDLL, cuts_long: bool = False) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.cuts_long = cuts_long
         self._cache: KVCache | None = None
         self._layers: dict[int, Layer] = {}
 
@@ -66,16 +60,15 @@ class NativeParts:
         self.batch = batch
         self.cache = cache
         self.first_token = batch.offsets
-        self.long = [] if kernels.cuts_long else batch.long_spans
         num_blocks = [len(span.table.block_ids) for span in batch.spans]
-        most = MAX_GROUPED_QUERIES if kernels.cuts_long else max(1, batch.offsets[-1])
-        # Spans, or parts of them: first token, tokens stored before it, first block.
+        # Spans, long ones in parts, so that a token's bits do not depend on its chunk: first token, tokens
+        # stored before it, first block.
         parts = [
             (first + start, span.table.num_computed_tokens + start, block)
             for span, first, block in zip(
                 batch.spans, batch.offsets, accumulate(num_blocks[:-1], initial=0), strict=False
             )
-            for start in range(0, len(span.token_ids), most)
+            for start in range(0, len(span.token_ids), MAX_GROUPED_QUERIES)
         ]
         # Kept as long as the pointers into it are used.
         self.numbers = np.array(
@@ -99,7 +92,6 @@ class NativeParts:
             num_spans=num_spans,
             num_tokens=self.first_token[-1],
             block_size=batch.block_size,
-            max_queries=MAX_GROUPED_QUERIES,
             slots=batch.slots.data_ptr(),
             first_token=start,
             num_stored=start + 8 * (num_spans + 1),
@@ -128,14 +120,6 @@ class NativeParts:
         out = qkv.new_empty(qkv.shape[0], width)
         layer = self.kernels.layer(shape, self.cache)
         self.kernels.library.attend(byref(self.spans), byref(layer), qkv.data_ptr(), out.data_ptr())
-        for member in self.long:
-            first, end = self.first_token[member : member + 2]
-            out[first:end] = attend_group(
-                self.batch.lone_group(member),
-                self.cache,
-                shape.call,
-                qkv[first:end, :width].reshape(end - first, shape.num_heads, shape.head_size),
-            ).view(end - first, width)
         return out
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:

@@ -237,7 +237,6 @@ static inline ALWAYS void attend_span(
 
 static void attend_part(const Spans *spans, const Layer *layer, int64_t span, int64_t part,
                         int64_t num_parts, const float *qkv, float *out) {
-    if (spans->first_token[span + 1] - spans->first_token[span] > spans->max_queries) return;
     const int64_t first = part * layer->num_kv_heads / num_parts;
     const int64_t end = (part + 1) * layer->num_kv_heads / num_parts;
     switch (layer->head_size) {
@@ -256,8 +255,7 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
     int64_t num_scores = 0;
     for (int64_t span = 0; span < spans->num_spans; span++) {
         const int64_t num_queries = spans->first_token[span + 1] - spans->first_token[span];
-        if (num_queries <= spans->max_queries)
-            num_scores += num_queries * (spans->num_stored[span] + num_queries);
+        num_scores += num_queries * (spans->num_stored[span] + num_queries);
     }
     /* Heads are shared out only where there are fewer spans than threads. */
     int64_t split = (omp_get_max_threads() + spans->num_spans - 1) / spans->num_spans;

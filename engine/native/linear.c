@@ -1,7 +1,9 @@
-/* Linear layers of a few float32 rows on a CPU, with weights in float32 or float16.
+/* Linear layers of float32 rows on a CPU, with weights in float32, float16 or bfloat16.
  *
  * Weights are read once for as many rows as there are registers for their sums: few rows cost what it takes to
- * read them. "linear.py" lays them out and calls this; all arrays are row-major.
+ * read them. Sums are float32, each in the order of the inputs, whatever the number of rows. To bfloat16 weights
+ * rows are rounded like them, and a product is of a pair of inputs. "linear.py" lays the weights out and calls
+ * this; all arrays are row-major.
  */
 
 #include "kernels.h"
@@ -61,11 +63,52 @@ static __attribute__((noinline)) void finish(
     }
 }
 
-/* A panel's columns for some rows, whose sums stay in registers; x [in_features, num_rows]. */
+#ifdef __AVX512BF16__
+#define HAS_BFLOAT16 1
+#else
+#define HAS_BFLOAT16 0
+#endif
+
+/* Whether there are products of bfloat16 numbers. */
+int64_t multiplies_bfloat16(void) { return HAS_BFLOAT16; }
+
+/* Adds the products of each column's weight, or pair of weights, with the factor that all columns share. */
+static inline ALWAYS vec add_products(vec sum, vec weight, const float *factor, const int type) {
+#if HAS_BFLOAT16
+    if (type == BFLOAT16) {
+        __asm__("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weight), "m"(*factor));
+        return sum;
+    }
+#endif
+    (void)type;
+    return sum + weight * *factor;
+}
+
+/* x [size] rounded to bfloat16, in pairs; the last one may have a zero in place of a number. */
+static void round_row(float *to, const float *x, int64_t size) {
+#if HAS_BFLOAT16
+    for (int64_t k = 0; k < size; k += LANES) {
+        const int64_t left = size - k < LANES ? size - k : LANES;
+        const __m512 part = _mm512_maskz_loadu_ps((__mmask16)((1 << left) - 1), x + k);
+        const __m256i pairs = (__m256i)_mm512_cvtneps_pbh(part);
+        _mm256_mask_storeu_epi32(to + k / 2, (__mmask8)((1 << (left + 1) / 2) - 1), pairs);
+    }
+#else
+    (void)to, (void)x, (void)size;
+#endif
+}
+
+/* What a row is multiplied by at once: inputs, or pairs of them. */
+static inline int64_t num_factors(const Linear *linear) {
+    return linear->type == BFLOAT16 ? (linear->in_features + 1) / 2 : linear->in_features;
+}
+
+/* A panel's columns for some rows, whose sums stay in registers; x [factors, num_rows]. */
 static inline ALWAYS void multiply_rows(
     const Linear *linear, float *out, const float *x, const float *residual, int64_t column,
-    const int is_half, const int num_rows) {
-    const int64_t in = linear->in_features;
+    const int type, const int num_rows) {
+    const int64_t in = num_factors(linear);
+    const int is_half = type == FLOAT16;
     const uint16_t *half = (const uint16_t *)linear->weights + column * in;
     const float *whole = (const float *)linear->weights + column * in;
     vec sum[MAX_ROWS][VECTORS], kept[MAX_ROWS][VECTORS];
@@ -88,7 +131,7 @@ static inline ALWAYS void multiply_rows(
         UNROLL
         for (int row = 0; row < num_rows; row++) {
             UNROLL
-            for (int i = 0; i < VECTORS; i++) sum[row][i] += weight[i] * factors[i][row];
+            for (int i = 0; i < VECTORS; i++) sum[row][i] = add_products(sum[row][i], weight[i], factors[i] + row, type);
         }
     }
     /* Sums whose address is known elsewhere would not be kept in registers. */
@@ -126,20 +169,24 @@ static void interleave(float *to, const float *x, int64_t rows, int64_t size, in
 /* A panel's columns for all rows, num_parts of them in turn; x: each part interleaved. */
 static void multiply_panel(const Linear *linear, float *out, const float *x, const float *residual,
                            int64_t rows, int64_t num_parts, int64_t panel) {
-    const int64_t in = linear->in_features, width = linear->out_features, column = panel * PANEL;
+    const int64_t in = num_factors(linear), width = linear->out_features, column = panel * PANEL;
     for (int64_t part = 0; part < num_parts; part++) {
         const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
         float *to = out + row * width;
         const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
-        switch (num_rows + (linear->is_half ? MAX_ROWS : 0)) {
-#define CASE(n) \
-            case n: multiply_rows(linear, to, from, add, column, 0, n); break; \
-            case MAX_ROWS + n: multiply_rows(linear, to, from, add, column, 1, n); break;
+        switch (num_rows + linear->type * MAX_ROWS) {
+#define OF_TYPE(type, n) case type * MAX_ROWS + n: multiply_rows(linear, to, from, add, column, type, n); break;
+#if HAS_BFLOAT16
+#define CASE(n) OF_TYPE(FLOAT32, n) OF_TYPE(FLOAT16, n) OF_TYPE(BFLOAT16, n)
+#else
+#define CASE(n) OF_TYPE(FLOAT32, n) OF_TYPE(FLOAT16, n)
+#endif
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if MAX_ROWS == 12
             CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
 #undef CASE
+#undef OF_TYPE
         }
     }
 }
@@ -147,21 +194,28 @@ static void multiply_panel(const Linear *linear, float *out, const float *x, con
 /* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
  * which may be out itself. */
 void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
-    if (linear->is_quantised) {
+    if (linear->type == QUANTISED) {
         multiply_quantised(linear, out, x, residual, rows);
         return;
     }
-    const int64_t in = linear->in_features, width = linear->out_features;
+    const int64_t size = linear->in_features, in = num_factors(linear), width = linear->out_features;
     int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    static _Thread_local Arena arena;
+    if (!arena_reserve(&arena, 2 * arena_size(rows * in, sizeof(float)))) {
+        for (int64_t i = 0; i < rows * width; i++) out[i] = NAN; /* no memory: not a distribution */
+        return;
+    }
+    if (linear->type == BFLOAT16) {
+        float *to = arena_alloc(&arena, rows * in, sizeof(float));
+        FOR_EACH(row, rows, rows * size, round_row(to + row * in, x + row * size, size));
+        x = to;
+    }
     /* What is needed together then lies together, and not all in the same few cache lines, as it would if rows
      * were a power of two long. */
-    static _Thread_local Arena arena;
-    if (num_parts < rows && arena_reserve(&arena, rows * in * sizeof(float))) {
+    if (num_parts < rows) {
         float *to = arena_alloc(&arena, rows * in, sizeof(float));
         FOR_EACH(part, num_parts, rows * in * 4, interleave(to, x, rows, in, part, num_parts));
         x = to;
-    } else {
-        num_parts = rows; /* single rows are in order as they are */
     }
     FOR_EACH(panel, (width + PANEL - 1) / PANEL, in * width * rows,
              multiply_panel(linear, out, x, residual, rows, num_parts, panel));

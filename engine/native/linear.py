@@ -1,4 +1,4 @@
-"""Linear layers in C (``linear.c``): weights in float32 or float16, float32 rows and sums.
+"""Linear layers in C (``linear.c``): weights in float32, float16 or bfloat16, float32 rows and sums.
 
 The libraries' calls take ten microseconds before they multiply anything, which is most of what a small
 layer takes for few rows; this one starts in three. Of large weights it keeps the memory busier than oneDNN
@@ -23,6 +23,8 @@ CHUNK_WEIGHTS = 1 << 22
 
 # The layer that shows at load whether C computes what torch does: it fills neither panels nor vectors.
 PROBE_SHAPE, PROBE_ROWS, TOLERANCE = (45, 37), (1, 5, 14), 1e-5
+# As in kernels.h.
+WEIGHT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,8 @@ def linear_library() -> ctypes.CDLL | None:
 
 class NativeLinear:
     """``weights`` [out features, in features] of any floating type are stacked, panel by panel. ``scale``:
-    float16 holds them all without loss times this power of two; None: keep float32."""
+    float16 holds them all without loss times this power of two; None: keep float32. ``rounds``: in bfloat16,
+    to which inputs are rounded, too, if the library ``multiplies_bfloat16``."""
 
     def __init__(
         self,
@@ -49,31 +52,41 @@ class NativeLinear:
         weights: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
         scale: float | None,
+        rounds: bool = False,
     ) -> None:
         self.out_features, in_features = sum(len(weight) for weight in weights), weights[0].shape[1]
         self.multiply = library.multiply
         panel = library.panel_size()
-        dtype = torch.float32 if scale is None else torch.float16
-        # Kept for as long as the structure points to them.
-        self.weights = _pages.zeros(-(-self.out_features // panel), in_features, panel, dtype=dtype)
+        self.dtype = torch.bfloat16 if rounds else torch.float32 if scale is None else torch.float16
+        # Kept for as long as the structure points to them. Two bfloat16 numbers are one of 32 bits.
+        self.weights = _pages.zeros(
+            -(-self.out_features // panel),
+            -(-in_features // 2) if rounds else in_features,
+            panel,
+            dtype=torch.int32 if rounds else self.dtype,
+        )
         column = 0
         for weight in weights:
             for part in torch.split(weight, max(panel, CHUNK_WEIGHTS // in_features // panel * panel)):
                 # In its last type first: torch transposes fast where it need not convert.
-                self._store(column, part.float() if scale is None else (part.float() * scale).half())
+                if rounds:
+                    pairs = F.pad(part.bfloat16(), (0, in_features % 2)).view(torch.int32)
+                    self._store(column, pairs)
+                else:
+                    self._store(column, part.float() if scale is None else (part.float() * scale).half())
                 column += len(part)
         self.bias = None if bias is None else bias.float().contiguous()
         self.struct = Linear(
             in_features=in_features,
             out_features=self.out_features,
-            is_half=scale is not None,
+            type=WEIGHT_TYPES[self.dtype],
             weights=self.weights.data_ptr(),
-            scale=1 / (scale or 1.0),
+            scale=1.0 if rounds else 1 / (scale or 1.0),
             bias=None if self.bias is None else self.bias.data_ptr(),
         )
 
     def _store(self, column: int, weight: torch.Tensor) -> None:
-        """``weight`` [columns, in features] into the panels, from ``column`` on."""
+        """``weight`` [columns, in features or pairs of them] into the panels, from ``column`` on."""
         panel = self.weights.shape[2]
         while len(weight):
             number, offset = divmod(column, panel)
@@ -107,11 +120,13 @@ def _agrees(library: ctypes.CDLL) -> bool:
     weight, bias = (
         torch.randn(*shape, generator=generator).half().float() for shape in (PROBE_SHAPE, PROBE_SHAPE[:1])
     )
-    for scale in (None, 1.0):
-        linear = NativeLinear(library, [weight], bias, scale)
+    ways = [(None, False), (1.0, False)] + [(None, True)] * library.multiplies_bfloat16()
+    for scale, rounds in ways:
+        linear = NativeLinear(library, [weight], bias, scale, rounds)
         for rows in PROBE_ROWS:
             x = torch.randn(rows, PROBE_SHAPE[1], generator=generator)
-            residual, expected = x[:, :1].expand(rows, len(weight)), F.linear(x, weight, bias)
+            inputs, weights = (each.bfloat16().float() if rounds else each for each in (x, weight))
+            residual, expected = x[:, :1].expand(rows, len(weight)), F.linear(inputs, weights, bias)
             both = (linear(x), expected), (linear.add_to(residual, x), residual + expected)
             if not all(torch.allclose(*pair, rtol=TOLERANCE, atol=TOLERANCE) for pair in both):
                 return False

@@ -79,7 +79,7 @@ class QuantisedLinear(NativeLinear):
         self.struct = Linear(
             in_features=in_features,
             out_features=self.out_features,
-            is_quantised=1,
+            type=QUANTISED,
             weights=ctypes.addressof(self.panels),
             scale=1.0,
             bias=None if self.bias is None else self.bias.data_ptr(),

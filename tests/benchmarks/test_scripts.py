@@ -34,9 +34,11 @@ def test_peers_on_a_tiny_pair(benchmark: Benchmark, capsys: pytest.CaptureFixtur
     assert "achieved to predicted" in shown
 
 
-def test_peers_on_prompts_alone(benchmark: Benchmark) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peers_on_prompts_alone(benchmark: Benchmark, dtype: str) -> None:
     document = benchmark(
         *("peers", "--pair", "tiny", "--threads", 1, "--prompt-length", 64, "--max-tokens", 1),
+        *("--dtype", dtype),
         *("--repeats", 1, "--no-transformers"),
     )
     assert (document["formula"], document["phases"]) == (None, [])

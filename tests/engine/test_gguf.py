@@ -298,4 +298,4 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ModelLoadError, match="cannot be quantised"):
                 load_model(str(place), LoadOptions(quantize="int8", **settings))
     with pytest.raises(ModelLoadError, match="needs a Llama-shaped model on a CPU, in float32"):
-        load_model(str(folder), LoadOptions(torch.bfloat16, quantize="int8"))
+        load_model(str(folder), LoadOptions(torch.float16, quantize="int8"))

@@ -186,6 +186,25 @@ def test_a_row_does_not_depend_on_the_others(
         assert torch.equal(linear.add_to(residual[:rows], x[:rows]), alone[:rows])
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_does_not_depend_on_the_chunk(shape: AttentionShape, kernels: NativeKernels) -> None:
+    """To the last bit, also of prompts that are cut."""
+    rotary: Any = TableOfAngles(shape.head_size, has_table=True)
+    qkv = torch.randn(100, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size)
+    attended = []
+    for size in (1, 5, 12, MAX_GROUPED_QUERIES, 100):
+        cache, parts = make_cache(shape), []
+        for start in range(0, 100, size):
+            chunk = qkv[start : start + size].clone()
+            table = BlockTable()
+            table.block_ids, table.num_computed_tokens = list(range(30, 55)), start
+            batch = ForwardBatch.build([Span(table, [1] * len(chunk), 1)], BLOCK_SIZE, CPU)
+            parts.append(kernels(batch, cache, rotary).attend(shape, chunk))
+        attended.append(torch.cat(parts))
+    for each in attended[1:]:
+        assert torch.equal(each, attended[0])
+
+
 def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
     """The largest score takes all without overflow, and NaN is not hidden."""
     shape = dataclasses.replace(SHAPES["a head for each"], scaling=1e4)
