@@ -175,11 +175,13 @@ class Bench:
             raise AssertionError("rounds were not captured; the warnings above say why")
 
     def tests(self, _: str) -> None:
+        codes = []
         for chosen in (FIRST_TESTS, f"not ({FIRST_TESTS})"):
             options = ("-q", "-p", "no:cacheprovider", "--maxfail=4", "--durations=12", "-k", chosen)
             command = [sys.executable, "-m", "pytest", *options, "tests/engine/test_cuda.py"]
-            done = subprocess.run(command, cwd=ROOT, check=False)
-            print(f"pytest -k '{chosen}' ended with {done.returncode}")
+            codes.append(subprocess.run(command, cwd=ROOT, check=False).returncode)
+        if any(codes):
+            raise AssertionError(f"pytest ended with {codes}")
 
     def gemm(self, _: str) -> None:
         copy = self.copy_bandwidth()

@@ -44,6 +44,7 @@ class OnlineOptions(BenchOptions):
     draft: str | None = Field(None, description="Of --serve and --offline.")
     num_speculative_tokens: str = Field("4", description="A number or auto.")
     threads: int = Field(0, description="Of the engine; 0: as it chooses.")
+    stream_interval: float | None = Field(None, description="Of --serve. Default: the server's.")
 
 
 def engine_settings(options: OnlineOptions) -> dict[str, Any]:
@@ -53,6 +54,7 @@ def engine_settings(options: OnlineOptions) -> dict[str, Any]:
         "num_threads": options.threads,
         "target": options.target,
         "draft": options.draft,
+        "stream_interval": options.stream_interval,
     }
     return {name: value for name, value in settings.items() if value is not None}
 

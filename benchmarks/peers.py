@@ -1,15 +1,17 @@
-"""Foretoken beside transformers and llama.cpp: python -m benchmarks.peers --pair 290m
+"""Foretoken beside transformers, llama.cpp, OpenVINO GenAI and vLLM: python -m benchmarks.peers --pair 290m
 
 The same weights, prompts, draft length and threads for everybody, in the same run and interleaved: A, B, C,
-A, B, C, ... One stream, greedy, exactly ``--max-tokens`` tokens for each prompt. Ratios are taken within a
-repeat, then the median of the repeats; texts are compared token by token. llama.cpp joins in when its
-binaries are named (``--llama-cpp-bin build/bin --llama-cpp-src llama.cpp``); see benchmarks/README.md. With
-``--gguf Q4_0`` both run from one quantised file; ``--prompt-length 512 --max-tokens 1`` compares prompts.
+A, B, C, ... Greedy, exactly ``--max-tokens`` tokens for each prompt, one prompt after the other or
+``--concurrency`` of them at a time. Ratios are taken within a repeat, then the median of the repeats; texts
+are compared token by token. llama.cpp joins in when its binaries are named (``--llama-cpp-bin build/bin
+--llama-cpp-src llama.cpp``), OpenVINO and vLLM when environments are (``--openvino-python venv/bin/python``,
+``--vllm-python``); see benchmarks/README.md. With ``--gguf Q4_0`` Foretoken and llama.cpp run from one
+quantised file, with ``--quantize int8`` Foretoken and OpenVINO quantise one checkpoint; ``--prompt-length 512
+--max-tokens 1`` compares prompts.
 """
 
 import argparse
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ import torch
 from benchmarks import formula, identity
 from benchmarks.common import (
     CpuWatch,
-    Run,
     Runs,
     interleave,
     machine,
@@ -33,19 +34,30 @@ from benchmarks.common import (
     warn_if_busy,
     warn_of_others,
 )
-from benchmarks.contestants import foretoken, llama_cpp, transformers_generate
-from benchmarks.pairs import add_pair_options, prompt_ids, resolve_pair
+from benchmarks.contestants import (
+    foretoken,
+    llama_cpp,
+    openvino_pipeline,
+    other_environment,
+    transformers_generate,
+    vllm_cpu,
+)
+from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import bars
 
 # What is compared with what; those that ran are printed.
 RATIOS = [
     (foretoken.PLAIN, transformers_generate.GENERATE),
     (foretoken.PLAIN, llama_cpp.PLAIN),
+    (foretoken.PLAIN, openvino_pipeline.PLAIN),
+    (foretoken.PLAIN, vllm_cpu.PLAIN),
     (foretoken.SPECULATIVE, foretoken.PLAIN),
     (foretoken.SPECULATIVE, transformers_generate.GENERATE),
     (foretoken.SPECULATIVE, transformers_generate.ASSISTED),
     (foretoken.SPECULATIVE, llama_cpp.PLAIN),
     (foretoken.SPECULATIVE, llama_cpp.SPECULATIVE),
+    (foretoken.SPECULATIVE, openvino_pipeline.PLAIN),
+    (foretoken.SPECULATIVE, openvino_pipeline.SPECULATIVE),
 ]
 # Of the draft with ``--gguf``.
 DRAFT_TYPE = "Q8_0"
@@ -59,7 +71,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contestant")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--num-prompts", type=int, default=1, help="prompts of one run, one after the other")
+    parser.add_argument("--num-prompts", type=int, default=1, help="prompts of one run")
+    parser.add_argument(
+        "--concurrency", type=int, default=1, help="of them at a time; above 1 transformers is left out"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--llama-cpp-bin", type=Path, help="folder with llama-server")
@@ -67,25 +82,48 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--gguf", metavar="TYPE", help="quantise the target to it (Q8_0, Q4_0, Q4_K_M), the draft to Q8_0"
     )
+    parser.add_argument(
+        "--quantize", choices=["int8", "int4"], help="quantise the checkpoint, for OpenVINO too"
+    )
+    parser.add_argument(
+        "--openvino-python", type=Path, help="python of an environment with openvino-genai, optimum-intel"
+    )
+    parser.add_argument("--vllm-python", type=Path, help="python of an environment with vLLM for CPUs")
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
     parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
     return parser.parse_args()
 
 
-def gguf_files(arguments: argparse.Namespace, folders: tuple[str, str], work: Path) -> tuple[Path, Path]:
+def kept_name(folder: str) -> str:
+    """Files are kept for other runs: other checkpoints must not find them under the same name."""
+    path = Path(folder).resolve()
+    return f"{path.parent.name}-{crc32(str(path.parent).encode()):08x}-{path.name}"
+
+
+def gguf_files(arguments: argparse.Namespace, pair: Pair, work: Path) -> list[Path | None]:
     if arguments.llama_cpp_src is None:
         raise SystemExit("--llama-cpp-bin needs --llama-cpp-src, for the converter")
-    # Files are kept for other runs: other pairs must not find them under the same name.
-    name = f"{Path(folders[0]).parent.name}-{crc32(str(Path(folders[0]).resolve()).encode()):08x}"
-    target, draft = (
-        llama_cpp.export_gguf(folder, arguments.llama_cpp_src, work / "gguf" / f"{name}-{role}.gguf")
-        for folder, role in zip(folders, ("target", "draft"), strict=True)
-    )
-    if arguments.gguf:
-        binaries = arguments.llama_cpp_bin
-        target = llama_cpp.quantise_gguf(target, binaries, arguments.gguf)
-        draft = llama_cpp.quantise_gguf(draft, binaries, DRAFT_TYPE)
-    return target, draft
+    files: list[Path | None] = []
+    for folder, kind in ((pair.target, arguments.gguf), (pair.draft, arguments.gguf and DRAFT_TYPE)):
+        file = None
+        if folder is not None:
+            to = work / "gguf" / f"{kept_name(folder)}.gguf"
+            file = llama_cpp.export_gguf(folder, arguments.llama_cpp_src, to)
+            if kind:
+                file = llama_cpp.quantise_gguf(file, arguments.llama_cpp_bin, kind)
+        files.append(file)
+    return files
+
+
+def openvino_folders(arguments: argparse.Namespace, pair: Pair, work: Path) -> list[Path | None]:
+    python, quantize = arguments.openvino_python, arguments.quantize
+    return [
+        folder
+        and openvino_pipeline.export(
+            folder, python, quantize, work / "openvino" / f"{kept_name(folder)}-{quantize or 'float32'}"
+        )
+        for folder in (pair.target, pair.draft)
+    ]
 
 
 def measured_ratios(runs: Runs) -> list[dict[str, Any]]:
@@ -101,25 +139,39 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     busy = warn_if_busy()
     if arguments.gguf and not arguments.llama_cpp_bin:
         raise SystemExit("--gguf needs --llama-cpp-bin, for llama-quantize")
+    if arguments.gguf and arguments.quantize:
+        raise SystemExit("--gguf and --quantize: the weights are quantised once")
+    if arguments.gguf and arguments.openvino_python:
+        raise SystemExit("--openvino-python has no GGUF files: name --quantize instead of --gguf")
+    if arguments.quantize and arguments.llama_cpp_bin:
+        raise SystemExit("llama.cpp quantises nothing at load: name --gguf instead of --quantize")
+    if arguments.vllm_python and (arguments.gguf or arguments.quantize):
+        raise SystemExit("--vllm-python runs in float32 only: no --gguf, no --quantize")
     pair = resolve_pair(arguments, arguments.pair, work)
-    if pair.draft is None:
-        raise SystemExit("--target needs --draft")
-    folders = (pair.target, pair.draft)
-    k, threads = arguments.num_speculative_tokens, arguments.threads
-    gguf = gguf_files(arguments, folders, work) if arguments.llama_cpp_bin else None
+    k, threads, concurrency = arguments.num_speculative_tokens, arguments.threads, arguments.concurrency
+    gguf = gguf_files(arguments, pair, work) if arguments.llama_cpp_bin else None
+    exported = openvino_folders(arguments, pair, work) if arguments.openvino_python else None
     if arguments.prepare:
         raise SystemExit(f"Prepared {work}")
     torch.set_num_threads(threads)
-    ours = (
-        foretoken.Foretoken(*map(str, gguf), k, threads, "cpu", "auto")
-        if gguf and arguments.gguf
-        else foretoken.Foretoken(*folders, k, threads, "cpu", "float32")
+    is_float32 = not (arguments.gguf or arguments.quantize)
+    target, draft = gguf if gguf and arguments.gguf else (pair.target, pair.draft)
+    ours = foretoken.Foretoken(
+        str(target),
+        None if draft is None else str(draft),
+        k,
+        threads,
+        "cpu",
+        "float32" if is_float32 else "auto",
+        quantize=arguments.quantize or "none",
     )
     prompts = prompt_ids(pair, arguments.num_prompts, arguments.prompt_length)
-    variants: dict[str, Callable[[], Run]] = dict(ours.variants(prompts, arguments.max_tokens))
+    variants = ours.variants(prompts, arguments.max_tokens, concurrency)
     model: Any | None = None
-    if not arguments.no_transformers and not arguments.gguf:
-        peer = transformers_generate.TransformersGenerate.from_folders(*folders, k, "cpu", torch.float32)
+    if not arguments.no_transformers and is_float32 and concurrency == 1:
+        peer = transformers_generate.TransformersGenerate.from_folders(
+            pair.target, pair.draft, k, "cpu", torch.float32
+        )
         model = peer.target
         variants |= peer.variants(prompts, arguments.max_tokens)
     process_ids = []
@@ -132,13 +184,31 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         servers = [
             stack.enter_context(
                 llama_cpp.LlamaServer(
-                    *(arguments.llama_cpp_bin, gguf[0], draft, k, threads, context, unsaid, cache_type)
+                    *(arguments.llama_cpp_bin, gguf[0], file, k, threads, context, unsaid, cache_type),
+                    concurrency,
                 )
             )
-            for draft in (None, gguf[1])
+            for file in (None, gguf[1])[: 1 if gguf[1] is None else 2]
         ]
-        process_ids = [server.process.pid for server in servers]
-        variants |= llama_cpp.variants(servers[0], servers[1], prompts, arguments.max_tokens)
+        process_ids += [server.process.pid for server in servers]
+        variants |= llama_cpp.variants(servers, prompts, arguments.max_tokens)
+    processes = []
+    if exported is not None:
+        processes = [
+            stack.enter_context(
+                openvino_pipeline.process(
+                    *(arguments.openvino_python, exported[0], folder, k, threads, concurrency),
+                    is_float32=is_float32,
+                )
+            )
+            for folder in (None, exported[1])[: 1 if exported[1] is None else 2]
+        ]
+    if arguments.vllm_python:
+        length = max(map(len, prompts)) + arguments.max_tokens
+        vllm = vllm_cpu.process(arguments.vllm_python, pair.target, threads, concurrency, length)
+        processes.append(stack.enter_context(vllm))
+    process_ids += [process.process.pid for process in processes]
+    variants |= other_environment.variants(processes, prompts, arguments.max_tokens)
     note("One run of each to warm up")
     interleave(variants, 1)
     note("Measuring")
@@ -151,7 +221,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     rows = summary(runs, {"to_generate": dict.fromkeys(runs, reference)})
     for row, same in zip(rows, identity.same_text(outputs, reference).values(), strict=True):
         row["same_text"] = same
-    plain, speculative = runs[foretoken.PLAIN], runs[foretoken.SPECULATIVE]
+    plain, speculative = runs[foretoken.PLAIN], runs.get(foretoken.SPECULATIVE)
     # The only token of an answer comes with its prompt.
     has_rounds = arguments.max_tokens > 1
     return {
@@ -160,11 +230,11 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
         "results": rows,
         "ratios": measured_ratios(runs),
-        "formula": formula.speedup(plain, speculative) if has_rounds else None,
+        "formula": formula.speedup(plain, speculative) if has_rounds and speculative else None,
         "phases": [
             {"foretoken": name, **formula.phases(repeats)}
             for name, repeats in (("plain", plain), ("speculative", speculative))
-            if has_rounds
+            if has_rounds and repeats
         ],
         "misses": [miss._asdict() for miss in identity.misses(outputs, reference, prompts, model)],
         "tokens_per_second": {
@@ -176,8 +246,9 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
 def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     print_facts(document["machine"])
     print(
-        f"{arguments.target or arguments.pair} pair, {arguments.gguf or 'float32'}, greedy, one stream, "
-        f"{arguments.num_speculative_tokens} drafts a round; {arguments.num_prompts} prompts x "
+        f"{arguments.target or arguments.pair} pair, {arguments.gguf or arguments.quantize or 'float32'}, "
+        f"greedy, {arguments.concurrency} at a time, {arguments.num_speculative_tokens} drafts a round; "
+        f"{arguments.num_prompts} prompts x "
         f"{arguments.max_tokens} tokens a run, medians of {arguments.repeats} interleaved runs"
     )
     print_table(document["results"], "Tokens per second")

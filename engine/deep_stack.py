@@ -19,6 +19,11 @@ _starting = Lock()  # the stack's size is a setting of the whole process
 
 def on_deep_stack(work: Callable[[], T]) -> T:
     """What ``work`` returns or raises, called in a thread of its own."""
+    return start_on_deep_stack(work).result()
+
+
+def start_on_deep_stack(work: Callable[[], T]) -> Future[T]:
+    """``on_deep_stack`` without waiting for it."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -33,4 +38,4 @@ def on_deep_stack(work: Callable[[], T]) -> T:
             Thread(target=run, name="deep stack", daemon=True).start()
         finally:
             stack_size(before)
-    return future.result()
+    return future

@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import zmq
 from transformers.utils import logging as transformers_logging
@@ -42,6 +44,8 @@ from engine.models.generation_defaults import default_sampling
 from engine.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
+# The same while a grammar is compiled.
+COMPILING_POLL_MILLISECONDS = 1
 # Seconds between reports of the state of speculation while there is work.
 STATE_SECONDS = 0.5
 # How long a last message may take to leave when the process ends.
@@ -58,6 +62,8 @@ class Worker:
         self.running = True
         self.next_state = 0.0
         self.heartbeat = Heartbeats()
+        # By request: it, its grammar while that is compiled, and what has been aborted of it meanwhile.
+        self.compiling: dict[str, tuple[Generate, Future[Any], list[Abort]]] = {}
 
     def run(self) -> None:
         parent = lifeline.parent()
@@ -86,24 +92,51 @@ class Worker:
 
     def _drain_inbox(self) -> None:
         """Handle what has arrived; with nothing to do, wait for something, but not for ever."""
-        timeout = 0 if self.core.has_work else IDLE_POLL_MILLISECONDS
+        timeout = COMPILING_POLL_MILLISECONDS if self.compiling else IDLE_POLL_MILLISECONDS
+        if self.core.has_work:
+            timeout = 0
         while self.socket.poll(timeout):
             self._handle(self.socket.recv())
             timeout = 0
+        for request, compiled, aborts in [*self.compiling.values()]:
+            if compiled.done():
+                del self.compiling[request.request_id]
+                self._add(request)
+                for abort in aborts:
+                    self._abort(abort)
+
+    def _begin(self, request: Generate) -> None:
+        """Or begin to compile its grammar: other sequences go on meanwhile."""
+        compiled, grammar = None, request.params.grammar
+        if grammar is not None and self.core.has_work and self.core.admission.grammars is not None:
+            compiled = self.core.admission.grammars.compile_beside(grammar)
+        if compiled is None:
+            self._add(request)
+        else:
+            self.compiling[request.request_id] = request, compiled, []
+
+    def _add(self, request: Generate) -> None:
+        try:
+            self.core.add(request)
+        except RequestError as error:
+            self._send(Failed(request.request_id, error.code, str(error)))
+
+    def _abort(self, message: Abort) -> None:
+        if message.request_id in self.compiling:
+            self.compiling[message.request_id][2].append(message)
+            return
+        self.core.abort(message.request_id, message.index)
+        self.outbox.forget(message.request_id, message.index)
+        if not self.core.has_work:  # no step will follow to tell what is in use now
+            self._send(StepOutput(self.outbox.empty(), self.core.snapshot()))
 
     def _handle(self, data: bytes) -> None:
         message = decode_to_worker(data)
         match message:
             case Generate():
-                try:
-                    self.core.add(message)
-                except RequestError as error:
-                    self._send(Failed(message.request_id, error.code, str(error)))
+                self._begin(message)
             case Abort():
-                self.core.abort(message.request_id, message.index)
-                self.outbox.forget(message.request_id, message.index)
-                if not self.core.has_work:  # no step will follow to tell what is in use now
-                    self._send(StepOutput(self.outbox.empty(), self.core.snapshot()))
+                self._abort(message)
             case Shutdown():
                 self.running = False
 

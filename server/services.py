@@ -20,6 +20,7 @@ from server.client.worker_pool import WorkerPool
 from server.errors import NotReadyError
 from server.metrics import Metrics
 from server.settings import Settings
+from server.text.grammar_checks import GrammarChecks
 from server.text.tokenizer import Tokenizer
 from server.version import package_version
 
@@ -48,6 +49,7 @@ class Services:
         self.settings = settings
         self.engine = engine
         self.metrics = metrics
+        self.grammar_checks = GrammarChecks(settings)
         self.started = int(time.time())
         self._load_tokenizer = load_tokenizer
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
@@ -64,6 +66,7 @@ class Services:
 
     async def stop(self) -> None:
         await self.engine.stop()
+        await self.grammar_checks.stop()
         if self._tokenizer is not None:
             self._tokenizer.cancel()
 

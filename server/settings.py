@@ -165,7 +165,10 @@ class RequestSettings(BaseModel):
         description="Characters of the schema or grammar of a structured output; more get 400.",
     )
     grammar_timeout: float = Field(
-        5, gt=0, description="Seconds that reading it may take; a slower one gets 400."
+        1, gt=0, description="Seconds of CPU that compiling it may take; a slower one gets 400."
+    )
+    grammar_memory: ByteSize = Field(
+        ByteSize(1 << 30), ge=1 << 20, description="Memory that compiling it may take; a larger one gets 400."
     )
     max_logit_bias: int = Field(1024, ge=0, description="Entries that 'logit_bias' may have; more get 400.")
     max_queued_sequences: int = Field(

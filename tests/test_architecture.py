@@ -27,6 +27,7 @@ BORDER = (
     "engine.messages",
     "engine.config",
     "engine.deep_stack",
+    "engine.grammar_compiler",
     "engine.lifeline",
     "engine.terminal",
     "engine.gguf_file",
@@ -49,7 +50,7 @@ DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory"}
 MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},
-    "sampling": BASE | DEVICE | {"sampling", "deep_stack", "gguf_file"},
+    "sampling": BASE | DEVICE | {"sampling", "deep_stack", "grammar_compiler"},
     "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool", "runtime.cuda.layer_parts"},
     "native": BASE | DEVICE | {"native", "core", "sampling", "models", "runtime.base"},
     "proposers": BASE | DEVICE | {"core", "proposers", "sampling", "models"},

@@ -21,7 +21,7 @@ class Foretoken:
     def __init__(
         self,
         target: str,
-        draft: str,
+        draft: str | None,
         num_speculative_tokens: int,
         num_threads: int,
         device: str,
@@ -39,6 +39,7 @@ class Foretoken:
             prefix_caching=False,
             **others,
         )
+        self.has_draft = draft is not None
         self.core = build_engine(config)
         keep_loaded()
         self.num_threads = torch.get_num_threads()
@@ -56,4 +57,5 @@ class Foretoken:
                 concurrency,
             )
             for name, k in ((PLAIN, 0), (SPECULATIVE, self.num_speculative_tokens))
+            if name == PLAIN or self.has_draft
         }

@@ -2,7 +2,8 @@
 
 The pair is exported by llama.cpp's own converter. Prompts and answers are token ids, so the tokenizer in the
 GGUF files is only a stand-in: checkpoints are exported with the synthetic pair's, which the converter knows.
-Two servers run, one without a draft: a server that has one computes with it even when nothing is drafted.
+Where there is a draft two servers run, one of them without it: a server that has one computes with it even
+when nothing is drafted.
 """
 
 import json
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -72,7 +74,7 @@ def quantise_gguf(gguf: Path, binaries: Path, kind: str) -> Path:
 
 
 class LlamaServer:
-    """One ``llama-server`` process with one slot; as a context, it ends with it."""
+    """One ``llama-server`` process; as a context, it ends with it."""
 
     def __init__(
         self,
@@ -84,9 +86,11 @@ class LlamaServer:
         context: int,
         end_of_text: int,
         cache_type: str = "f32",
+        concurrency: int = 1,
     ) -> None:
-        """``end_of_text`` is an id that no answer has: ignoring the end, llama.cpp never says that token,
-        where others say theirs and go on. It has to have one."""
+        """``context``: of each of ``concurrency`` slots. ``end_of_text`` is an id that no answer has:
+        ignoring the end, llama.cpp never says that token, where others say theirs and go on. It has to have
+        one."""
         executable = binaries / "llama-server"
         if not executable.exists():
             raise FileNotFoundError(f"{binaries} has no llama-server")
@@ -96,7 +100,7 @@ class LlamaServer:
         command = [
             *(str(executable), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)),
             *("--threads", str(num_threads), "--threads-batch", str(num_threads)),
-            *("--ctx-size", str(context), "--parallel", "1", "--temp", "0"),
+            *("--ctx-size", str(concurrency * context), "--parallel", str(concurrency), "--temp", "0"),
             *("--cache-type-k", cache_type, "--cache-type-v", cache_type),
             *("--override-kv", f"tokenizer.ggml.eos_token_id=int:{end_of_text}"),
         ]
@@ -107,6 +111,7 @@ class LlamaServer:
         self.process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env=os.environ | {"LLAMA_OFFLINE": "1"}
         )
+        self._threads = ThreadPoolExecutor(concurrency)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
         self._wait()
 
@@ -129,14 +134,18 @@ class LlamaServer:
         return self._log.read()
 
     def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Run:
-        """One request for each prompt, one after the other; seconds are the client's, HTTP included."""
+        """One request for each prompt, as many at a time as there are slots; seconds are the client's, HTTP
+        included."""
         answers: list[dict[str, Any]] = []
 
+        def ask(prompt: list[int]) -> dict[str, Any]:
+            response = self._client.post("/completion", json=request(prompt, max_tokens))
+            response.raise_for_status()
+            answer: dict[str, Any] = response.json()
+            return answer
+
         def work() -> None:
-            for prompt in prompts:
-                answer = self._client.post("/completion", json=request(prompt, max_tokens))
-                answer.raise_for_status()
-                answers.append(answer.json())
+            answers.extend(self._threads.map(ask, prompts))
 
         seconds = timed(work)
         token_ids = [answer["tokens"] for answer in answers]
@@ -148,6 +157,7 @@ class LlamaServer:
         return Run(num_tokens, seconds, rounds, drafted, accepted, token_ids)
 
     def close(self) -> None:
+        self._threads.shutdown()
         self._client.close()
         self.process.terminate()
         self.process.wait(30)
@@ -192,9 +202,10 @@ def request(prompt: list[int], max_tokens: int) -> dict[str, Any]:
 
 
 def variants(
-    plain: LlamaServer, speculative: LlamaServer, prompts: Sequence[list[int]], max_tokens: int
+    servers: Sequence[LlamaServer], prompts: Sequence[list[int]], max_tokens: int
 ) -> dict[str, Callable[[], Run]]:
+    """``servers``: one without a draft, then one with it, if there is one."""
+    names = (PLAIN, SPECULATIVE)
     return {
-        PLAIN: partial(plain.run, prompts, max_tokens),
-        SPECULATIVE: partial(speculative.run, prompts, max_tokens),
+        name: partial(server.run, prompts, max_tokens) for name, server in zip(names, servers, strict=False)
     }

@@ -17,10 +17,11 @@ from engine.commands.replay import Replayer, RoundReport
 from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from engine.config import EngineConfig
+from engine.grammar_compiler import GrammarError
 from engine.models.errors import ModelLoadError
 from engine.models.fresh import FreshModel
 from engine.models.loader import draft_source, load_options
-from engine.sampling.grammar import GrammarError, Grammars, load_tokenizer
+from engine.sampling.grammar import Grammars, load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
 # Half precision leaves logits two or three digits.

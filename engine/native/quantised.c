@@ -49,7 +49,7 @@ typedef int8_t narrow_signed __attribute__((vector_size(LANES), aligned(1), may_
 typedef int32_t four __attribute__((aligned(1), may_alias)); /* inputs */
 
 /* Without instructions for it these are loops, which a compiler would not finish with if they were inlined. */
-#if LANES >= 8 && defined(__AVX2__)
+#if (LANES >= 8 && defined(__AVX2__)) || defined(__ARM_FEATURE_DOTPROD)
 #define SIMD static inline ALWAYS
 #else
 #define SIMD static __attribute__((noinline))
@@ -85,6 +85,9 @@ SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
     }
     const __m256i pairs = _mm256_maddubs_epi16(weights, x);
     return sum + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    if (is_byte) codes ^= 128; /* signed, as the inputs are */
+    return (ivec)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)inputs);
 #else
     (void)is_byte;
     const int8_t *x = (const int8_t *)&inputs;
@@ -93,7 +96,7 @@ SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
     return sum;
 #endif
 }
-#if LANES == 8 && defined(__AVX2__) && !defined(__AVXVNNI__)
+#if (LANES == 8 && defined(__AVX2__) && !defined(__AVXVNNI__)) || defined(__ARM_FEATURE_DOTPROD)
 #define BYTES_ARE_SIGNED 1
 #else
 #define BYTES_ARE_SIGNED 0
@@ -128,6 +131,10 @@ static inline ALWAYS vec widen_bytes(const uint8_t *x) {
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)));
 #elif LANES == 8 && defined(__AVX2__)
     return (vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+#elif defined(__aarch64__)
+    uint32_t four;
+    memcpy(&four, x, sizeof four);
+    return (vec)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
 #else
     return __builtin_convertvector(*(const narrow *)x, vec);
 #endif
@@ -137,6 +144,10 @@ static inline ALWAYS vec widen_signed(const uint8_t *x) {
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)));
 #elif LANES == 8 && defined(__AVX2__)
     return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
+#elif defined(__aarch64__)
+    uint32_t four;
+    memcpy(&four, x, sizeof four);
+    return (vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
 #else
     return __builtin_convertvector(*(const narrow_signed *)x, vec);
 #endif
@@ -177,7 +188,8 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
             super = panel;
             panel += super_bytes(scaling);
         }
-        for (int i = 0; i < size; i += 64) __builtin_prefetch(panel + PREFETCH + i);
+        if (num_rows > 1)
+            for (int i = 0; i < size; i += 64) __builtin_prefetch(panel + PREFETCH + i);
         const uint8_t *scale = panel + code_bytes(bits);
         UNROLL
         for (int unit = 0; unit < num_units; unit++) {
@@ -277,6 +289,8 @@ static void multiply_panel(const Linear *linear, float *out, const Inputs *x, co
 static inline int32_t largest_lane(ivec x) {
 #if LANES == 16
     return _mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__aarch64__)
+    return vmaxvq_s32((int32x4_t)x);
 #else
     int32_t out = x[0];
     for (int i = 1; i < LANES; i++) out = x[i] > out ? x[i] : out;
@@ -287,6 +301,8 @@ static inline int32_t largest_lane(ivec x) {
 static inline int32_t sum_of_lanes(ivec x) {
 #if LANES == 16
     return _mm512_reduce_add_epi32((__m512i)x);
+#elif defined(__aarch64__)
+    return vaddvq_s32((int32x4_t)x);
 #else
     int32_t out = x[0];
     for (int i = 1; i < LANES; i++) out += x[i];

@@ -145,8 +145,8 @@ class NativeRow:
         )
         draft_ids = matcher.forced(part.max_forced)
         self._set_draft_ids(draft_ids)
-        row.num_draft_tokens = len(draft_ids) or part.num_model_tokens
-        model = "draft_model" if part.num_model_tokens else part.source
+        row.num_draft_tokens = len(draft_ids) or part.model_tokens
+        model = "draft_model" if part.model_tokens else part.source
         self.sources.append("grammar" if draft_ids else model)
         self._write_masks(draft_ids)
 

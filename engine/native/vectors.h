@@ -9,6 +9,8 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 /* Numbers in a vector register. */
@@ -34,6 +36,8 @@ static inline ALWAYS vec widen(const uint16_t *half) {
     out = (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)half));
 #elif defined(__F16C__) && LANES == 8
     out = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half));
+#elif defined(__aarch64__)
+    out = (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(half)));
 #else
     for (int i = 0; i < LANES; i++) out[i] = (float)((const _Float16 *)half)[i];
 #endif

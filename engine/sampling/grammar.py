@@ -7,27 +7,22 @@ one over the allowed tokens of each position, given the text before it.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from ctypes import memset
 from threading import Lock, Thread
 
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from engine.deep_stack import on_deep_stack
+from engine.deep_stack import start_on_deep_stack
 from engine.gguf_file import load_pretrained_tokenizer
+from engine.grammar_compiler import GrammarError, compile_grammar, error_of
 
 # Compiled grammars that are kept, the least recently used leave first.
 MAX_KEPT = 64
-# The parser gives up beyond them: they bound the time of compiling and of a mask, and the memory of both.
-# Errors are for clients and must not repeat the grammar.
-LIMITS = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False)
 WORD_BITS, WORD_BYTES = 32, 4
-
-
-class GrammarError(ValueError):
-    """The grammar cannot be compiled, or allows no output."""
 
 
 class Matcher:
@@ -104,7 +99,7 @@ class Matcher:
     @property
     def error(self) -> str:
         """Why the parser has given up; empty if it has not."""
-        return _error_of(self._parser)
+        return error_of(self._parser)
 
     def _look_ahead(self, token_ids: list[int]) -> bool:
         """Move the parser to behind these drafts; False if it allows fewer."""
@@ -143,6 +138,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         # Each at its start, and that of its first sequence.
         self._compiled: OrderedDict[str, tuple[LLMatcher, LLMatcher]] = OrderedDict()
+        self._beside: dict[str, Future[LLMatcher]] = {}
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -160,11 +156,20 @@ class Grammars:
         with suppress(GrammarError):
             _ = self.tokenizer
 
+    def compile_beside(self, grammar: str) -> Future[LLMatcher] | None:
+        """In a thread of its own, for ``matcher``, which is to be called then; None if it is compiled."""
+        if grammar in self._compiled:
+            return None
+        if grammar not in self._beside:
+            self._beside[grammar] = start_on_deep_stack(lambda: compile_grammar(self.tokenizer, grammar))
+        return self._beside[grammar]
+
     def matcher(self, grammar: str, after: Iterable[int] = ()) -> Matcher:
         """At the start of ``grammar``, or before ``after``; ``GrammarError`` if nothing matches it."""
         kept = self._compiled.pop(grammar, None)
         if kept is None:
-            start = self._compile(grammar)
+            beside = self._beside.pop(grammar, None)
+            start = compile_grammar(self.tokenizer, grammar) if beside is None else beside.result()
             parser = start.deep_copy()
             kept = start, parser
         else:
@@ -179,22 +184,6 @@ class Grammars:
         tokenizer = self.tokenizer
         end_ids = frozenset(tokenizer.eos_tokens)
         return Matcher(parser, tokenizer.vocab_size, end_ids, list(after))
-
-    def _compile(self, grammar: str) -> LLMatcher:
-        tokenizer = self.tokenizer
-        parser = on_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS))
-        if not parser.is_error():
-            parser.compute_bitmask()  # finds out whether anything is allowed
-            if "NoExtension" in parser.get_error():
-                raise GrammarError("no text of this model's tokens matches it")
-        if parser.is_error():
-            raise GrammarError(_error_of(parser))
-        return parser
-
-
-def _error_of(parser: LLMatcher) -> str:
-    """Without what is for the parser's own developers."""
-    return parser.get_error().partition("<backtrace>")[0].removesuffix("<non-verbose/>").strip()
 
 
 def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:

@@ -70,7 +70,7 @@ class ChatWriter(ChunkWriter):
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
             choice = self._chunk_choice(delta, calls[delta.index].delta(delta.parts))
-            if delta.parts or delta.finish_reason or choice.token_ids or choice.origins:
+            if delta.parts or delta.finish_reason or choice.token_ids or choice.origins or choice.logprobs:
                 yield ChatChunk(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:
             yield ChatChunk(**context.header(), choices=[], **context.totals())

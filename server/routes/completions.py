@@ -44,7 +44,7 @@ async def create_completion(
     check_room(body, num_prompts(body), services, key)
     limits = prompt_limits(services, model.worker)
     prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
-    grammar = await structured_grammar(body, services.settings)
+    grammar = await structured_grammar(body, model.tokenizer, services.grammar_checks)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
     context = start_generation("completions", body, prompts, model, services, key, prediction, grammar)
     return await respond(request, context, CompletionWriter(context, body), headers)

@@ -41,7 +41,7 @@ async def start_chat(
     tools = tool_use(body, model.tokenizer)
     prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
     reasoning = find_reasoning(model.tokenizer, prompt)
-    grammar = await structured_grammar(body, services.settings, tools, reasoning)
+    grammar = await structured_grammar(body, model.tokenizer, services.grammar_checks, tools, reasoning)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
     message = message_format(tools, reasoning)
     return start_generation(endpoint, body, [prompt], model, services, key, prediction, grammar, message)

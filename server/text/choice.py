@@ -188,7 +188,7 @@ class ChoiceReader:
             elif output.finish_reason == "stop" and output.token_ids[-1] in self._stop_token_ids:
                 stop_reason = output.token_ids[-1]
         self._remember(output, len(offsets))
-        parts = self._read_message(text, offsets)
+        parts = self._read_message(text, output.token_ids, offsets)
         return ChoiceDelta(
             index=self.index,
             text=text,
@@ -215,15 +215,19 @@ class ChoiceReader:
         self.finish_reason = "length"
         return ChoiceDelta(self.index, "", [], "length", prompt_scored=prompt_scored)
 
-    def _read_message(self, text: str, offsets: list[int]) -> list[Part]:
-        """The parts that ``text`` completes; a choice that ends by itself with calls ends because of them."""
+    def _read_message(self, text: str, token_ids: Sequence[int], offsets: list[int]) -> list[Part]:
+        """The parts that ``text`` completes; a choice that ends by itself with calls ends because of them,
+        unless a stop string cuts one."""
         if self._message is None or self._reasoning is None:
             return []
-        parts = joined([], self._message.push(text))
+        ends = [*offsets[1:], self._detokenizer.num_characters]
+        marks = self._message.mark_ids
+        mark_ends = [end for token_id, end in zip(token_ids, ends, strict=False) if token_id in marks]
+        parts = joined([], self._message.push(text, mark_ends))
         if self.finish_reason is not None:
             parts = joined(parts, self._message.finish())
         self._reasoning.add(offsets)
-        if self.finish_reason == "stop" and self._message.num_calls:
+        if self.finish_reason == "stop" and self._message.num_calls and not self._message.is_in_call:
             self.finish_reason = "tool_calls"
         return parts
 

@@ -14,7 +14,8 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """``first`` and ``later`` stand before the names of calls and tell a call from text; ``trigger``, the
-    beginning of ``first``, can only begin a call."""
+    beginning of ``first``, can only begin a call. ``before_content`` stands before an answer without calls,
+    ``quote`` around strings of quoted arguments."""
 
     name: str
     template_marks: tuple[str, ...]
@@ -25,13 +26,16 @@ class CallFormat:
     end: str
     last: str = ""
     at_start: bool = False  # a call is the whole answer
-    arguments: Literal["json", "tags"] = "json"
+    before_content: str = ""
+    arguments: Literal["json", "tags", "quoted"] = "json"
+    quote: str = ""
     call_id_prefix: str = "call_"
     call_id_length: int = 24
 
     @property
     def literals(self) -> list[str]:
-        return [self.first, self.later or "", self.before_arguments, self.end, self.last]
+        own = [self.first, self.later or "", self.before_arguments, self.end, self.last]
+        return [*own, self.before_content, self.quote]
 
     def new_call_id(self) -> str:
         return self.call_id_prefix + "".join(secrets.choice(ALPHANUMERIC) for _ in range(self.call_id_length))
@@ -39,11 +43,20 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What stands around an answer's reasoning."""
+    """What stands around an answer's reasoning. ``answer``: where messages have headers, that of the last."""
 
     open: str
     close: str
+    answer: str = ""
 
+    @property
+    def literals(self) -> list[str]:
+        return [self.open, self.close, self.answer]
+
+
+# gpt-oss writes several messages in a row, each with a header.
+HEADER_END, MESSAGE_END, NEXT_MESSAGE = "<|message|>", "<|end|>", "<|start|>assistant"
+FINAL_HEADER = f"<|channel|>final{HEADER_END}"
 
 # The first format applies that has all of its marks in the template.
 CALL_FORMATS = (
@@ -99,6 +112,39 @@ CALL_FORMATS = (
         call_id_prefix="",
         call_id_length=9,
     ),
+    CallFormat(
+        name="gpt_oss",
+        template_marks=("<|channel|>commentary", "functions.", "<|call|>"),
+        trigger="<|channel|>commentary to=functions.",
+        first="<|channel|>commentary to=functions.",
+        later=None,
+        before_arguments=f" <|constrain|>json{HEADER_END}",
+        end="",
+        at_start=True,
+        before_content=FINAL_HEADER,
+    ),
+    CallFormat(
+        name="gemma4",
+        template_marks=("<|tool_call>", "<tool_call|>"),
+        trigger="<|tool_call>",
+        first="<|tool_call>call:",
+        later="<|tool_call>call:",
+        before_arguments="{",
+        end="}<tool_call|>",
+        arguments="quoted",
+        quote='<|"|>',
+    ),
+    CallFormat(
+        name="function_gemma",
+        template_marks=("<start_function_call>", "<end_function_call>"),
+        trigger="<start_function_call>",
+        first="<start_function_call>call:",
+        later="<start_function_call>call:",
+        before_arguments="{",
+        end="}<end_function_call>",
+        arguments="quoted",
+        quote="<escape>",
+    ),
 )
 
 REASONING_MARKS = (
@@ -107,7 +153,7 @@ REASONING_MARKS = (
     ReasoningMarks("<seed:think>", "</seed:think>"),
     ReasoningMarks("<|channel>thought\n", "<channel|>"),
     ReasoningMarks(
-        "<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"
+        f"<|channel|>analysis{HEADER_END}", f"{MESSAGE_END}{NEXT_MESSAGE}", FINAL_HEADER
     ),  # gpt-oss
 )
 
@@ -118,4 +164,4 @@ def find_call_format(template: str) -> CallFormat | None:
 
 
 def find_reasoning_marks(template: str) -> ReasoningMarks | None:
-    return next((each for each in REASONING_MARKS if each.close in template), None)
+    return next((each for each in REASONING_MARKS if (each.answer or each.close) in template), None)

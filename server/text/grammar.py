@@ -1,7 +1,6 @@
 """What a request wants its text to match, as a grammar in llguidance's notation that is known to be valid.
 
-The worker compiles it again, for its tokens, and finds out which of them may come next. Called by the routes,
-beside the event loop.
+The worker compiles it again, and finds out which tokens may come next. Called by the routes.
 """
 
 import asyncio
@@ -9,7 +8,7 @@ import json
 from functools import partial
 from typing import Any, NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from engine.deep_stack import on_deep_stack
 from server.errors import InvalidRequestError, UnsupportedParameterError
@@ -21,15 +20,14 @@ from server.schemas.structured import (
     JsonSchemaFormat,
     StructuredOutputs,
 )
-from server.settings import RequestSettings
+from server.text.grammar_checks import GrammarChecks
 from server.text.pattern import read_schema
+from server.text.tokenizer import Tokenizer
 from server.text.tools import Reasoning, ToolUse
 
 # Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
 # overrides it.
 JSON_OPTIONS = {"whitespace_flexible": False}
-# Errors are for clients and must not repeat the grammar.
-LIMITS = LLParserLimits(verbose_errors=False)
 
 
 class Wanted(NamedTuple):
@@ -53,7 +51,8 @@ NO_GRAMMAR = Grammar(None, [])
 
 async def structured_grammar(
     request: SamplingRequest,
-    settings: RequestSettings,
+    tokenizer: Tokenizer,
+    checks: GrammarChecks,
     tools: ToolUse | None = None,
     reasoning: Reasoning | None = None,
 ) -> Grammar:
@@ -75,16 +74,19 @@ async def structured_grammar(
         names = " and ".join(each.param for each in wanted)
         raise InvalidRequestError(f"{names} exclude each other.", param=wanted[1].param)
     _check_others(request)
+    (asked,) = wanted
+    read = partial(on_deep_stack, lambda: _read_grammar(asked, checks.max_size))
     try:
-        grammar = await asyncio.wait_for(
-            asyncio.to_thread(on_deep_stack, lambda: _checked_grammar(wanted[0], settings.max_grammar_size)),
-            settings.grammar_timeout,
-        )
-    except TimeoutError:
-        raise _invalid(
-            wanted[0], f"it took more than {settings.grammar_timeout:g} seconds to read (grammar_timeout)"
-        ) from None
-    return Grammar(grammar, []) if reasoning is None else Grammar(*reasoning.before(grammar))
+        text, after = await asyncio.to_thread(read), list[int]()
+        if reasoning is not None:
+            text, after = reasoning.before(text, has_header=tools is not None)
+        if error := await checks.error_of(text, tokenizer):
+            raise ValueError(error)
+    except ValueError as error:
+        raise InvalidRequestError(
+            f"{asked.param} cannot be used: {str(error).strip()}", param=asked.param, code="invalid_grammar"
+        ) from error
+    return Grammar(text, after)
 
 
 def _with_tools(tools: ToolUse, wanted: list[Wanted]) -> list[Wanted]:
@@ -137,19 +139,12 @@ def _check_others(request: SamplingRequest) -> None:
             )
 
 
-def _checked_grammar(wanted: Wanted, max_size: int) -> str:
-    try:
-        source = wanted.source() if wanted.kind == "tools" else wanted.source
-        size = len(source if isinstance(source, str) else json.dumps(source, ensure_ascii=False))
-        if size > max_size:
-            raise ValueError(f"it has {size} characters, more than {max_size} (max_grammar_size)")
-        grammar = _grammar(wanted.kind, source)
-    except ValueError as error:
-        raise _invalid(wanted, str(error)) from error
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
-    if is_error:
-        raise _invalid(wanted, " ".join(messages))
-    return grammar
+def _read_grammar(wanted: Wanted, max_size: int) -> str:
+    source = wanted.source() if wanted.kind == "tools" else wanted.source
+    size = len(source if isinstance(source, str) else json.dumps(source, ensure_ascii=False))
+    if size > max_size:
+        raise ValueError(f"it has {size} characters, more than {max_size} (max_grammar_size)")
+    return _grammar(wanted.kind, source)
 
 
 def _grammar(kind: str, source: Any) -> str:
@@ -163,9 +158,3 @@ def _grammar(kind: str, source: Any) -> str:
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case _:
             return LLMatcher.grammar_from_lark(source)
-
-
-def _invalid(wanted: Wanted, reason: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{wanted.param} cannot be used: {reason.strip()}", param=wanted.param, code="invalid_grammar"
-    )

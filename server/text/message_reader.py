@@ -3,13 +3,14 @@
 Knows nothing of tokens. However the text is cut, the pieces of a part add up to the same.
 """
 
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from server.text.detokenizer import longest_stop_prefix
-from server.text.families import CallFormat, ReasoningMarks
-from server.text.tool_arguments import json_arguments
+from server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
+from server.text.tool_arguments import quoted_as_json, tagged_as_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Arguments:
 
 
 Part = TextPart | CallStart | Arguments
+# Whom a message with a header is for.
+RECIPIENT = re.compile(r"to=functions\.([\w-]+)")
 # A step of the reader: a part, or None where it needs more text.
 Steps = Generator[Part | None, None, None]
 
@@ -53,25 +56,29 @@ def joined(parts: list[Part], later: list[Part]) -> list[Part]:
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
     """``calls``: None if the model may not call anything. ``schemas``: of the tools' arguments, by name.
-    ``is_reasoning``: the prompt has opened the reasoning."""
+    ``is_reasoning``: the prompt has opened the reasoning. ``token_ids``: of texts in marks that are tokens;
+    spelled in other tokens they mark nothing."""
 
     reasoning: ReasoningMarks | None = None
     calls: CallFormat | None = None
     is_reasoning: bool = False
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token_ids: dict[str, int] = field(default_factory=dict)
 
     @property
     def literals(self) -> list[str]:
         """Texts that have to be in the decoded text, also where they are special tokens."""
-        marks = [self.reasoning.open, self.reasoning.close] if self.reasoning else []
+        marks = self.reasoning.literals if self.reasoning else []
         return marks + (self.calls.literals if self.calls else [])
 
 
 class MessageReader:
-    """Of one choice: ``push`` its text, and ``finish`` once."""
+    """Of one choice: ``push`` its text, and ``finish`` once. ``mark_ids`` are tokens whose ends count."""
 
     def __init__(self, form: MessageFormat) -> None:
         self._form = form
+        self.mark_ids = frozenset(form.token_ids.values())
+        self._mark_ends: set[int] = set()
         self._held = ""
         self._num_read = 0
         self._is_over = False
@@ -79,8 +86,11 @@ class MessageReader:
         # Characters up to the end of the reasoning and its mark; None while that is not known.
         self.reasoning_end: int | None = None
         self.num_calls = 0
+        self.is_in_call = False  # whose arguments are not complete
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str, mark_ends: Iterable[int] = ()) -> list[Part]:
+        """``mark_ends``: places in the whole text where tokens of ``mark_ids`` end."""
+        self._mark_ends.update(mark_ends)
         self._held += text
         parts: list[Part] = []
         for part in self._steps:
@@ -95,6 +105,9 @@ class MessageReader:
         return self.push("")
 
     def _read(self) -> Steps:
+        if self._form.reasoning is not None and self._form.reasoning.answer:
+            yield from self._read_messages()
+            return
         yield from self._read_reasoning()
         if self.reasoning_end is None:
             self.reasoning_end = 0
@@ -115,6 +128,32 @@ class MessageReader:
             self._drop(len(later))
         # What follows is constrained to be the end of the last call.
         self._drop(len(self._held))
+
+    def _read_messages(self) -> Steps:
+        """Each with a header, which says what it is. What has none is content."""
+        has_reasoned = False
+        while not self._is_over or self._held:
+            while (place := self._find(HEADER_END)) < 0 and not self._is_over:
+                yield None
+            header = self._take(place) if place >= 0 else ""
+            if place < 0 and self._held.startswith("<|"):
+                self._drop(len(self._held))  # a header that is cut
+            self._drop(len(HEADER_END) if place >= 0 else 0)
+            if "analysis" in header:
+                has_reasoned = True
+                yield from self._read_text("reasoning", MESSAGE_END)
+                continue
+            if self.reasoning_end is None:
+                self.reasoning_end = self._num_read if has_reasoned else 0
+            calls = self._form.calls
+            if calls is not None and (called := RECIPIENT.search(header)):
+                yield from self._start_call(calls, called[1])
+                yield from self._read_object()
+                self._drop(len(self._held))
+            else:
+                yield from self._read_text("content", MESSAGE_END)
+        if self.reasoning_end is None:
+            self.reasoning_end = self._num_read
 
     def _read_reasoning(self) -> Steps:
         marks = self._form.reasoning
@@ -137,18 +176,18 @@ class MessageReader:
         """Up to ``end``, which is dropped with the space before it, or all that comes."""
         place = -1
         while not self._is_over or self._held:
-            place = self._held.find(end) if end else -1
+            place = self._find(end) if end else -1
             if place >= 0:
                 sure = len(self._held[:place].rstrip())
             elif self._is_over:
                 sure = len(self._held)
             else:
-                sure = len(self._held) - longest_stop_prefix(self._held, [end] if end else [])
+                sure = self._num_sure(end)
                 sure = len(self._held[:sure].rstrip()) if end else sure
             if sure:
                 yield TextPart(kind, self._take(sure))
             if place >= 0:
-                self._drop(self._held.index(end) + len(end))
+                self._drop(place - sure + len(end))
                 return
             if not self._is_over:
                 yield None
@@ -160,15 +199,23 @@ class MessageReader:
             yield None
         name = self._take(place)
         self._drop(len(calls.before_arguments))
-        self.num_calls += 1
-        yield CallStart(calls.new_call_id(), name)
+        yield from self._start_call(calls, name)
         if calls.arguments == "json":
             yield from self._read_object()
+            return
+        while (place := self._find(calls.end)) < 0 and not self._is_over:
+            yield None
+        self.is_in_call = place < 0
+        text = self._take(place if place >= 0 else self._num_sure(calls.end))
+        if calls.arguments == "tags":
+            yield Arguments(tagged_as_json(text, self._form.schemas.get(name, {})))
         else:
-            while (place := self._held.find(calls.end)) < 0 and not self._is_over:
-                yield None
-            tagged = self._take(place if place >= 0 else len(self._held))
-            yield Arguments(json_arguments(tagged, self._form.schemas.get(name, {})))
+            yield Arguments(quoted_as_json(text, calls.quote, is_complete=place >= 0))
+
+    def _start_call(self, calls: CallFormat, name: str) -> Steps:
+        self.num_calls += 1
+        self.is_in_call = True
+        yield CallStart(calls.new_call_id(), name)
 
     def _read_object(self) -> Steps:
         """The text of a JSON object, to its end."""
@@ -186,6 +233,7 @@ class MessageReader:
                 elif character in "}]":
                     depth -= 1
                     if depth == 0:
+                        self.is_in_call = False
                         yield Arguments(self._take(place + 1))
                         return
             if self._held:
@@ -202,6 +250,20 @@ class MessageReader:
     def _await(self, length: int) -> Steps:
         while len(self._held) < length and not self._is_over:
             yield None
+
+    def _find(self, mark: str) -> int:
+        """Where it begins; -1 if it does not."""
+        token = next((token for token in self._form.token_ids if token in mark), None)
+        place = self._held.find(mark)
+        if token is not None:
+            end = self._num_read + mark.index(token) + len(token)
+            while place >= 0 and place + end not in self._mark_ends:
+                place = self._held.find(mark, place + 1)
+        return place
+
+    def _num_sure(self, mark: str) -> int:
+        """Characters that are no beginning of the mark."""
+        return len(self._held) - longest_stop_prefix(self._held, [mark] if mark else [])
 
     def _take(self, length: int) -> str:
         text, self._held = self._held[:length], self._held[length:]

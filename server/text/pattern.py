@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from server.text.one_of import NAMED_SCHEMAS, VALUES, as_any_of
+
 SPACE = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 # What every dialect has in a class, and what any has: the inside of a class each.
 SHORTHANDS = {
@@ -31,9 +33,6 @@ GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_][A-Za-z_0-9]*>|(?!\?))")
 # Flags, conditions and look-arounds; a bound that is one in Python only.
 UNSUPPORTED = re.compile(r"\(|\{,[0-9]*\}")
 SPECIAL = r"\.+*?()|[]{}^$#&-~"
-# Keywords whose values are schemas by name, and those whose values are no schemas.
-NAMED_SCHEMAS = {"properties", "$defs", "definitions", "dependentSchemas"}
-VALUES = {"const", "enum", "default", "examples"}
 
 
 class Exact(NamedTuple):
@@ -72,7 +71,7 @@ def exact_schema(schema: Any) -> Any:
 
 def read_schema(source: Any) -> Any:
     """A schema that is given as an object, or written out."""
-    return exact_schema(from_json(source) if isinstance(source, str) else source)
+    return exact_schema(as_any_of(from_json(source) if isinstance(source, str) else source))
 
 
 def exact_pattern(pattern: str) -> Exact:

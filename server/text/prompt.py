@@ -118,8 +118,13 @@ def render_chat(
             raise UnsupportedParameterError(
                 "This model's chat template does not write tool calls.", param=param + where
             )
+    written = _template_messages(messages)
+    if ".thinking" in tokenizer.templates.source:  # as gpt-oss's calls it
+        for fields in written:
+            if "reasoning_content" in fields:
+                fields["thinking"] = fields["reasoning_content"]
     try:
-        return tokenizer.apply_chat_template(_template_messages(messages), options)
+        return tokenizer.apply_chat_template(written, options)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), param=param) from error
 

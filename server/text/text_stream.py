@@ -5,7 +5,7 @@ UTF-8 does that to the whole run of ``<0x0A>`` tokens around it, so bytes above 
 """
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
@@ -89,14 +89,21 @@ class ByteFallbackTextStream:
 
 
 class MarkedTextStream:
-    """Another stream, with the text of some special tokens that it leaves out."""
+    """Another stream, with the text of some special tokens that it leaves out. A character that is not
+    complete before one of them never will be, and a new stream goes on behind it."""
 
-    def __init__(self, stream: TextStream, marks: Mapping[int, str]) -> None:
-        self._stream = stream
+    def __init__(self, make: Callable[[], TextStream], marks: Mapping[int, str]) -> None:
+        self._make = make
+        self._stream = make()
         self._marks = marks
 
     def step(self, token_id: int) -> str:
-        return self._stream.step(token_id) + self._marks.get(token_id, "")
+        text = self._stream.step(token_id)
+        if (mark := self._marks.get(token_id)) is None:
+            return text
+        if cut := self._stream.flush():
+            self._stream = self._make()
+        return text + cut + mark
 
     def flush(self) -> str:
         return self._stream.flush()

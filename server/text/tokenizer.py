@@ -5,7 +5,8 @@ renders templates. transformers is slow to import, so ``load_tokenizer`` does it
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from copy import copy
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,29 @@ class Tokenizer:
 
     def stream(self, *, skip_special_tokens: bool, marks: Sequence[str] = ()) -> TextStream:
         """Special tokens that are part of ``marks`` are text in any case."""
+        shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
+        make = partial(self._plain_stream, skip_special_tokens=skip_special_tokens)
+        return (
+            MarkedTextStream(make, {token_id: text for text, token_id in shown.items()}) if shown else make()
+        )
+
+    def _plain_stream(self, *, skip_special_tokens: bool) -> TextStream:
         if self.vocabulary.fallback_bytes:
-            stream: TextStream = ByteFallbackTextStream(
+            return ByteFallbackTextStream(
                 self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens
             )
-        else:
-            stream = TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
-        shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
-        if shown:
-            return MarkedTextStream(stream, {token_id: text for text, token_id in shown.items()})
-        return stream
+        return TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
 
     def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Of the tokens that are part of ``texts`` and that llguidance takes for no text."""
         return _part_of(texts, self.vocabulary.special | self.vocabulary.tags)
+
+    def for_grammars(self) -> dict[str, Any]:
+        """Arguments of ``LLTokenizer``, as ``llguidance.hf`` makes them. Any end will do to compile one."""
+        plain = copy(self._fast)
+        plain.no_padding()
+        plain.no_truncation()
+        return {"tokenizer": plain.to_str(), "eos_token": self.templates.eos_token_id or 0}
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return self.templates.render(messages, {"add_generation_prompt": True} | dict(options))
@@ -75,6 +85,10 @@ class ChatTemplates:
     def __init__(self, hf_tokenizer: Any, override: str | None = None) -> None:
         self._hf_tokenizer = hf_tokenizer
         self._override = override
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return getattr(self._hf_tokenizer, "eos_token_id", None)
 
     @cached_property
     def source(self) -> str:

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.schemas.tools import FunctionDefinition
-from server.text.families import CallFormat, ReasoningMarks
-from server.text.pattern import exact_schema
+from server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
+from server.text.one_of import as_any_of
+from server.text.pattern import read_schema
+from server.text.quoted_grammar import QuotedArguments
 from server.text.tool_arguments import is_plain_text, properties_of
 
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -48,8 +50,12 @@ def call_grammar(
     more = f"({literal(calls.later)} {one})*" if parallel and calls.later is not None else ""
     rules.add("calls", f"{one} {more} {literal(calls.last)}")
     rest = f"{literal(calls.first.removeprefix(calls.trigger))} calls"
+    content = literal(calls.before_content)
     if required:
         rules.add("start", f"{literal(calls.trigger)} {rest}")
+    elif content:
+        text = f"{rules.other_tokens(*token_ids)}*" if schema is None else _json(schema)
+        rules.add("start", f"{literal(calls.trigger)} {rest} | {content} {text}")
     elif schema is not None:
         # Cut after a brace, which is how JSON begins: the longest piece that may follow wins.
         trigger = " ".join(map(literal, calls.trigger.partition("{")[1:])) if calls.at_start else ""
@@ -66,22 +72,35 @@ def call_grammar(
 
 
 def after_reasoning(
-    grammar: str, marks: ReasoningMarks, token_ids: Mapping[str, int], *, is_open: bool
+    grammar: str,
+    marks: ReasoningMarks,
+    token_ids: Mapping[str, int],
+    *,
+    is_open: bool,
+    has_header: bool = False,
 ) -> tuple[str, list[int]]:
     """For a model that may reason before what ``grammar`` is of, or does if the prompt has opened that: a
-    grammar, and the tokens after which it starts; without any it starts at once. The closing mark must begin
-    with a token that reasoning does not have."""
-    end = next((token for token in token_ids if marks.close.startswith(token)), None)
-    if end is None:
-        return grammar, []
-    body = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    grammar, and the tokens after which it starts; without any it starts at once. The closing mark must be a
+    token, or the tokens of a message's end. ``has_header``: ``grammar`` begins with that of the answer."""
     rules = Rules(token_ids)
-    thought = f"{rules.literal(marks.open)} {rules.other_tokens(end)}* {rules.literal(marks.close)}"
-    rest = rules.literal(marks.close.removeprefix(end))
-    rules.add("start", f"{rest} SPACE @body" if is_open else f"({thought} SPACE)? @body")
-    rules.add("SPACE", r"/\s*/")
+    after = []
+    if marks.answer:
+        if not token_ids.keys() >= {MESSAGE_END, HEADER_END, "<|channel|>"}:
+            return grammar, []
+        header = f'{rules.literal("<|channel|>")} ("analysis" | "commentary") {rules.literal(HEADER_END)}'
+        rules.add("message", f"{header} {rules.other_tokens(*token_ids)}* {rules.literal(marks.close)}")
+        rules.add("start", f"message* {'' if has_header else rules.literal(marks.answer)} @body")
+    elif marks.close not in token_ids:
+        return grammar, []
+    else:
+        close = rules.literal(marks.close)
+        thought = f"{rules.literal(marks.open)} {rules.other_tokens(marks.close)}* {close}"
+        rules.add("start", "SPACE @body" if is_open else f"({thought} SPACE)? @body")
+        rules.add("SPACE", r"/\s*/")
+        after = [token_ids[marks.close]] if is_open else []
+    body = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     whole = [{"name": "answer", "lark_grammar": str(rules)}, body[0] | {"name": "body"}, *body[1:]]
-    return json.dumps({"grammars": whole}), [token_ids[end]] if is_open else []
+    return json.dumps({"grammars": whole}), after
 
 
 class Rules:
@@ -105,9 +124,10 @@ class Rules:
             start = match.end()
         return " ".join(filter(None, [*pieces, _quoted(text[start:])]))
 
-    def other_tokens(self, text: str) -> str:
-        """Any token but that one."""
-        return f"<[^{self._token_ids[text]}]>"
+    def other_tokens(self, *texts: str) -> str:
+        """Any token but these."""
+        ids = ",".join(str(self._token_ids[text]) for text in texts)
+        return f"<[^{ids}]>" if ids else "<[*]>"
 
     def call(self, function: FunctionDefinition, calls: CallFormat) -> str:
         """From the name to the end of the arguments."""
@@ -115,9 +135,18 @@ class Rules:
         schema = arguments_schema(function)
         if schema["type"] != "object":
             raise ValueError(f"the parameters of '{function.name}' are not of type 'object'")
-        arguments = (
-            _json(schema, function) if calls.arguments == "json" else self._tagged(name, schema, function)
-        )
+        match calls.arguments:
+            case "json":
+                arguments = _json(schema, function)
+            case "tags":
+                arguments = self._tagged(name, schema, function)
+            case "quoted":
+                marks = (calls.quote, calls.end.removeprefix("}"))
+                if not self._token_ids.keys() >= {*marks}:
+                    raise ValueError(f"the model has no token for {calls.quote!r}")
+                schema = as_any_of(schema)
+                quoted = QuotedArguments(self, name, schema, marks, is_strict=bool(function.strict))
+                arguments = quoted.members(schema)
         return self.add(name, f"{self.literal(function.name + calls.before_arguments)} {arguments}")
 
     def _tagged(self, prefix: str, schema: dict[str, Any], function: FunctionDefinition) -> str:
@@ -161,7 +190,7 @@ def _with(schema: Any, shared: dict[str, Any]) -> Any:
 def _json(schema: Any, function: FunctionDefinition | None = None) -> str:
     """Keywords that are not supported matter where the tool is strict only."""
     layout = JSON_LAYOUT | ({"lenient": True} if function is not None and not function.strict else {})
-    schema = exact_schema(schema)
+    schema = read_schema(schema)
     if isinstance(schema, dict):
         schema = {"x-guidance": layout} | schema
     return "%json " + json.dumps(schema, ensure_ascii=False)

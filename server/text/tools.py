@@ -7,7 +7,7 @@ from server.errors import InvalidRequestError, UnsupportedParameterError
 from server.schemas.chat import ChatRequest
 from server.schemas.responses import ResponsesRequest
 from server.schemas.tools import FunctionDefinition
-from server.text.families import CallFormat, ReasoningMarks
+from server.text.families import NEXT_MESSAGE, CallFormat, ReasoningMarks
 from server.text.message_reader import MessageFormat
 from server.text.prompt import TokenPrompt
 from server.text.tokenizer import Tokenizer
@@ -56,6 +56,11 @@ def tool_use(request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> T
             f"tool_choice names '{named}', which is not among the tools.", param="tool_choice"
         )
     calls = _call_format(tokenizer)
+    if calls.before_content and getattr(request, "continue_final_message", None):
+        raise UnsupportedParameterError(
+            "continue_final_message is not supported with tools: calls are messages of their own here.",
+            param="continue_final_message",
+        )
     return ToolUse(
         functions=[each for each in functions if named in (None, each.name)],
         calls=calls,
@@ -73,19 +78,23 @@ class Reasoning:
     token_ids: dict[str, int]
     is_open: bool
 
-    def before(self, grammar: str) -> tuple[str, list[int]]:
+    def before(self, grammar: str, *, has_header: bool) -> tuple[str, list[int]]:
         """``grammar`` for what follows the reasoning, and the tokens after which it starts."""
-        return after_reasoning(grammar, self.marks, self.token_ids, is_open=self.is_open)
+        return after_reasoning(
+            grammar, self.marks, self.token_ids, is_open=self.is_open, has_header=has_header
+        )
 
 
 def find_reasoning(tokenizer: Tokenizer, prompt: TokenPrompt) -> Reasoning | None:
     """None for a model that is not known to reason, and where the prompt has ended it."""
     marks, text = tokenizer.templates.reasoning_marks, prompt.text.rstrip()
-    if marks is None or text.endswith(marks.close):
+    if marks is None:
         return None
-    return Reasoning(
-        marks, tokenizer.grammar_ids([marks.open, marks.close]), text.endswith(marks.open.rstrip())
-    )
+    # With headers, what closes the reasoning also begins any answer.
+    has_ended = not text.endswith(NEXT_MESSAGE) if marks.answer else text.endswith(marks.close)
+    if has_ended:
+        return None
+    return Reasoning(marks, tokenizer.grammar_ids(marks.literals), text.endswith(marks.open.rstrip()))
 
 
 def message_format(use: ToolUse | None, reasoning: Reasoning | None) -> MessageFormat:
@@ -94,6 +103,7 @@ def message_format(use: ToolUse | None, reasoning: Reasoning | None) -> MessageF
         calls=use.calls if use else None,
         is_reasoning=reasoning is not None and reasoning.is_open,
         schemas={each.name: arguments_schema(each) for each in use.functions} if use else {},
+        token_ids=(use.token_ids if use else {}) | (reasoning.token_ids if reasoning else {}),
     )
 
 

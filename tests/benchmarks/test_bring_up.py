@@ -1,6 +1,7 @@
 """``benchmarks.bring_up`` on a CPU: its stages, limits and dry run."""
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,6 +50,17 @@ def test_a_stage_that_fails_shows_why(
     monkeypatch.setattr(Bench, "gemm", fail)
     assert run_here("gemm", bench) == 1
     assert "ValueError: the cause" in capsys.readouterr().out
+
+
+def test_failed_tests_fail_their_stage(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = iter([1, 0])
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, next(codes))
+    )
+    assert run_here("tests", bench) == 1
+    assert "pytest ended with [1, 0]" in capsys.readouterr().out
 
 
 def test_a_stage_ends_with_its_time() -> None:

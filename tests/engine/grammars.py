@@ -133,10 +133,9 @@ def masked_distribution(
 ) -> None:
     """Texts are distributed as enumerated. Up to ``max_rounds`` share a step."""
     core = constrained.engine(drafting, max_num_sequences=in_flight, verification=verification, **config)
-    if drafting == "known":
-        use_planner(core, grammar_planner(max_rounds))
-    elif drafting != "none":
-        use_planner(core, model_planner(drafting, max_rounds))
+    planner = grammar_planner(max_rounds) if drafting == "known" else model_planner(drafting, max_rounds)
+    if drafting != "none":
+        use_planner(core, planner)
     params = [structs.replace(constrained.params, seed=seed) for seed in range(num_samples)]
     counts = Counter(map(tuple, run_engine(core, [PROMPT] * num_samples, params)))
     assert counts.keys() <= constrained.texts.keys()
@@ -146,5 +145,7 @@ def masked_distribution(
         forced = core.stats.drafts["grammar"]
         assert forced.num_accepted_tokens == forced.num_draft_tokens > 0
     if drafting != "none":
+        assert max(len(plan.rows) for plan, _ in planner.observed) == in_flight
+        assert (max(len(result.rounds) for _, result in planner.observed) > 1) is (max_rounds > 1)
         others = core.stats.drafts["ngram" if drafting == "known" else "draft_model"]
         assert 0 < others.num_accepted_tokens < others.num_draft_tokens

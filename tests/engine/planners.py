@@ -66,8 +66,7 @@ class FixedPlanner:
         if source == "draft_model":
             room = min(room, self.max_draft_len - len(sequence))
             missing = max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
-            model_tokens = room if sequence.matcher is not None else 0
-            return DraftChoice(source, room, missing, num_model_tokens=model_tokens) if room > 0 else None
+            return DraftChoice(source, room, missing) if room > 0 else None
         if source not in self.lookups:
             return None
         lookup = self.lookups[source]

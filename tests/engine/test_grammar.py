@@ -14,9 +14,11 @@ from engine.commands.replay_round import Outcome
 from engine.commands.trace_file import TracedChoice, TracedRound
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
+from engine.core.step import StepPlan, StepResult
 from engine.messages import DraftCounts, Failed, Generate, SamplingParams
 from engine.models.fresh import FreshModel
 from engine.models.options import LoadOptions
+from engine.native.runner import NativeRunner
 from engine.proposers import known
 from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
 from engine.sampling.sampler import Drafts
@@ -69,7 +71,22 @@ def test_distribution_of_native_rounds(
 ) -> None:
     """Within a step masks are renewed, as are drafts that the grammar forces; where it forces none, the draft
     model goes on."""
-    grammars.masked_distribution(native, verification, 8, 2000, drafting, max_rounds, step_seconds=1000.0)
+    # A longer draft of the draft model ends its row, and so the step, in the first round.
+    how = {"num_speculative_tokens": 2} if drafting == "draft_model" and max_rounds > 1 else {}
+    grammars.masked_distribution(
+        native, verification, 8, 2000, drafting, max_rounds, step_seconds=1000.0, **how
+    )
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("max_rounds", [1, 3])
+@pytest.mark.parametrize("verification", ["rejection", "coupled"])
+def test_distribution_of_native_rounds_of_one_row(
+    native: Constrained, verification: str, max_rounds: int
+) -> None:
+    assert isinstance(native.engine().runner, NativeRunner)
+    drafting: Drafting = "draft_model and forced"
+    grammars.masked_distribution(native, verification, 1, 300, drafting, max_rounds, step_seconds=1000.0)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +222,14 @@ def test_planted_bug_is_caught_in_native_rounds(
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         grammars.masked_distribution(
-            native, verification, 8, 1200, "draft_model", max_rounds=3, step_seconds=1000.0
+            native,
+            verification,
+            8,
+            1200,
+            "draft_model",
+            max_rounds=3,
+            step_seconds=1000.0,
+            num_speculative_tokens=2,
         )
 
 
@@ -302,6 +326,25 @@ def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained,
     counted = core.stats.drafts["grammar"]
     assert counted.num_accepted_tokens == counted.num_draft_tokens
     assert counted.num_draft_tokens > sum(later["grammar"])
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_the_draft_model_drafts_in_all_rounds_of_a_step(native: Constrained, monkeypatch: Patch) -> None:
+    """Also where it is the only source."""
+    core = native.engine("draft_model", step_seconds=1000.0, num_speculative_tokens=2)
+    later: list[int] = []
+    honest = core.planner.observe
+
+    def observe(plan: StepPlan, result: StepResult) -> None:
+        later.extend(one.num_drafted[0] for one in result.rounds[1:])
+        honest(plan, result)
+
+    monkeypatch.setattr(core.planner, "observe", observe)
+    params = SamplingParams(max_tokens=40, grammar="start: /[abc]{40}/", method="draft_model")
+    run_engine(core, [PROMPT], params)
+    assert later
+    assert max(later) == 2
+    assert sum(later) > len(later)
 
 
 def make_engine_without_drafts(target: str) -> EngineCore:

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.sampling.grammar import Grammars
 from server.text.grammar import JSON_OPTIONS
-from server.text.pattern import exact_schema
+from server.text.pattern import read_schema
 
 
 def accepts(tokenizer: LLTokenizer, grammar: str, instance: Any) -> bool:
@@ -33,7 +33,7 @@ def judge(tokenizer: LLTokenizer, path: Path) -> tuple[Counter[str], list[str]]:
     for case in json.loads(path.read_text()):
         try:
             grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(exact_schema(case["schema"])), defaults=JSON_OPTIONS
+                json.dumps(read_schema(case["schema"])), defaults=JSON_OPTIONS
             )
             Grammars(lambda: tokenizer).matcher(grammar)
         except ValueError as error:

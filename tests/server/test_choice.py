@@ -1,10 +1,15 @@
 """Properties of one choice's deltas: however rounds cut the tokens, the same text and the same logprobs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
 
 from engine.messages import (
     FinishReason,
@@ -14,9 +19,13 @@ from engine.messages import (
     TokenLogprob,
     TokenOutput,
 )
+from server.text.chat_message import whole_message
 from server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice
 from server.text.detokenizer import Detokenizer
-from server.text.tokenizer import Tokenizer
+from server.text.families import CALL_FORMATS, REASONING_MARKS
+from server.text.message_reader import MessageFormat, MessageReader
+from server.text.tokenizer import ChatTemplates, Tokenizer
+from tests.server.tiny_tokenizer import write_tokenizer
 
 EOS = 256
 
@@ -225,3 +234,35 @@ def test_part_of_a_tokens_text_is_held_back(tokenizer: Tokenizer) -> None:
     assert [delta.text for delta in deltas] == ["a", "", "", "<b", "c"]
     assert [len(delta.scored) for delta in deltas] == [1, 0, 0, 3, 1]
     assert [scored.offset for delta in deltas for scored in delta.scored] == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("size", [1, 3, 500])
+def test_marks_that_are_spelled_are_text(tmp_path: Path, special: bool, size: int) -> None:
+    """Where a mark has a token of its own: a grammar takes nothing else for it either."""
+    made = FastTokenizer.from_file(str(write_tokenizer(tmp_path / "model") / "tokenizer.json"))
+    tokens = [REASONING_MARKS[0].open, REASONING_MARKS[0].close, "<tool_call>"]
+    made.add_tokens([AddedToken(token, special=special) for token in tokens])
+    tokenizer = Tokenizer(made, ChatTemplates(None))
+    calls = next(each for each in CALL_FORMATS if each.name == "hermes")
+    form = MessageFormat(REASONING_MARKS[0], calls, is_reasoning=True)
+    form = replace(form, token_ids=tokenizer.grammar_ids(form.literals))
+    assert form.token_ids.keys() == {*tokens}
+    _, close, call = (made.token_to_id(token) for token in tokens)
+    spelled = b'</think>\n<tool_call>\n{"name": "add", "arguments": {}}'
+    rest = spelled.partition(b"<tool_call>")[2] + b"\n</tool_call>"
+    token_ids = [*spelled, 0xC3, close, *spelled, call, *rest]  # a character that is cut
+    detokenizer = Detokenizer(tokenizer.stream(skip_special_tokens=True, marks=form.literals))
+    reader = ChoiceReader(
+        0, detokenizer, include_stop_string=False, text_start=0, message=MessageReader(form)
+    )
+    choice = FinishedChoice(0)
+    for start in range(0, len(token_ids), size):
+        choice.add(reader.read([output_of([*token_ids, EOS], start, start + size)]))
+    if reader.finish_reason is None:
+        choice.add(reader.read([output_of([*token_ids, EOS], len(token_ids), len(token_ids) + 1)]))
+    message = whole_message(choice.parts)
+    assert message.reasoning_content == f"{spelled.decode()}\N{REPLACEMENT CHARACTER}"
+    assert message.content == spelled.decode()
+    assert [call.function.name for call in message.tool_calls or []] == ["add"]
+    assert reader.finish_reason == "tool_calls"

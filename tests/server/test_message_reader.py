@@ -26,6 +26,13 @@ def written(form: CallFormat, calls: Sequence[tuple[str, dict[str, object]]]) ->
                 for key, value in arguments.items()
             )
             body = "".join(tags)
+        elif form.arguments == "quoted":
+            body = ",".join(
+                f"{key}:{form.quote}{value}{form.quote}"
+                if isinstance(value, str)
+                else f"{key}:{json.dumps(value)}"
+                for key, value in sorted(arguments.items())
+            )
         texts.append(f"{name}{form.before_arguments}{body}{form.end}")
     return form.first + (form.later or "").join(texts) + form.last
 
@@ -65,7 +72,7 @@ def test_calls_of_every_family_cut_everywhere(name: str, content: str) -> None:
         assert [(name, json.loads(arguments)) for name, arguments in calls] == wanted
 
 
-@pytest.mark.parametrize("marks", REASONING_MARKS)
+@pytest.mark.parametrize("marks", REASONING_MARKS[:-1])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_reasoning_of_every_family_cut_everywhere(marks: ReasoningMarks, is_open: bool) -> None:
     opening = "" if is_open else f"\n{marks.open}"
@@ -75,6 +82,49 @@ def test_reasoning_of_every_family_cut_everywhere(marks: ReasoningMarks, is_open
         parts, reader = read(MessageFormat(reasoning=marks, is_reasoning=is_open), pieces)
         assert said(parts) == ("2 < 3 </ so\n\nyes.", "Yes </, it is.\n", [])
         assert reader.reasoning_end == end
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm, 2 < 3.<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+AS_A_MODEL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+AS_TEMPLATES = " to=functions.f<|channel|>commentary json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (f"{FINAL}Yes.\n", (None, "Yes.\n", [])),
+        (f"{THOUGHT}{FINAL}Yes.", ("Hm, 2 < 3.", "Yes.", [])),
+        (f'{THOUGHT}{AS_A_MODEL}{{"a": 1}}', ("Hm, 2 < 3.", None, [("f", '{"a": 1}')])),
+        (f"{THOUGHT}{PREAMBLE}{AS_TEMPLATES}{{}}", ("Hm, 2 < 3.", "I look.", [("f", "{}")])),
+        (THOUGHT.removesuffix("<|start|>assistant"), ("Hm, 2 < 3.", "", [])),
+        (THOUGHT, ("Hm, 2 < 3.", "", [])),
+        (f"{THOUGHT}<|channel|>fin", ("Hm, 2 < 3.", "", [])),
+        ("No header.", (None, "No header.", [])),
+        ("", (None, "", [])),
+    ],
+)
+def test_messages_with_headers_cut_everywhere(
+    text: str, wanted: tuple[str | None, str | None, list[tuple[str, str]]]
+) -> None:
+    """As gpt-oss writes them."""
+    form = MessageFormat(REASONING_MARKS[-1], FORMATS["gpt_oss"])
+    for pieces in cuts(text):
+        parts, reader = read(form, pieces)
+        assert said(parts) == wanted
+        assert (reader.reasoning_end == 0) is (wanted[0] is None)
+        if FINAL in text:
+            assert reader.reasoning_end in (0, text.index(FINAL) + len(FINAL))
+
+
+def test_a_call_is_not_complete_before_its_end() -> None:
+    for name, form in FORMATS.items():
+        text = written(form, [("weather", {"city": "x"})])
+        _, reader = read(MessageFormat(calls=form), [text])
+        assert not reader.is_in_call, name
+        _, reader = read(MessageFormat(calls=form), [text[: text.index("x")]])
+        assert reader.is_in_call, name
 
 
 def test_reasoning_then_calls() -> None:
@@ -135,7 +185,7 @@ def test_deltas_add_up(name: str) -> None:
         assert len(pieces[0].id or "") == len(form.call_id_prefix) + form.call_id_length
         assert all(piece.id is None and piece.function.name is None for piece in pieces[1:])
         assert json.loads("".join(piece.function.arguments for piece in pieces)) == wanted
-        assert form.arguments == "tags" or len(pieces) > 5
+        assert form.arguments != "json" or len(pieces) > 5
 
 
 def test_joined_parts_say_the_same() -> None:

@@ -9,13 +9,17 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
+from server.text import message_reader
 from server.text.chat_message import DeltaWriter
 from server.text.families import REASONING_MARKS
 from server.text.message_reader import MessageReader
+from tests.server import test_choice
 from tests.server import test_message_reader as tests
 
 Gate = Callable[[], None]
@@ -26,6 +30,17 @@ reasoning = partial(tests.test_reasoning_of_every_family_cut_everywhere, REASONI
 cut = partial(tests.test_a_call_that_is_cut_anywhere, "hermes")
 deltas = partial(tests.test_deltas_add_up, "hermes")
 no_call = partial(tests.test_what_is_no_call_is_content, "hermes", "a <tool_cal")
+
+
+quoted = partial(tests.test_calls_of_every_family_cut_everywhere, "gemma4", "")
+messages = partial(
+    tests.test_messages_with_headers_cut_everywhere, tests.THOUGHT + tests.FINAL, ("Hm, 2 < 3.", "", [])
+)
+
+
+def spelled() -> None:
+    with TemporaryDirectory() as folder:
+        test_choice.test_marks_that_are_spelled_are_text(Path(folder), True, 3)
 
 
 @dataclass(frozen=True)
@@ -41,10 +56,10 @@ class Mutant:
 
 MUTANTS = {
     "a mark split over two deltas is text": Mutant(
-        MessageReader, "_read_text", "- longest_stop_prefix(self._held, [end] if end else [])", "", reasoning
+        MessageReader, "_read_text", "self._num_sure(end)", "len(self._held)", reasoning
     ),
     "a call's mark split over two deltas is text": Mutant(
-        MessageReader, "_read_text", "- longest_stop_prefix(self._held, [end] if end else [])", "", calls
+        MessageReader, "_read_text", "self._num_sure(end)", "len(self._held)", calls
     ),
     "what could begin a mark is lost at the end": Mutant(
         MessageReader, "_read_text", "sure = len(self._held)\n", "sure = 0; self._held = ''\n", no_call
@@ -95,6 +110,25 @@ MUTANTS = {
         "yield Arguments(self._take(place + 1))",
         "self._take(place + 1)",
         calls,
+    ),
+    "a mark that is spelled counts": Mutant(
+        MessageReader, "_find", "place + end not in self._mark_ends", "False", spelled
+    ),
+    "a call is complete when it starts": Mutant(
+        MessageReader,
+        "_start_call",
+        "self.is_in_call = True",
+        "pass",
+        tests.test_a_call_is_not_complete_before_its_end,
+    ),
+    "all messages are content": Mutant(
+        MessageReader, "_read_messages", '"analysis" in header', "False", messages
+    ),
+    "a header is part of the content": Mutant(
+        MessageReader, "_read_messages", "self._drop(len(HEADER_END) if place >= 0 else 0)", "pass", messages
+    ),
+    "strings with quotes stay as they are": Mutant(
+        message_reader, "quoted_as_json", "json.dumps(piece, ensure_ascii=False)", "piece", quoted
     ),
     "joined content follows its reasoning as one": Mutant(
         tests, "joined", "and part.kind == last.kind", "", tests.test_joined_parts_say_the_same

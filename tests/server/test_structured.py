@@ -142,14 +142,20 @@ def test_method_grammar_needs_a_format(server: RunningServer) -> None:
 
 
 def test_limits(start_server: StartServer) -> None:
-    with start_server(max_grammar_size=20, grammar_timeout=1e-9) as server:
-        error = error_of(server, CHAT, {"structured_outputs": {"choice": ["x" * 30]}})
-        assert "grammar_timeout" in error["message"]
+    with start_server(grammar_timeout=0.2) as server:
+        error = error_of(server, CHAT, {"structured_outputs": {"grammar": intersection(30)}})
+        assert "more than 0.2 seconds (grammar_timeout)" in error["message"]
     with start_server(max_grammar_size=20) as server:
         error = error_of(server, CHAT, {"structured_outputs": {"choice": ["x" * 30]}})
         assert "max_grammar_size" in error["message"]
         fields = {"structured_outputs": {"choice": ["x" * 3]}}
         assert server.post(CHAT, PROMPTS[CHAT] | fields).status_code == 200
+
+
+def intersection(count: int) -> str:
+    """Of ``count`` expressions, of which llguidance makes exponentially many."""
+    terms = " & ".join(rf"/(.|\n)*{'a' * i}b{'c' * i}(.|\n)*/" for i in range(count))
+    return f"start: T\nT: ({terms}) | /[abc]*/"
 
 
 PRODUCT = [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in "ab"]} for i in range(99)]
@@ -166,10 +172,12 @@ def many_rules(count: int) -> str:
         ({"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, 400),
         ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, 400),
         ({"json": "[" * 60_000}, 400),
-        ({"json": {"$ref": "#"}}, 200),  # that nothing matches it is for the worker to say
+        ({"json": {"$ref": "#"}}, 400),
         ({"json": {"allOf": PRODUCT}}, 400),
+        ({"grammar": intersection(4)}, 200),
+        ({"grammar": intersection(30)}, 400),
     ],
-    ids=["chain of rules", "parentheses", "groups", "brackets", "itself", "product"],
+    ids=["chain of rules", "parentheses", "groups", "brackets", "itself", "product", *["intersection"] * 2],
 )
 def test_hostile_grammars(server: RunningServer, asked: dict[str, Any], status: int) -> None:
     """They are read or refused; in either case the server goes on."""

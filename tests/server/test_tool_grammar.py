@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from tests.server.tiny_tokenizer import byte_characters
 
 FORMATS = {each.name: each for each in CALL_FORMATS}
 EOS = "<|endoftext|>"
+MARK = re.compile(r"<[^<>\s=/]+>|\[[A-Z_]+\]")
 FUNCTIONS = [
     FunctionDefinition(
         name="get-weather",
@@ -48,9 +51,8 @@ def tokenizer(form: CallFormat, *, special: bool) -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(EOS, special=True)])
-    if not form.at_start:
-        marks = {form.trigger, *(["[ARGS]"] if "[ARGS]" in form.before_arguments else [])}
-        made.add_tokens([AddedToken(mark, special=special) for mark in sorted(marks)])
+    marks = {mark for text in form.literals for mark in MARK.findall(text)}
+    made.add_tokens([AddedToken(mark, special=special) for mark in sorted(marks)])
     return made
 
 
@@ -81,7 +83,8 @@ def drawn(grammar: str, made: Tokenizer, seed: int, start: str = "") -> str:
 
 def calls_of(form: CallFormat, text: str) -> list[tuple[str, Any]]:
     schemas = {each.name: arguments_schema(each) for each in FUNCTIONS}
-    reader = MessageReader(MessageFormat(calls=form, schemas=schemas))
+    reasoning = REASONING_MARKS[-1] if form.before_content else None
+    reader = MessageReader(MessageFormat(reasoning, form, schemas=schemas))
     message = whole_message(reader.push(text) + reader.finish())
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
     for name, arguments in calls:
@@ -113,7 +116,7 @@ def test_once_a_call_begins_it_is_valid(name: str, special: bool) -> None:
     for seed in range(6):
         text = "" if form.at_start else "a {\n< b"
         assert calls_of(form, drawn(grammar, made, seed, text + form.trigger))
-    free = "plain {text} <tool [TOOL"
+    free = f"{form.before_content}plain {{text}} <tool [TOOL"
     assert drawn(grammar, made, 0, free).startswith(free)
 
 
@@ -125,7 +128,8 @@ def test_a_schema_for_answers_without_calls(name: str) -> None:
     grammar = call_grammar(
         FUNCTIONS, form, token_ids(form, made), required=False, parallel=True, schema=schema
     )
-    Draft202012Validator(schema).validate(json.loads(drawn(grammar, made, 1, '{"a')))
+    answer = drawn(grammar, made, 1, f'{form.before_content}{{"a').removeprefix(form.before_content)
+    Draft202012Validator(schema).validate(json.loads(answer))
     assert calls_of(form, drawn(grammar, made, 1, form.first))
 
 
@@ -138,26 +142,135 @@ def test_a_schema_for_answers_without_calls(name: str) -> None:
         LLMatcher.grammar_from_json_schema({"const": 1}),
     ],
 )
-@pytest.mark.parametrize("marks", [REASONING_MARKS[0], REASONING_MARKS[-1]], ids=["think", "channels"])
-def test_a_grammar_starts_after_the_reasoning(grammar: str, marks: ReasoningMarks, is_open: bool) -> None:
+def test_a_grammar_starts_after_the_reasoning(grammar: str, is_open: bool) -> None:
     """After the closing mark, at once, or, if the prompt has not opened it, without any."""
     answer = "1" if "const" in grammar else "ab"
+    thought = "" if is_open else "<think>ab <tool_call><|end|>{1</think>"
+    texts = {thought + answer: True, f"{thought}\n\n{answer}": True, answer: True}
+    texts |= {f"{thought}x": False, "<think>x": False, f"{thought}x{answer}": False}
+    assert after_marks(REASONING_MARKS[0], grammar, is_open=is_open, texts=[*texts]) == [*texts.values()]
+
+
+THOUGHT = "<|channel|>analysis<|message|>{1 ab<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+CALL = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+
+
+def test_a_grammar_of_the_last_message() -> None:
+    texts = {f"{FINAL}ab": True, f"{THOUGHT}{FINAL}ab": True, f"{THOUGHT * 2}{FINAL}ab": True}
+    texts |= {"ab": False, f"{THOUGHT}ab": False, f"{THOUGHT}{FINAL}x": False, THOUGHT: False}
+    grammar = LLMatcher.grammar_from_regex("ab")
+    assert after_marks(REASONING_MARKS[-1], grammar, is_open=False, texts=[*texts]) == [*texts.values()]
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_calls_behind_the_reasoning(required: bool) -> None:
+    """Or, unless they are required, an answer."""
+    form = FORMATS["gpt_oss"]
+    texts = {CALL: True, f"{THOUGHT}{CALL}": True, f"{THOUGHT}{FINAL}ab": not required}
+    texts |= {f"{THOUGHT}{CALL}x": False, f"{THOUGHT}{CALL.replace('now', 'other')}": False}
+
+    def grammar(ids: dict[str, int]) -> str:
+        return call_grammar(FUNCTIONS, form, ids, required=required, parallel=True)
+
+    found = after_marks(REASONING_MARKS[-1], grammar, is_open=False, texts=[*texts], has_header=True)
+    assert found == [*texts.values()]
+
+
+def after_marks(
+    marks: ReasoningMarks,
+    grammar: str | Callable[[dict[str, int]], str],
+    *,
+    is_open: bool,
+    texts: list[str],
+    has_header: bool = False,
+) -> list[bool]:
+    """Whether each text matches the grammar behind the reasoning."""
     made = Tokenizer.from_str(tokenizer(FORMATS["hermes"], special=False).to_str())
-    tokens = ["<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
-    made.add_tokens([AddedToken(token, special=False) for token in tokens])
-    ids = ServerTokenizer(made, ChatTemplates(None)).grammar_ids([marks.open, marks.close])
-    whole, after = after_reasoning(grammar, marks, ids, is_open=is_open)
-    end = next(token for token in ids if marks.close.startswith(token))
-    assert after == ([ids[end]] if is_open else [])
+    names = ["<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
+    made.add_tokens([AddedToken(token, special=False) for token in names])
+    own = ServerTokenizer(made, ChatTemplates(None))
+    if callable(grammar):
+        grammar = grammar(own.grammar_ids(FORMATS["gpt_oss"].literals))
+    whole, after = after_reasoning(
+        grammar, marks, own.grammar_ids(marks.literals), is_open=is_open, has_header=has_header
+    )
+    assert after == ([made.token_to_id(marks.close)] if is_open else [])
     parser = LLMatcher(LLTokenizer(made.to_str(), eos_token=made.token_to_id(EOS)), whole, log_level=0)
-    rest = marks.close.removeprefix(end)
-    thought = rest if is_open else f"{marks.open}ab <tool_call><|end|>{{1{marks.close}"
-    texts = {thought + answer: True, f"{thought}\n\n{answer}": True, answer: not (is_open and rest)}
-    texts |= {f"{thought}x": False, f"{marks.open}x": False, f"{thought}x{answer}": False}
-    for text, matches in texts.items():
-        matcher, read = parser.deep_copy(), made.encode(text).ids
-        is_whole = matcher.try_consume_tokens(read) == len(read) and matcher.is_accepting()
-        assert is_whole is matches, text
+    found = []
+    for text in texts:
+        matcher, ids = parser.deep_copy(), made.encode(text).ids
+        found.append(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+    return found
+
+
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "tree": {"$ref": "#/$defs/tree"},
+        "mixed": {
+            "anyOf": [{"type": "string", "minLength": 1, "maxLength": 2}, {"type": ["null", "boolean"]}]
+        },
+        "kinds": {
+            "type": "array",
+            "items": {"enum": ["a,b", 1, None, True, ["x", 2]]},
+            "minItems": 1,
+            "maxItems": 3,
+        },
+        "map": {"type": "object", "additionalProperties": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "ä": {"const": 'q"\n\\'},
+        "free": {},
+    },
+    "required": ["tree", "kinds"],
+    "additionalProperties": False,
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"leaf": {"type": "number"}, "next": {"$ref": "#/$defs/tree"}},
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.arguments == "quoted"])
+def test_nested_arguments_with_quotes(name: str) -> None:
+    form = FORMATS[name]
+    made = tokenizer(form, special=True)
+    function = FunctionDefinition(name="f", parameters=NESTED, strict=True)
+    grammar = call_grammar([function], form, token_ids(form, made), required=True, parallel=False)
+    seen: set[str] = set()
+    for seed in range(40):
+        text = drawn(grammar, made, seed)
+        reader = MessageReader(MessageFormat(calls=form))
+        (call,) = whole_message(reader.push(text) + reader.finish()).tool_calls or []
+        arguments = json.loads(call.function.arguments)
+        Draft202012Validator(NESTED).validate(arguments)
+        assert [*arguments] == sorted(arguments)
+        seen |= arguments.keys()
+    assert seen == NESTED["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "string", "pattern": "a"}, "pattern"),
+        ({"const": "a<escape>b"}, "cannot be written"),
+        ({"enum": [{"a": 1}]}, "objects as values"),
+        ({"$ref": "other#/x"}, "reference"),
+        (False, "allows nothing"),
+        ({"properties": {"a:b": {}}}, "name of a parameter"),
+    ],
+)
+def test_what_cannot_be_written_with_quotes(schema: Any, reason: str) -> None:
+    form = FORMATS["function_gemma"]
+    ids = token_ids(form, tokenizer(form, special=True))
+    parameters = {"type": "object", "properties": {"x": schema}}
+    function = FunctionDefinition(name="f", parameters=parameters, strict=True)
+    with pytest.raises(ValueError, match=reason):
+        call_grammar([function], form, ids, required=True, parallel=True)
+    with pytest.raises(ValueError, match="no token"):
+        call_grammar([FunctionDefinition(name="f")], form, {}, required=True, parallel=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Tools and reasoning over HTTP: what the template gets, how answers are split, what is refused."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,9 +13,6 @@ from tokenizers.models import BPE
 
 from server.errors import UnsupportedParameterError
 from server.schemas.chat import ChatRequest
-from server.text.chat_message import text_of
-from server.text.families import find_reasoning_marks
-from server.text.message_reader import MessageFormat, MessageReader
 from server.text.tokenizer import ChatTemplates, Tokenizer, load_tokenizer
 from server.text.tools import tool_use
 from tests.server.refusals import CHAT, refused
@@ -48,12 +47,19 @@ def flat(name: str = "add", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "name": name, **fields}
 
 
+@contextmanager
+def saying(make_folder: Callable[[str], Path], text: str, template: str) -> Iterator[RunningServer]:
+    folder = write_tokenizer(make_folder("models") / MODEL, chat_template=template)
+    with run_server(
+        folder, load_tokenizer(str(folder)), make_folder("log"), "--text", text, "--once"
+    ) as server:
+        yield server
+
+
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server whose model thinks, speaks and calls twice."""
-    folder = write_tokenizer(tmp_path_factory.mktemp("models") / MODEL, chat_template=TEMPLATE)
-    log = tmp_path_factory.mktemp("log")
-    with run_server(folder, load_tokenizer(str(folder)), log, "--text", SAID, "--once") as server:
+    with saying(tmp_path_factory.mktemp, SAID, TEMPLATE) as server:
         yield server
 
 
@@ -84,6 +90,18 @@ def test_a_chat_is_split(speaking: RunningServer, stream: bool) -> None:
         assert [piece.get("type") for piece in pieces] == ["function", *[None] * (len(pieces) - 1)]
     assert len({pieces[0]["id"] for pieces in calls.values()}) == 2
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+
+
+def test_every_token_of_a_stream_has_its_log_probability(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Those of marks too, whose chunks have nothing else."""
+    body = ASK | {"tools": [tool()], "stream": True, "logprobs": True}
+    with (
+        saying(tmp_path_factory.mktemp, SAID, TEMPLATE) as server,
+        server.one_step_at_a_time(len(SAID.encode()) + 1),
+    ):
+        choices = [each["choices"][0] for each in answers(server, CHAT, body)]
+    scored = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", [])]
+    assert "".join(entry["token"] for entry in scored) == SAID.replace("ü", r"\xc3\xbc") + "<|endoftext|>"
 
 
 def test_reasoning_tokens_are_counted(speaking: RunningServer) -> None:
@@ -255,29 +273,29 @@ def test_a_template_that_writes_none_of_it(
     assert (error["param"], error["code"]) == (param, "unsupported_parameter")
 
 
-# Excerpts of how templates write tools, of families whose calls are not known here.
-UNKNOWN = {
-    "gpt-oss": "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>"
-    "<|start|>assistant<|channel|>analysis<|message|><|start|>assistant<|channel|>final<|message|>",
-    "Gemma 4": "<|tool_call>call:f{}<tool_call|><|channel>thought\n<channel|>",
-    "FunctionGemma": "<start_function_call>call:f{}<end_function_call>",
-}
+# Excerpts of how templates write tools.
+UNKNOWN = "{{ tools }}<|action_start|>f(){}<|action_end|>"
 GEMMA_3 = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>{% endfor %}"
+KNOWN = {
+    "gpt_oss": "functions.f<|channel|>commentary json<|message|>{}<|call|><|start|>assistant<|channel|>final"
+    "<|message|>",
+    "gemma4": "<|tool_call>call:f{}<tool_call|><|channel>thought\n<channel|>",
+    "function_gemma": "<start_function_call>call:f{}<end_function_call>",
+}
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        *(("{{ tools }}" + text, "tool calls is not known") for text in UNKNOWN.values()),
-        (GEMMA_3, "does not write tools"),
-    ],
-    ids=[*UNKNOWN, "Gemma 3"],
-)
-def test_calls_of_unknown_families_are_refused(template: str, reason: str) -> None:
+def tokenizer_of(template: str) -> Tokenizer:
     class Model:
         chat_template = template
 
-    tokenizer = Tokenizer(FastTokenizer(BPE()), ChatTemplates(Model()))
+    return Tokenizer(FastTokenizer(BPE()), ChatTemplates(Model()))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"), [(UNKNOWN, "tool calls is not known"), (GEMMA_3, "does not write tools")]
+)
+def test_calls_of_unknown_families_are_refused(template: str, reason: str) -> None:
+    tokenizer = tokenizer_of(template)
     for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
         request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": choice})
         with pytest.raises(UnsupportedParameterError, match=reason) as raised:
@@ -287,14 +305,55 @@ def test_calls_of_unknown_families_are_refused(template: str, reason: str) -> No
     assert tool_use(off, tokenizer) is None
 
 
-def test_channels_are_reasoning() -> None:
-    """As gpt-oss writes them: content without its marks."""
-    marks = find_reasoning_marks(UNKNOWN["gpt-oss"])
-    assert marks is not None
-    reader = MessageReader(MessageFormat(reasoning=marks))
-    text = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Two."
-    parts = [part for character in text for part in reader.push(character)] + reader.finish()
-    assert (text_of("reasoning", parts), text_of("content", parts)) == ("Hm.", "Two.")
+@pytest.mark.parametrize(("name", "template"), KNOWN.items())
+def test_families_are_known_by_their_templates(name: str, template: str) -> None:
+    request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()]})
+    use = tool_use(request, tokenizer_of("{{ tools }}" + template))
+    assert use is not None
+    assert use.calls.name == name
+
+
+# As gpt-oss writes conversations, in short.
+WITH_HEADERS = """\
+{% for m in messages %}<|start|>{{ m.role }}\
+{% for c in m.tool_calls or [] %} to=functions.{{ c.function.name }}<|channel|>commentary json\
+<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}\
+{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}\
+<|message|>{{ m.content }}<|end|>{% endfor %}{{ '' if tools }}\
+{% if add_generation_prompt %}<|start|>assistant{% else %}<|channel|>final<|message|>{% endif %}"""
+MESSAGES = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+    f"<|constrain|>json<|message|>{ARGUMENTS}"
+)
+
+
+def test_messages_with_headers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with saying(tmp_path_factory.mktemp, MESSAGES, WITH_HEADERS) as server:
+        body = ASK | {"tools": [tool()]}
+        choice = server.post(CHAT, body).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", None)
+        assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": ARGUMENTS}
+        chunks = [each["choices"][0]["delta"] for each in answers(server, CHAT, body | {"stream": True})]
+        pieces = [call["function"]["arguments"] for each in chunks for call in each.get("tool_calls", [])]
+        assert "".join(pieces) == ARGUMENTS
+        items = server.post(RESPONSES, {"input": "x", "tools": [flat()]}).json()["output"]
+        assert [item["type"] for item in items] == ["reasoning", "function_call"]
+        said = {"messages": [*ASK["messages"], message]}
+        written = "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>"
+        prompt = prompt_of(server, CHAT, said | {"tools": [tool()]})
+        assert written in prompt
+        assert "<|channel|>analysis<|message|>Hm.<|end|>" in prompt
+        error = refused(server, CHAT, body | {"continue_final_message": True})
+        assert error["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize(("stop", "reason"), [('"b"', "stop"), ("</tool_call>", "tool_calls")])
+def test_a_stop_string_in_a_call(speaking: RunningServer, stop: str, reason: str) -> None:
+    """One that cuts the call is why it ends."""
+    choice = speaking.post(CHAT, ASK | {"tools": [tool()], "stop": stop}).json()["choices"][0]
+    assert choice["finish_reason"] == reason
 
 
 def test_an_output_without_its_call(speaking: RunningServer) -> None:

@@ -1,0 +1,89 @@
+"""A grammar that takes long to compile holds up its own request only."""
+
+from threading import Event
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.core.engine import EngineCore
+from engine.grammar_compiler import compile_grammar
+from engine.messages import Abort, Failed, Generate, SamplingParams, StepOutput, ToWorker
+from engine.outbox import Outbox
+from engine.worker import Worker
+from tests.engine import grammars
+from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
+from tests.engine.test_outbox import ScriptedSocket
+from tests.models import make_engine
+
+FREE = Generate("free", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return Constrained.make(tmp_path_factory.mktemp("constrained")).target
+
+
+def constrained(grammar: str = GRAMMAR, n: int = 1) -> Generate:
+    return Generate("constrained", PROMPT, SamplingParams(max_tokens=12, grammar=grammar), n=n)
+
+
+class Waiting(ScriptedSocket):
+    """Ends the worker once it has nothing to do. ``compiled`` is set once the free request is over."""
+
+    def __init__(self, messages: list[ToWorker | None], compiled: Event) -> None:
+        super().__init__(messages)
+        self.compiled = compiled
+        self.worker: Worker | None = None
+
+    def poll(self, timeout: int) -> bool:
+        assert self.worker is not None
+        if timeout and not self.messages:
+            self.compiled.set()
+            self.worker.running = bool(self.worker.compiling)
+        return super().poll(0)
+
+
+def run(
+    target: str, monkeypatch: pytest.MonkeyPatch, *messages: ToWorker | None
+) -> tuple[list[str], EngineCore]:
+    """Requests by the order in which they end or fail."""
+    compiled = Event()
+
+    def compile_slowly(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+        assert compiled.wait(60)
+        return compile_grammar(tokenizer, grammar)
+
+    monkeypatch.setattr("engine.sampling.grammar.compile_grammar", compile_slowly)
+    socket = Waiting([*messages], compiled)
+    core = grammars.know_grammars(make_engine(target, None, num_speculative_tokens=0))
+    socket.worker = Worker(core, socket, Outbox(0.0))  # type: ignore[arg-type]
+    socket.worker.run()
+    ends: list[str] = []
+    for message in socket.sent:
+        if isinstance(message, Failed):
+            ends.append(f"{message.request_id} {message.code}")
+        elif isinstance(message, StepOutput):
+            ends += [f"{one.request_id} {one.index}" for one in message.outputs if one.finish_reason]
+            texts = [one.token_ids for one in message.outputs if one.request_id == "constrained"]
+            assert not any(END in text[:-1] for text in texts)
+    return ends, core
+
+
+def test_others_go_on(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, core = run(target, monkeypatch, FREE, None, constrained(n=2))
+    assert ends[0] == "free 0"
+    assert sorted(ends[1:]) == ["constrained 0", "constrained 1"]
+    assert not core.has_work
+
+
+def test_what_is_aborted_meanwhile(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, _ = run(target, monkeypatch, FREE, None, constrained(n=2), Abort("constrained", 0))
+    assert ends == ["free 0", "constrained 1"]
+    ends, core = run(target, monkeypatch, FREE, None, constrained(n=2), Abort("constrained"))
+    assert ends == ["free 0"]
+    assert not core.has_work
+
+
+def test_a_grammar_that_is_none(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends, _ = run(target, monkeypatch, FREE, None, constrained("start: nothing"))
+    assert ends == ["free 0", "constrained invalid_grammar"]
