@@ -81,6 +81,7 @@ class SpeculationPlanner:
         self._is_mixed = self._is_known = False
         self.max_rounds = MAX_ROUNDS
         if not rows:
+            self._learn_all()  # nothing is kept of sequences that have ended
             return choices
         num_rows = len(decoding)
         self.costs.stored_per_row = sum([len(sequence.token_ids) for sequence in decoding]) / num_rows

@@ -21,6 +21,7 @@ from engine.messages import SamplingParams
 from engine.proposers.translated.pairing import compare_tokenizers
 from engine.sampling import sampler as sampler_module
 from engine.sampling.verify import RowVerdict, Verdict
+from server.config import read_options
 from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import TOKENIZERS, save_tokenizer
 from tests.models import save_random_llama
@@ -35,7 +36,7 @@ def two_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_check(target: str, draft: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    code = check.main(["--target", target, "--draft", draft, *QUICK])
+    code = check.main(read_options(check.CheckSettings, ["--target", target, "--draft", draft, *QUICK]))
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -78,7 +79,14 @@ def test_all_rounds_of_a_step_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_report_for_people(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["--target", models.target, "--draft", models.padded_draft, *QUICK[:-1]]) == 0
+    assert (
+        check.main(
+            read_options(
+                check.CheckSettings, ["--target", models.target, "--draft", models.padded_draft, *QUICK[:-1]]
+            )
+        )
+        == 0
+    )
     output = capsys.readouterr().out
     for words in ("padded sizes 16 and 24", "identical to plain decoding", "p = ", "speed-up", "exact"):
         assert words in output
@@ -92,7 +100,14 @@ def test_without_a_draft(models: Models, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_what_cannot_be_loaded(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["--target", str(tmp_path), "--draft", models.close_draft, *QUICK]) == 2
+    assert (
+        check.main(
+            read_options(
+                check.CheckSettings, ["--target", str(tmp_path), "--draft", models.close_draft, *QUICK]
+            )
+        )
+        == 2
+    )
     assert "not a model folder" in capsys.readouterr().err
 
 
@@ -190,7 +205,10 @@ def test_it_says_how_drafts_reach_the_target(
     save_tokenizer(TOKENIZERS["fine"](), target)
     draft = save_random_llama(tmp_path / "draft", seed=2, vocab_size=draft_vocab_size, layers=1)
     save_tokenizer(TOKENIZERS[draft_tokenizer](), draft)
-    assert check.main(["--target", target, "--draft", draft, *QUICK[:-1]]) == 0
+    assert (
+        check.main(read_options(check.CheckSettings, ["--target", target, "--draft", draft, *QUICK[:-1]]))
+        == 0
+    )
     output = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     for word in words:
         assert word in output

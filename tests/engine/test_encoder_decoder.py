@@ -11,6 +11,7 @@ from engine.commands import check
 from engine.core.admission import RequestError
 from engine.messages import Generate, SamplingParams
 from engine.models.errors import ModelLoadError
+from server.config import read_options
 from tests.engine import seq2seq_gates as gates
 from tests.engine.seq2seq_gates import GREEDY, NUM_TOKENS, Pair, expected, prompts
 from tests.models import make_engine, outputs_by_choice, run_engine, save_random_llama, stepped
@@ -236,7 +237,10 @@ def test_generation_configs_that_cannot_be_honoured(
 
 def test_foretoken_check(t5: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["--device", "cpu", "--samples", "300", "--seconds", "1e-9", "--repeats", "1", "--json"]
-    assert check.main(["--target", t5.target, "--draft", t5.draft, *quick]) == 0
+    assert (
+        check.main(read_options(check.CheckSettings, ["--target", t5.target, "--draft", t5.draft, *quick]))
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     assert report["exact"]
     assert report["greedy"]["differences"] == []

@@ -22,6 +22,7 @@ from engine.models.options import LoadOptions
 from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from engine.native.quantised import TYPES, QuantisedLinear
 from engine.native.runner import NativeRunner
+from server.config import read_options
 from tests.engine.test_replay import traced
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_random_llama
@@ -130,16 +131,18 @@ def test_a_trace_of_quantised_models_verifies(
     file = tmp_path / "answer.json"
     file.write_text(json.dumps(answer))
     arguments = [str(file), "--target", target, "--device", "cpu", "--draft"]
-    assert verify_trace.main([*arguments, "self:int4"]) == 0
+    assert verify_trace.main(read_options(verify_trace.ReplaySettings, [*arguments, "self:int4"])) == 0
     assert "confirmed" in capsys.readouterr().out
-    assert verify_trace.main([*arguments, target]) == 1  # it did not draft that
+    assert (
+        verify_trace.main(read_options(verify_trace.ReplaySettings, [*arguments, target])) == 1
+    )  # it did not draft that
 
 
 CHECK = ["--device", "cpu", "--samples", "400", "--seconds", "1e-9", "--repeats", "1", "--json"]
 
 
 def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = check.main([*arguments, *CHECK])
+    code = check.main(read_options(check.CheckSettings, [*arguments, *CHECK]))
     return code, json.loads(capsys.readouterr().out)
 
 
