@@ -23,7 +23,7 @@ from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
 # Factors that drafting must gain over the rate of none, since prompts beside it and a busy front end cost it
 # more than rounds show, and another length over that of the active one.
-DRAFT_GAIN, CHANGE_GAIN = 1.06, 1.01
+DRAFT_GAIN, CHANGE_GAIN = 1.03, 1.01
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
 CATCH_UP_ROUNDS = 64
 # Decay per step of the sums behind the reported rates.
