@@ -63,7 +63,7 @@ def test_products_are_those_of_rounded_numbers(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("out", "size"), [(576, 192), (33, 3), (100, 35), (2000, 512)])
 def test_a_row_does_not_depend_on_the_others(out: int, size: int, threads: int, library: CDLL) -> None:
-    """To the last bit, however many there are and whoever computes them."""
+    """To the last bit, for any number of rows and threads."""
     linear = NativeLinear(library, [torch.randn(out, size) * 0.02], torch.randn(out), None, rounds=True)
     x, residual = torch.randn(100, size), torch.randn(100, out)
     alone = torch.cat([linear.add_to(residual[i : i + 1], x[i : i + 1]) for i in range(100)])

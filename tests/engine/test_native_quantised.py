@@ -77,7 +77,7 @@ def test_products_are_those_of_the_rounded_inputs(name: str) -> None:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_rows_do_not_depend_on_their_number_or_on_threads(name: str, threads: int) -> None:
-    # So many columns that threads share even a single row's.
+    # Enough columns for threads to share even a single row's.
     ours = layer(random_blocks(name, 4200, IN_FEATURES, seed=2))
     x = inputs(MOST_ROWS)
     torch.set_num_threads(1)
