@@ -13,7 +13,7 @@ quantised file, with ``--quantize int8`` Foretoken and OpenVINO quantise one che
 
 import argparse
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -188,9 +188,11 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         cache_type = "f16" if arguments.gguf else "f32"
         servers = [
             stack.enter_context(
-                llama_cpp.LlamaServer(
-                    *(arguments.llama_cpp_bin, gguf[0], file, k, threads, context, unsaid, cache_type),
-                    concurrency,
+                closing(
+                    llama_cpp.LlamaServer(
+                        *(arguments.llama_cpp_bin, gguf[0], file, k, threads, context, unsaid, cache_type),
+                        concurrency,
+                    )
                 )
             )
             for file in (None, gguf[1])[: 1 if gguf[1] is None else 2]
@@ -201,9 +203,11 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     if exported is not None:
         processes = [
             stack.enter_context(
-                openvino_pipeline.process(
-                    *(arguments.openvino_python, exported[0], folder, k, threads, concurrency),
-                    is_float32=is_float32,
+                closing(
+                    openvino_pipeline.process(
+                        *(arguments.openvino_python, exported[0], folder, k, threads, concurrency),
+                        is_float32=is_float32,
+                    )
                 )
             )
             for folder in (None, exported[1])[: 1 if exported[1] is None else 2]
@@ -211,7 +215,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     if arguments.vllm_python:
         length = max(map(len, prompts)) + arguments.max_tokens
         vllm = vllm_cpu.process(arguments.vllm_python, pair.target, threads, concurrency, length)
-        processes.append(stack.enter_context(vllm))
+        processes.append(stack.enter_context(closing(vllm)))
     process_ids += [process.process.pid for process in processes]
     variants |= other_environment.variants(processes, prompts, arguments.max_tokens)
     note("One run of each to warm up")

@@ -58,9 +58,8 @@ class Border:
         self.address = f"ipc://{self._folder.path / f'worker-{number}.sock'}"
         self._context = zmq.asyncio.Context()
         self.messages = self._context.socket(zmq.PAIR)
-        self.messages.set_hwm(
-            0
-        )  # the front end limits its queue itself; a full socket would only hide tokens
+        # The front end limits its queue itself; a full socket would only hide tokens.
+        self.messages.set_hwm(0)
         self.messages.linger = 0
         self.connection_ends = self.messages.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.heartbeats = self._context.socket(zmq.PULL)

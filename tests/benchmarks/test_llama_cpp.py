@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_file_is_quantised_once_and_run_with_the_caches_named(llama_cpp: Path,
     assert quantise_gguf(tmp_path / "target.gguf", llama_cpp, "Q4_K_M") == quantised
     with pytest.raises(RuntimeError, match="unknown type"):
         quantise_gguf(tmp_path / "target.gguf", llama_cpp, "Q9_9")
-    with LlamaServer(llama_cpp, quantised, quantised, 5, 1, 64, 9, "f16"):
+    with closing(LlamaServer(llama_cpp, quantised, quantised, 5, 1, 64, 9, "f16")):
         options = (llama_cpp / "speculative").read_text()
     for option in ("--cache-type-k", "--cache-type-v", "--spec-draft-type-k", "--spec-draft-type-v"):
         assert f"{option} f16" in options
