@@ -182,10 +182,16 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
         UNROLL
         for (int i = 0; i < VECTORS; i++) sum[row][i] = (vec){0};
     }
-    const uint8_t *super = panel;
+    /* Scales and minus minima of 256 inputs, converted once for their eight blocks. */
+    vec super_scale[VECTORS] = {{0}}, super_min[VECTORS] = {{0}};
     for (int64_t block = 0; block < num_blocks; block++, panel += size, x += num_rows) {
         if (super_bytes(scaling) && block % BLOCKS_PER_SUPER == 0) {
-            super = panel;
+            UNROLL
+            for (int i = 0; i < VECTORS; i++) {
+                const int at = column + i * LANES;
+                super_scale[i] = widen_half(panel + 2 * at);
+                if (scaling == SUPER) super_min[i] = -widen_half(panel + 2 * (COLUMNS + at));
+            }
             panel += super_bytes(scaling);
         }
         if (num_rows > 1)
@@ -223,10 +229,10 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
                 const int at = column + i * LANES;
                 vec factor, min = {0};
                 if (scaling == SUPER) {
-                    factor = widen_half(super + 2 * at) * widen_bytes(scale + at);
-                    min = widen_half(super + 2 * (COLUMNS + at)) * -widen_bytes(scale + COLUMNS + at);
+                    factor = super_scale[i] * widen_bytes(scale + at);
+                    min = super_min[i] * widen_bytes(scale + COLUMNS + at);
                 } else if (scaling == SUPER_HALF) {
-                    factor = widen_half(super + 2 * at) * widen_signed(scale + unit * COLUMNS + at);
+                    factor = super_scale[i] * widen_signed(scale + unit * COLUMNS + at);
                 } else {
                     factor = widen_half(scale + 2 * at);
                     if (scaling == SCALE_MIN) min = widen_half(scale + 2 * (COLUMNS + at));
