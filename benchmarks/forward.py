@@ -33,6 +33,7 @@ from engine.models.llama import Llama, LlamaWeights
 from engine.models.loader import load_decoder, load_model
 from engine.models.model_runner import ModelRunner
 from engine.models.options import LoadOptions
+from engine.native.threads import set_num_threads
 
 BLOCK_SIZE = 16
 Batch = tuple[int, int]
@@ -130,7 +131,7 @@ def measure_compiled(folder: str, queries: int, cached: int, repeats: int) -> di
 def main() -> None:
     arguments = parse_arguments()
     busy = warn_if_busy()
-    torch.set_num_threads(arguments.threads)
+    set_num_threads(arguments.threads)
     batches: list[Batch] = [tuple(map(int, batch.split("x"))) for batch in arguments.batches]  # type: ignore[misc]
     longest = max(rows * (arguments.cached + queries + BLOCK_SIZE) for rows, queries in batches)
     ways = ways_of(arguments.model, longest)

@@ -18,6 +18,7 @@ from benchmarks.common import machine, median_seconds, note, print_facts, print_
 from engine.models.linear import OneDnnLinear
 from engine.native.library import load_library
 from engine.native.linear import NativeLinear
+from engine.native.threads import set_num_threads
 
 # Enough copies to be larger than the processor's caches.
 COPIES_BYTES, MAX_COPIES = 200 << 20, 64
@@ -77,7 +78,7 @@ def measure(shape: tuple[int, int], num_rows: Sequence[int], repeats: int) -> li
 def main() -> None:
     arguments = parse_arguments()
     busy = warn_if_busy()
-    torch.set_num_threads(arguments.threads)
+    set_num_threads(arguments.threads)
     for name in arguments.shapes:
         out, size = map(int, name.split("x"))
         rows = measure((out, size), arguments.rows, arguments.repeats)

@@ -45,6 +45,7 @@ from benchmarks.contestants import (
 )
 from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import bars
+from engine.native.threads import set_num_threads
 
 # What is compared with what; those that ran are printed.
 RATIOS = [
@@ -157,7 +158,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     exported = openvino_folders(arguments, pair, work) if arguments.openvino_python else None
     if arguments.prepare:
         raise SystemExit(f"Prepared {work}")
-    torch.set_num_threads(threads)
+    set_num_threads(threads)
     is_float32 = not (arguments.gguf or arguments.quantize)
     dtype = arguments.dtype or ("float32" if is_float32 else "auto")
     target, draft = gguf if gguf and arguments.gguf else (pair.target, pair.draft)

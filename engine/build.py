@@ -22,6 +22,7 @@ from engine.models.model_runner import ModelRunner
 from engine.native.backend import NativeBackend, native_backend
 from engine.native.decoder import NativeDecoder
 from engine.native.runner import NativeRunner
+from engine.native.threads import set_num_threads
 from engine.proposers.base import Proposer
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.grammar import GrammarProposer
@@ -39,11 +40,9 @@ from engine.sampling.grammar import Grammars, load_tokenizer
 from engine.speculation.costs import Costs
 from engine.speculation.planner import SpeculationPlanner
 
-# The products of smaller models are so short that a second thread mostly waits, and on a busy machine makes
-# the first one wait for it. The native kernels wake others only where it pays, but a few do, and such models
-# emit tokens at a rate for which the front end needs a core of its own.
-MIN_PARAMETERS_FOR_THREADS = 50_000_000
-MAX_THREADS_FOR_FEW_PARAMETERS = 4
+# The operations of smaller models are so short that torch's other threads mostly wait. The native kernels
+# themselves wake only threads that pay.
+MIN_PARAMETERS_FOR_TORCH_THREADS = 50_000_000
 
 
 def build_engine(config: EngineConfig) -> EngineCore:
@@ -57,7 +56,11 @@ def build_engine(config: EngineConfig) -> EngineCore:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     assert config.target is not None  # filled in by EngineConfig
     target = load_model(config.target, options)
-    torch.set_num_threads(config.num_threads or _num_threads(target))
+    num_threads = config.num_threads or _num_threads(target)
+    if config.native_kernels and device.type == "cpu":
+        set_num_threads(num_threads)
+    else:
+        torch.set_num_threads(num_threads)
     draft = pairing = None
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
         source, draft_options = draft_source(config)
@@ -183,9 +186,8 @@ def _sampling_backend(config: EngineConfig, device: torch.device) -> Callable[[]
 def _num_threads(target: Model) -> int:
     """Threads for the CPU's share of the work by default."""
     num_threads = torch.get_num_threads()
-    if target.num_parameters >= MIN_PARAMETERS_FOR_THREADS:
-        return num_threads
-    return max(1, min(num_threads - 1, MAX_THREADS_FOR_FEW_PARAMETERS)) if target.is_native else 1
+    few = target.num_parameters < MIN_PARAMETERS_FOR_TORCH_THREADS
+    return 1 if few and not target.is_native else num_threads
 
 
 def _method(config: EngineConfig, draft: Model | None) -> Method:

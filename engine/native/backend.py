@@ -57,9 +57,8 @@ class NativeBackend:
     def probs(self, logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
         logits = logits.float().contiguous()
         sequences, positions, vocab_size = logits.shape
-        num_threads = torch.get_num_threads()
         cuts = sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p
-        scratch = torch.empty(num_threads, vocab_size) if cuts else None
+        scratch = torch.empty(self.library.get_num_threads(), vocab_size) if cuts else None
         columns = sampling[:4]
         processors = Processors(*(column.data_ptr() for column in columns))
         probs = torch.empty_like(logits)
@@ -71,7 +70,6 @@ class NativeBackend:
             sequences,
             positions,
             vocab_size,
-            num_threads,
         )
         return probs
 
@@ -88,7 +86,6 @@ class NativeBackend:
             positions.data_ptr(),
             offset,
             *probs.shape,
-            torch.get_num_threads(),
         )
         return ids
 
@@ -103,9 +100,7 @@ class NativeBackend:
     def inverse_cdf(self, probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         probs, uniforms = probs.contiguous(), uniforms.contiguous()
         ids = torch.empty(uniforms.shape, dtype=torch.int64)
-        self.library.inverse_cdf(
-            ids.data_ptr(), probs.data_ptr(), uniforms.data_ptr(), *probs.shape, torch.get_num_threads()
-        )
+        self.library.inverse_cdf(ids.data_ptr(), probs.data_ptr(), uniforms.data_ptr(), *probs.shape)
         return ids
 
     def draw_next(
@@ -120,12 +115,7 @@ class NativeBackend:
         args = [target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms]
         args = [arg.contiguous() for arg in args]
         ids = torch.empty_like(num_accepted)
-        self.library.draw_next(
-            ids.data_ptr(),
-            *(arg.data_ptr() for arg in args),
-            *draft_probs.shape,
-            torch.get_num_threads(),
-        )
+        self.library.draw_next(ids.data_ptr(), *(arg.data_ptr() for arg in args), *draft_probs.shape)
         return ids
 
     def noise_uniforms(self, seed: int, position: int, vocab_size: int) -> torch.Tensor:

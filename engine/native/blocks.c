@@ -115,11 +115,23 @@ void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size) {
     }
 }
 
+typedef struct {
+    int64_t type;
+    float *to;
+    const uint8_t *blocks;
+    const int64_t *rows;
+    int64_t size;
+} Rows;
+
+static void dequantise_task(const void *arguments, int64_t i) {
+    const Rows *of = arguments;
+    dequantise(of->type, of->to + i * of->size, of->blocks + of->rows[i] * row_bytes(of->type, of->size), of->size);
+}
+
 /* to [count, size]: the rows of that number; blocks [rows, size]. */
 void dequantise_rows(int64_t type, float *to, const uint8_t *blocks, const int64_t *rows, int64_t count,
                      int64_t size) {
-    const int64_t stride = row_bytes(type, size);
-    FOR_EACH(i, count, count * size * 4, dequantise(type, to + i * size, blocks + rows[i] * stride, size));
+    run_task(dequantise_task, &(Rows){ type, to, blocks, rows, size }, count, count * size * 4);
 }
 
 int64_t row_bytes(int64_t type, int64_t size) {
@@ -175,18 +187,27 @@ static void pack_column(int64_t type, uint8_t *at, const uint8_t *row, int colum
     }
 }
 
-static void pack_panel(int64_t type, uint8_t *panel, const uint8_t *blocks, const int64_t *rows, int64_t num_rows,
-                       int64_t in_features) {
-    for (int column = 0; column < num_rows; column++)
-        pack_column(type, panel, blocks + rows[column] * row_bytes(type, in_features), column,
-                    in_features / BLOCK);
+typedef struct {
+    int64_t type;
+    uint8_t *to;
+    const uint8_t *blocks;
+    const int64_t *rows;
+    int64_t num_rows, in_features;
+} Packing;
+
+static void pack_task(const void *arguments, int64_t panel) {
+    const Packing *of = arguments;
+    const int64_t first = panel * COLUMNS, left = of->num_rows - first;
+    uint8_t *to = of->to + panel * packed_bytes(of->type, of->in_features);
+    for (int column = 0; column < COLUMNS && column < left; column++) {
+        const uint8_t *row = of->blocks + of->rows[first + column] * row_bytes(of->type, of->in_features);
+        pack_column(of->type, to, row, column, of->in_features / BLOCK);
+    }
 }
 
 /* Panels of the rows of that number, 32 in each; ``to`` holds zeros before. */
 void pack_panels(int64_t type, uint8_t *to, const uint8_t *blocks, const int64_t *rows, int64_t num_rows,
                  int64_t in_features) {
-    const int64_t bytes = packed_bytes(type, in_features);
-    FOR_EACH(panel, (num_rows + COLUMNS - 1) / COLUMNS, num_rows * in_features * 4,
-             pack_panel(type, to + panel * bytes, blocks, rows + panel * COLUMNS,
-                        num_rows - panel * COLUMNS < COLUMNS ? num_rows - panel * COLUMNS : COLUMNS, in_features));
+    run_task(pack_task, &(Packing){ type, to, blocks, rows, num_rows, in_features },
+             (num_rows + COLUMNS - 1) / COLUMNS, num_rows * in_features * 4);
 }

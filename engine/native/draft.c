@@ -5,22 +5,21 @@
  */
 
 #include <math.h>
-#include <omp.h>
 #include <string.h>
 
 #include "rounds.h"
 
 /* probs [vocab] of adjusted logits, by the row's temperature, top-k, top-p and min-p. */
-void process_row(const Row *row, const Scratch *scratch, float *probs, const float *logits) {
+void process_own(const Row *row, const Scratch *scratch, float *probs, const float *logits) {
     const Processors own = { &row->temperature, &row->top_k, &row->top_p, &row->min_p };
-    float *cut = scratch->cut ? scratch->cut + omp_get_thread_num() * scratch->vocab : NULL;
-    process(probs, logits, &own, cut, 1, 1, scratch->vocab, 1);
+    float *cut = scratch->cut ? scratch->cut + this_thread() * scratch->vocab : NULL;
+    process_row(probs, logits, &own, 0, cut, scratch->vocab);
 }
 
 /* The draft model's logits [known] in the target's width: ids that it does not know have probability 0. */
 static float *pad_logits(const Scratch *scratch, float *logits, int64_t known) {
     if (known >= scratch->vocab) return logits;
-    float *padded = scratch->padded + omp_get_thread_num() * scratch->vocab;
+    float *padded = scratch->padded + this_thread() * scratch->vocab;
     memcpy(padded, logits, known * sizeof(float));
     for (int64_t id = known; id < scratch->vocab; id++) padded[id] = -INFINITY;
     return padded;
@@ -37,20 +36,20 @@ static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t 
         adjust_logits(of, position, logits, known);
         return argmax(logits, known);
     }
-    float *probs = scratch->probs + omp_get_thread_num() * vocab;
+    float *probs = scratch->probs + this_thread() * vocab;
     if (of->rule == REJECTION)
         probs = scratch->draft_probs + (row * rounds->max_drafts + position) * vocab;
     logits = pad_logits(scratch, logits, known);
     adjust_logits(of, position, logits, vocab);
     /* Drafts are guesses: a draft model without a distribution has a flat one. */
     if (!is_distribution(logits, vocab)) memset(logits, 0, vocab * sizeof(float));
-    process_row(of, scratch, probs, logits);
+    process_own(of, scratch, probs, logits);
     if (of->rule == COUPLED) {
-        gumbel_argmax(&id, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
+        gumbel_argmax(&id, probs, &of->seed, &place, 0, 1, 1, vocab);
     } else {
         double number;
         uniform(&number, &of->seed, &place, DRAFT_STREAM, 1);
-        inverse_cdf(&id, probs, &number, 1, vocab, 1);
+        inverse_cdf(&id, probs, &number, 1, vocab);
     }
     return id;
 }
@@ -84,6 +83,24 @@ static void plan_next_pass(const Rounds *rounds, Scratch *scratch, int64_t num_a
     }
 }
 
+/* Draws of all rows that draft on, behind ``position`` drafts of each. */
+typedef struct {
+    const Rounds *rounds;
+    const Scratch *scratch;
+    int64_t position, known;
+} DraftDraws;
+
+static void draw_task(const void *arguments, int64_t i) {
+    const DraftDraws *of = arguments;
+    const Scratch *scratch = of->scratch;
+    const int64_t row = scratch->active[i];
+    float *logits = scratch->draft_logits + i * of->known;
+    const int64_t id = draw_draft(of->rounds, scratch, row, of->position, logits, of->known);
+    scratch->draft_ids[row * of->rounds->max_drafts + of->position] = id;
+    count_token(of->rounds->rows[row], id);
+    scratch->num_drafted[row] = of->position + 1;
+}
+
 static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
     const int64_t known = model->head->out_features, max_drafts = rounds->max_drafts;
     int64_t num_active = plan_first_pass(model, rounds, scratch);
@@ -94,16 +111,8 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
             .token_ids = scratch->token_ids, .blocks = scratch->blocks,
         };
         if (!decode(model, &new, scratch->draft_logits)) return 0;
-        const int is_work = scratch->samples && num_active * scratch->vocab > MIN_PARALLEL_DRAWS;
-        #pragma omp parallel for num_threads(rounds->num_threads) if (is_work)
-        for (int64_t i = 0; i < num_active; i++) {
-            const int64_t row = scratch->active[i];
-            float *logits = scratch->draft_logits + i * known;
-            const int64_t id = draw_draft(rounds, scratch, row, position, logits, known);
-            scratch->draft_ids[row * max_drafts + position] = id;
-            count_token(rounds->rows[row], id);
-            scratch->num_drafted[row] = position + 1;
-        }
+        run_task(draw_task, &(DraftDraws){ rounds, scratch, position, known }, num_active,
+                 scratch->samples ? num_active * scratch->vocab * WORK_OF_A_DRAW : 0);
         for (int64_t i = 0; i < num_active; i++) {
             const int64_t row = scratch->active[i], id = scratch->draft_ids[row * max_drafts + position];
             if (rounds->rows[row]->mask && !rounds->constrain(row, position + 1, id)) return 0;

@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "threads.h"
+
 /* As in random.py. */
 enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, RACE_STREAM = 4 };
 
@@ -15,8 +17,8 @@ enum { FLOAT32, FLOAT16, BFLOAT16, QUANTISED = 16 };
 /* Activations of gates. */
 enum { SILU, GELU_TANH };
 
-/* Numbers to draw from, some 10 microseconds, below which other threads are not woken. */
-#define MIN_PARALLEL_DRAWS (1 << 14)
+/* Multiplications that take as long as a number to draw from. */
+#define WORK_OF_A_DRAW 32
 
 /* The new tokens of some sequences, one after the other, and where their caches lie. */
 typedef struct {
@@ -123,17 +125,18 @@ void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size);
 int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);
 
 /* sampling.c */
-void process(float *probs, const float *logits, const Processors *processors, float *scratch,
-             int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
+void process_row(float *probs, const float *logits, const Processors *processors, int64_t sequence, float *scratch,
+                 int64_t vocab);
+void process(float *probs, const float *logits, const Processors *processors, float *scratch, int64_t sequences,
+             int64_t positions, int64_t vocab);
 void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
-                      int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads);
+                   int64_t offset, int64_t sequences, int64_t positions, int64_t vocab);
 void noise_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab);
 void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_t stream, int64_t size);
-void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
-                 int64_t num_threads);
+void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab);
 void draw_next(int64_t *ids, const float *target, const float *draft, const int64_t *num_draft,
                const int64_t *num_accepted, const double *scale, const double *uniforms,
-               int64_t rows, int64_t positions, int64_t vocab, int64_t num_threads);
+               int64_t rows, int64_t positions, int64_t vocab);
 int64_t sample_residual(const float *target, const float *draft, double scale, double uniform, int64_t vocab);
 int is_distribution(const float *logits, int64_t vocab);
 int64_t argmax(const float *logits, int64_t vocab);

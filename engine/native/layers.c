@@ -47,15 +47,38 @@ static inline void norm_row(float *out, const float *x, const float *weight, con
     }
 }
 
+typedef struct {
+    float *out;
+    const float *x, *weight, *residual;
+    int64_t size;
+    float eps;
+} Norm;
+
+static void norm_task(const void *arguments, int64_t row) {
+    const Norm *norm = arguments;
+    const int64_t at = row * norm->size;
+    const float *residual = norm->residual ? norm->residual + at : NULL;
+    norm_row(norm->out + at, norm->x + at, norm->weight, residual, norm->size, norm->eps);
+}
+
 /* RMSNorm (arXiv 1910.07467) of rows [rows, size], plus the residual unless that is NULL; it may be out. */
 void rms_norm(float *out, const float *x, const float *weight, const float *residual, int64_t rows, int64_t size,
               float eps) {
-    FOR_EACH(row, rows, rows * size * 4,
-             norm_row(out + row * size, x + row * size, weight, residual ? residual + row * size : NULL, size, eps));
+    run_task(norm_task, &(Norm){ out, x, weight, residual, size, eps }, rows, rows * size * 4);
 }
 
-static inline void gate_row(float *out, const float *gate, const float *up, int64_t activation, int64_t size) {
-    if (activation == SILU) {
+typedef struct {
+    float *out;
+    const float *gate_up;
+    int64_t activation, size;
+} Gate;
+
+static void gate_task(const void *arguments, int64_t row) {
+    const Gate *of = arguments;
+    const int64_t size = of->size;
+    const float *gate = of->gate_up + row * 2 * size, *up = gate + size;
+    float *out = of->out + row * size;
+    if (of->activation == SILU) {
         for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
     } else {
         /* 1 + tanh(u) is 2 / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */
@@ -68,8 +91,7 @@ static inline void gate_row(float *out, const float *gate, const float *up, int6
 
 /* out [rows, size] = activation(gate) * up of gate_up [rows, 2 * size]. */
 void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size) {
-    FOR_EACH(row, rows, rows * size * 16,
-             gate_row(out + row * size, gate_up + row * 2 * size, gate_up + (row * 2 + 1) * size, activation, size));
+    run_task(gate_task, &(Gate){ out, gate_up, activation, size }, rows, rows * size * 16);
 }
 
 static inline ALWAYS void cap_row(float *x, int64_t size, float softcap) {
@@ -77,9 +99,20 @@ static inline ALWAYS void cap_row(float *x, int64_t size, float softcap) {
         x[i] = softcap - 2.0f * softcap / (1.0f + fast_exp(2.0f / softcap * x[i])); /* c tanh(x / c) */
 }
 
+typedef struct {
+    float *x;
+    int64_t size;
+    float softcap;
+} Cap;
+
+static void cap_task(const void *arguments, int64_t row) {
+    const Cap *of = arguments;
+    cap_row(of->x + row * of->size, of->size, of->softcap);
+}
+
 /* Soft cap (arXiv 2408.00118) of rows [rows, size]. */
 void cap(float *x, int64_t rows, int64_t size, float softcap) {
-    FOR_EACH(row, rows, rows * size * 16, cap_row(x + row * size, size, softcap));
+    run_task(cap_task, &(Cap){ x, size, softcap }, rows, rows * size * 16);
 }
 
 /* Slots of ``length`` positions of a span, from ``begin`` on. */
@@ -235,10 +268,29 @@ static inline ALWAYS void attend_span(
     }
 }
 
-static void attend_part(const Spans *spans, const Layer *layer, int64_t span, int64_t part,
-                        int64_t num_parts, const float *qkv, float *out) {
-    const int64_t first = part * layer->num_kv_heads / num_parts;
-    const int64_t end = (part + 1) * layer->num_kv_heads / num_parts;
+/* ``split``: parts of the heads of each span, which are items of their own. */
+typedef struct {
+    const Spans *spans;
+    const Layer *layer;
+    int64_t split;
+    float *qkv, *out;
+} Attention;
+
+static void place_task(const void *arguments, int64_t token) {
+    const Attention *of = arguments;
+    const int64_t width = (of->layer->num_heads + 2 * of->layer->num_kv_heads) * of->layer->head_size;
+    place(of->spans, of->layer, of->qkv + token * width, token);
+}
+
+static void attend_task(const void *arguments, int64_t item) {
+    const Attention *of = arguments;
+    const Spans *spans = of->spans;
+    const Layer *layer = of->layer;
+    const float *qkv = of->qkv;
+    float *out = of->out;
+    const int64_t span = item / of->split, part = item % of->split;
+    const int64_t first = part * layer->num_kv_heads / of->split;
+    const int64_t end = (part + 1) * layer->num_kv_heads / of->split;
     switch (layer->head_size) {
         case 64: attend_span(spans, layer, span, first, end, qkv, out, 64 / LANES); break;
         case 128: attend_span(spans, layer, span, first, end, qkv, out, 128 / LANES); break;
@@ -249,18 +301,18 @@ static void attend_part(const Spans *spans, const Layer *layer, int64_t span, in
 /* Stores the new tokens and attends: qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], whose
  * queries are normed and rotated in place; out [num_tokens, num_heads, head_size]. */
 void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
+    /* Heads are shared out only where there are fewer spans than threads. */
+    int64_t split = (get_num_threads() + spans->num_spans - 1) / spans->num_spans;
+    if (split > layer->num_kv_heads) split = layer->num_kv_heads;
+    const Attention attention = { spans, layer, split, qkv, out };
     const int64_t width = (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
-    FOR_EACH(token, spans->num_tokens, spans->num_tokens * width * 4,
-             place(spans, layer, qkv + token * width, token));
+    run_task(place_task, &attention, spans->num_tokens, spans->num_tokens * width * 4);
     int64_t num_scores = 0;
     for (int64_t span = 0; span < spans->num_spans; span++) {
         const int64_t num_queries = spans->first_token[span + 1] - spans->first_token[span];
         num_scores += num_queries * (spans->num_stored[span] + num_queries);
     }
-    /* Heads are shared out only where there are fewer spans than threads. */
-    int64_t split = (omp_get_max_threads() + spans->num_spans - 1) / spans->num_spans;
-    if (split > layer->num_kv_heads) split = layer->num_kv_heads;
     /* A score and its share of the values take as long as eight times its multiplications in a product. */
-    FOR_EACH_UNEVEN(i, spans->num_spans * split, num_scores * layer->num_heads * layer->head_size * 8,
-                    attend_part(spans, layer, i / split, i % split, split, qkv, out));
+    run_task(attend_task, &attention, spans->num_spans * split,
+             num_scores * layer->num_heads * layer->head_size * 8);
 }

@@ -26,7 +26,7 @@ SOURCES = sorted(FOLDER.glob("*.c"))
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
 FAST_MATH = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 FAST_MATH += ["-fassociative-math", "-freciprocal-math"]
-FLAGS = ["-std=gnu11", "-O3", *FAST_MATH, "-fopenmp", "-shared", "-fPIC"]
+FLAGS = ["-std=gnu11", "-O3", *FAST_MATH, "-pthread", "-shared", "-fPIC"]
 TIMEOUT_SECONDS = 120
 
 

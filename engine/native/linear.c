@@ -84,9 +84,20 @@ static inline ALWAYS vec add_products(vec sum, vec weight, const float *factor, 
     return sum + weight * *factor;
 }
 
-/* x [size] rounded to bfloat16, in pairs; the last one may have a zero in place of a number. */
-static void round_row(float *to, const float *x, int64_t size) {
+/* Inputs of a product laid out for it: ``x`` [rows, size] to ``to``. */
+typedef struct {
+    float *to;
+    const float *x;
+    int64_t rows, size, num_parts;
+} Layout;
+
+/* A row rounded to bfloat16, in pairs; the last one may have a zero in place of a number. */
+static void round_task(const void *arguments, int64_t row) {
+    const Layout *of = arguments;
 #if HAS_BFLOAT16
+    const int64_t size = of->size;
+    const float *x = of->x + row * size;
+    float *to = of->to + row * ((size + 1) / 2);
     for (int64_t k = 0; k < size; k += LANES) {
         const int64_t left = size - k < LANES ? size - k : LANES;
         const __m512 part = _mm512_maskz_loadu_ps((__mmask16)((1 << left) - 1), x + k);
@@ -94,7 +105,7 @@ static void round_row(float *to, const float *x, int64_t size) {
         _mm256_mask_storeu_epi32(to + k / 2, (__mmask8)((1 << (left + 1) / 2) - 1), pairs);
     }
 #else
-    (void)to, (void)x, (void)size;
+    (void)of, (void)row;
 #endif
 }
 
@@ -140,11 +151,13 @@ static inline ALWAYS void multiply_rows(
     finish(linear, out, residual, kept[0], column, num_rows);
 }
 
-/* Part ``part`` of num_parts of x [rows, size] as [size, rows of the part]. */
-static void interleave(float *to, const float *x, int64_t rows, int64_t size, int64_t part, int64_t num_parts) {
-    const int64_t first = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - first;
-    float *out = to + first * size;
-    const float *from = x + first * size;
+/* Part ``part`` of num_parts of the rows as [size, rows of the part]. */
+static void interleave_task(const void *arguments, int64_t part) {
+    const Layout *of = arguments;
+    const int64_t size = of->size, first = part * of->rows / of->num_parts;
+    const int64_t num_rows = (part + 1) * of->rows / of->num_parts - first;
+    float *out = of->to + first * size;
+    const float *from = of->x + first * size;
     const int64_t last = num_rows - 1, b = size, c = (last < 2 ? last : 2) * size, d = (last < 3 ? last : 3) * size;
     int64_t k = 0;
     /* Four by four. The last four rows may be in part those before them, once more. Of fewer than four the
@@ -166,13 +179,24 @@ static void interleave(float *to, const float *x, int64_t rows, int64_t size, in
         for (int64_t row = 0; row < num_rows; row++) out[k * num_rows + row] = from[row * size + k];
 }
 
-/* A panel's columns for all rows, num_parts of them in turn; x: each part interleaved. */
-static void multiply_panel(const Linear *linear, float *out, const float *x, const float *residual,
-                           int64_t rows, int64_t num_parts, int64_t panel) {
+/* A product whose rows are in ``num_parts`` parts, each interleaved in ``x``. */
+typedef struct {
+    const Linear *linear;
+    float *out;
+    const float *x, *residual;
+    int64_t rows, num_parts;
+} Product;
+
+/* A panel's columns for all rows, part by part. */
+static void multiply_task(const void *arguments, int64_t panel) {
+    const Product *product = arguments;
+    const Linear *linear = product->linear;
+    const float *x = product->x, *residual = product->residual;
+    const int64_t rows = product->rows, num_parts = product->num_parts;
     const int64_t in = num_factors(linear), width = linear->out_features, column = panel * PANEL;
     for (int64_t part = 0; part < num_parts; part++) {
         const int64_t row = part * rows / num_parts, num_rows = (part + 1) * rows / num_parts - row;
-        float *to = out + row * width;
+        float *to = product->out + row * width;
         const float *from = x + row * in, *add = residual ? residual + row * width : NULL;
         switch (num_rows + linear->type * MAX_ROWS) {
 #define OF_TYPE(type, n) case type * MAX_ROWS + n: multiply_rows(linear, to, from, add, column, type, n); break;
@@ -207,18 +231,18 @@ void multiply(const Linear *linear, float *out, const float *x, const float *res
     }
     if (linear->type == BFLOAT16) {
         float *to = arena_alloc(&arena, rows * in, sizeof(float));
-        FOR_EACH(row, rows, rows * size, round_row(to + row * in, x + row * size, size));
+        run_task(round_task, &(Layout){ to, x, rows, size, 0 }, rows, rows * size);
         x = to;
     }
     /* What is needed together then lies together, and not all in the same few cache lines, as it would if rows
      * were a power of two long. */
     if (num_parts < rows) {
         float *to = arena_alloc(&arena, rows * in, sizeof(float));
-        FOR_EACH(part, num_parts, rows * in * 4, interleave(to, x, rows, in, part, num_parts));
+        run_task(interleave_task, &(Layout){ to, x, rows, in, num_parts }, num_parts, rows * in * 4);
         x = to;
     }
-    FOR_EACH(panel, (width + PANEL - 1) / PANEL, in * width * rows,
-             multiply_panel(linear, out, x, residual, rows, num_parts, panel));
+    run_task(multiply_task, &(Product){ linear, out, x, residual, rows, num_parts }, (width + PANEL - 1) / PANEL,
+             in * width * rows);
 }
 
 /* Columns of a Linear's weights together, panel by panel: what the weights must be laid out as. */

@@ -269,12 +269,27 @@ DEFINE(Q4_0) DEFINE(Q4_1) DEFINE(Q5_0) DEFINE(Q5_1) DEFINE(Q8_0) DEFINE(Q4_K) DE
 /* Row where part ``part`` of num_parts begins. */
 static inline int64_t first_row(int64_t part, int64_t num_parts, int64_t rows) { return part * rows / num_parts; }
 
-/* A panel's columns for parts ``part`` to end - 1 of num_parts. */
-static void multiply_panel(const Linear *linear, float *out, const Inputs *x, const float *residual, int64_t rows,
-                           int64_t part, int64_t end, int64_t num_parts, int64_t number) {
+/* Parts ``first_part`` to end_part - 1 of a product whose rows are in ``num_parts`` parts; inputs [blocks, rows of the
+ * part] of each. */
+typedef struct {
+    const Linear *linear;
+    float *out;
+    const Inputs *inputs;
+    const float *residual;
+    int64_t rows, first_part, end_part, num_parts;
+} Product;
+
+/* A panel's columns for these rows. */
+static void multiply_task(const void *arguments, int64_t number) {
+    const Product *product = arguments;
+    const Linear *linear = product->linear;
+    const Inputs *x = product->inputs;
+    const float *residual = product->residual;
+    float *out = product->out;
+    const int64_t rows = product->rows, num_parts = product->num_parts;
     const QuantisedPanel *panel = (const QuantisedPanel *)linear->weights + number;
     const int64_t num_blocks = linear->in_features / BLOCK, width = linear->out_features;
-    for (; part < end; part++) {
+    for (int64_t part = product->first_part; part < product->end_part; part++) {
         const int64_t first = first_row(part, num_parts, rows), count = first_row(part + 1, num_parts, rows) - first;
         for (int column = 0; column < COLUMNS && number * COLUMNS + column < width; column += TILE) {
             vec sums[MAX_ROWS * VECTORS];
@@ -351,12 +366,20 @@ static void quantise_row(Inputs *to, const float *row, int64_t num_blocks, int64
     }
 }
 
+typedef struct {
+    Inputs *to;
+    const float *x;
+    int64_t rows, num_parts, num_blocks;
+} Quantisation;
+
 /* Rows of a part side by side, block by block. */
-static void quantise_part(Inputs *to, const float *x, int64_t part, int64_t num_parts, int64_t rows,
-                          int64_t num_blocks) {
-    const int64_t first = first_row(part, num_parts, rows), end = first_row(part + 1, num_parts, rows);
+static void quantise_task(const void *arguments, int64_t part) {
+    const Quantisation *of = arguments;
+    const int64_t num_blocks = of->num_blocks, first = first_row(part, of->num_parts, of->rows);
+    const int64_t end = first_row(part + 1, of->num_parts, of->rows);
     for (int64_t row = first; row < end; row++)
-        quantise_row(to + first * num_blocks + row - first, x + row * num_blocks * BLOCK, num_blocks, end - first);
+        quantise_row(of->to + first * num_blocks + row - first, of->x + row * num_blocks * BLOCK, num_blocks,
+                     end - first);
 }
 
 /* As ``multiply`` in linear.c, for a linear layer whose weights are QuantisedPanels. */
@@ -369,12 +392,12 @@ void multiply_quantised(const Linear *linear, float *out, const float *x, const 
         return;
     }
     Inputs *inputs = arena_alloc(&arena, rows * num_blocks, sizeof(Inputs));
-    FOR_EACH(part, num_parts, rows * linear->in_features * 16,
-             quantise_part(inputs, x, part, num_parts, rows, num_blocks));
+    run_task(quantise_task, &(Quantisation){ inputs, x, rows, num_parts, num_blocks }, num_parts,
+             rows * linear->in_features * 16);
     const int64_t most = TILE_BYTES / (MAX_ROWS * num_blocks * (int64_t)sizeof(Inputs)), several = most > 1 ? most : 1;
     for (int64_t part = 0; part < num_parts; part += several) {
         const int64_t end = part + several < num_parts ? part + several : num_parts;
-        FOR_EACH(panel, (width + COLUMNS - 1) / COLUMNS, width * linear->in_features * rows / 4,
-                 multiply_panel(linear, out, inputs, residual, rows, part, end, num_parts, panel));
+        run_task(multiply_task, &(Product){ linear, out, inputs, residual, rows, part, end, num_parts },
+                 (width + COLUMNS - 1) / COLUMNS, width * linear->in_features * rows / 4);
     }
 }

@@ -5,7 +5,6 @@
  * reference. "runner.py" calls this; all arrays are row-major.
  */
 
-#include <omp.h>
 #include <string.h>
 #include <time.h>
 
@@ -27,7 +26,7 @@ typedef struct {
 /* 0 if there is no memory. */
 static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, int64_t draft_vocab) {
     static _Thread_local Arena arena;
-    const int64_t rows = rounds->num_rows, drafts = rows * rounds->max_drafts, threads = rounds->num_threads;
+    const int64_t rows = rounds->num_rows, drafts = rows * rounds->max_drafts, threads = get_num_threads();
     int64_t num_blocks = 0, samples = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
     for (int64_t i = 0; i < rows; i++) {
         const Row *row = rounds->rows[i];
@@ -134,7 +133,7 @@ static int accept_or_recover(const Rounds *rounds, const Scratch *scratch, int64
     /* A draft from outside is deterministic: its distribution is one-hot. */
     if (draft >= 0 && number * (draft_probs ? draft_probs[draft] : 1.0f) < probs[draft]) return 1;
     if (draft >= 0 && !draft_probs) {
-        draft_probs = scratch->one_hot + omp_get_thread_num() * vocab;
+        draft_probs = scratch->one_hot + this_thread() * vocab;
         memset(draft_probs, 0, vocab * sizeof(float));
         draft_probs[draft] = 1.0f;
     }
@@ -152,10 +151,10 @@ static int accept(const Rounds *rounds, const Scratch *scratch, int64_t row, int
         *emitted = argmax(logits, vocab);
         return *emitted == draft;
     }
-    float *probs = scratch->probs + omp_get_thread_num() * vocab;
-    process_row(of, scratch, probs, logits);
+    float *probs = scratch->probs + this_thread() * vocab;
+    process_own(of, scratch, probs, logits);
     if (of->rule == COUPLED) {
-        gumbel_argmax(emitted, probs, &of->seed, &place, 0, 1, 1, vocab, 1);
+        gumbel_argmax(emitted, probs, &of->seed, &place, 0, 1, 1, vocab);
         return *emitted == draft;
     }
     return accept_or_recover(rounds, scratch, row, position, draft, probs, emitted);
@@ -181,6 +180,18 @@ static int64_t verify(const Rounds *rounds, Scratch *scratch, int64_t row, int64
     }
     for (int64_t i = position - 1; i >= 0; i--) uncount_token(of, drafts[i]);
     return position;
+}
+
+typedef struct {
+    const Rounds *rounds;
+    Scratch *scratch;
+    int64_t *num_accepted;        /* [num_rows] */
+    int64_t round;
+} Verdicts;
+
+static void verify_task(const void *arguments, int64_t row) {
+    const Verdicts *of = arguments;
+    of->num_accepted[row] = verify(of->rounds, of->scratch, row, of->round);
 }
 
 /* Appends what a row emits; whether it may go on. */
@@ -223,9 +234,8 @@ int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Roun
         const double drafted = now();
         if (!score(target, rounds, &scratch)) break;
         const double scored = now();
-        const int is_work = scratch.samples && num_rows * vocab > MIN_PARALLEL_DRAWS;
-        #pragma omp parallel for num_threads(rounds->num_threads) if (is_work)
-        for (int64_t row = 0; row < num_rows; row++) num_accepted[row] = verify(rounds, &scratch, row, round);
+        run_task(verify_task, &(Verdicts){ rounds, &scratch, num_accepted, round }, num_rows,
+                 scratch.samples ? num_rows * vocab * WORK_OF_A_DRAW : 0);
         for (int64_t row = 0; row < num_rows; row++) num_broken += scratch.is_broken[row];
         if (num_broken) break;
         for (int64_t row = 0; row < num_rows; row++)

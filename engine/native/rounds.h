@@ -54,7 +54,6 @@ typedef struct {
     int64_t max_drafts;           /* the longest draft of any row */
     int64_t max_draft_len;        /* tokens that the draft model can hold of a sequence */
     int64_t max_missed;           /* it drafts for a row only if its cache misses no more tokens of it */
-    int64_t num_threads;
     double seconds;               /* no round begins that would end later, taking as long as the longest */
     Row **rows;
     Constrain constrain;          /* NULL: no row is constrained */
@@ -79,7 +78,7 @@ typedef struct {
     int64_t *first_scored;        /* of a row's logits */
     float *logits;                /* [tokens scored, vocab] */
     float *draft_logits;          /* [num_rows, vocab of the draft model] */
-    float *probs;                 /* [num_threads, vocab], if a row samples */
+    float *probs;                 /* [threads, vocab], if a row samples */
     float *padded;                /* the same, if the draft model knows fewer tokens */
     float *cut;                   /* the same, if a row has top-k, top-p or min-p */
     float *one_hot;               /* the same, if drafts from outside meet the rejection rule */
@@ -97,7 +96,7 @@ void uncount_token(Row *row, int64_t id);
 
 /* draft.c */
 int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch);
-void process_row(const Row *row, const Scratch *scratch, float *probs, const float *logits);
+void process_own(const Row *row, const Scratch *scratch, float *probs, const float *logits);
 
 /* memcpy, but either array may be NULL where there is nothing to copy. */
 static inline void copy_ids(int64_t *to, const int64_t *from, int64_t count) {

@@ -88,7 +88,7 @@ class NativeRunner:
             byref(
                 Rounds(
                     *(len(rows), num_rounds, max_drafts, self.max_draft_len, MAX_GROUPED_QUERIES),
-                    *(torch.get_num_threads(), self.step_seconds, address(pointers)),
+                    *(self.step_seconds, address(pointers)),
                     _constrain(rows, plan),
                     *results.addresses,
                 )

@@ -8,7 +8,6 @@
  */
 
 #include <math.h>
-#include <omp.h>
 #include <string.h>
 
 #include "kernels.h"
@@ -161,31 +160,47 @@ static float lowest_kept(float *scratch, const float *probs, int64_t size, int64
     return radix_select(scratch, keep(scratch, probs, size, lowest), top_p * total, 1);
 }
 
-/* probs [sequences, positions, vocab] of logits of that shape, none NaN and a finite one in each row.
- * scratch [num_threads, vocab] is work space; NULL if nothing is cut. */
-void process(float *probs, const float *logits, const Processors *processors, float *scratch,
-             int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
-    const int64_t rows = sequences * positions;
-    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t sequence = row / positions;
-        const int64_t top_k = processors->top_k[sequence];
-        const float top_p = processors->top_p[sequence], min_p = processors->min_p[sequence];
-        float *to = probs + row * vocab;
-        softmax_row(to, logits + row * vocab, vocab, processors->temperature[sequence]);
-        if (!scratch) continue;
-        float lowest = 0.0f;
-        if (top_k > 0 || top_p < 1.0f)
-            lowest = lowest_kept(scratch + omp_get_thread_num() * vocab, to, vocab, top_k, top_p);
-        if (min_p > 0.0f) {
-            const float share = min_p * highest_of(to, vocab);
-            lowest = share > lowest ? share : lowest;
-        }
-        if (lowest == 0.0f) continue;
-        double total = 0.0;
-        for (int64_t i = 0; i < vocab; i++) total += to[i] >= lowest ? to[i] : 0.0f;
-        divide_row(to, vocab, lowest, (float)total);
+/* probs [vocab] of logits of one sequence; scratch [vocab] or NULL, as below. */
+void process_row(float *probs, const float *logits, const Processors *processors, int64_t sequence, float *scratch,
+                 int64_t vocab) {
+    const int64_t top_k = processors->top_k[sequence];
+    const float top_p = processors->top_p[sequence], min_p = processors->min_p[sequence];
+    softmax_row(probs, logits, vocab, processors->temperature[sequence]);
+    if (!scratch) return;
+    float lowest = 0.0f;
+    if (top_k > 0 || top_p < 1.0f) lowest = lowest_kept(scratch, probs, vocab, top_k, top_p);
+    if (min_p > 0.0f) {
+        const float share = min_p * highest_of(probs, vocab);
+        lowest = share > lowest ? share : lowest;
     }
+    if (lowest == 0.0f) return;
+    double total = 0.0;
+    for (int64_t i = 0; i < vocab; i++) total += probs[i] >= lowest ? probs[i] : 0.0f;
+    divide_row(probs, vocab, lowest, (float)total);
+}
+
+typedef struct {
+    float *probs;
+    const float *logits;
+    const Processors *processors;
+    float *scratch;
+    int64_t positions, vocab;
+} Processing;
+
+static void process_task(const void *arguments, int64_t row) {
+    const Processing *of = arguments;
+    float *scratch = of->scratch ? of->scratch + this_thread() * of->vocab : NULL;
+    process_row(of->probs + row * of->vocab, of->logits + row * of->vocab, of->processors, row / of->positions,
+                scratch, of->vocab);
+}
+
+/* probs [sequences, positions, vocab] of logits of that shape, none NaN and a finite one in each row.
+ * scratch [threads, vocab] is work space; NULL if nothing is cut. */
+void process(float *probs, const float *logits, const Processors *processors, float *scratch, int64_t sequences,
+             int64_t positions, int64_t vocab) {
+    const int64_t rows = sequences * positions;
+    run_task(process_task, &(Processing){ probs, logits, processors, scratch, positions, vocab }, rows,
+             rows * vocab * WORK_OF_A_DRAW);
 }
 
 /* splitmix64's finaliser. */
@@ -254,17 +269,27 @@ static int64_t gumbel_argmax_row(const float *probs, uint64_t key, int64_t vocab
     return winner;
 }
 
+typedef struct {
+    int64_t *ids;
+    const float *probs;
+    const int64_t *seeds, *first_positions;
+    int64_t offset, positions, vocab;
+} Noise;
+
+static void gumbel_argmax_task(const void *arguments, int64_t row) {
+    const Noise *of = arguments;
+    const int64_t sequence = row / of->positions, position = of->offset + row % of->positions;
+    const uint64_t key = key_of(of->seeds[sequence], of->first_positions[sequence] + position, RACE_STREAM);
+    of->ids[row] = gumbel_argmax_row(of->probs + row * of->vocab, key, of->vocab);
+}
+
 /* ids [sequences, positions]: what each row of probs [sequences, positions, vocab] draws with the noise of its
  * sequence's seed, the first at its sequence's position + offset. */
 void gumbel_argmax(int64_t *ids, const float *probs, const int64_t *seeds, const int64_t *first_positions,
-                      int64_t offset, int64_t sequences, int64_t positions, int64_t vocab, int64_t num_threads) {
+                   int64_t offset, int64_t sequences, int64_t positions, int64_t vocab) {
     const int64_t rows = sequences * positions;
-    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t sequence = row / positions, position = offset + row % positions;
-        const uint64_t key = key_of(seeds[sequence], first_positions[sequence] + position, RACE_STREAM);
-        ids[row] = gumbel_argmax_row(probs + row * vocab, key, vocab);
-    }
+    run_task(gumbel_argmax_task, &(Noise){ ids, probs, seeds, first_positions, offset, positions, vocab }, rows,
+             rows * vocab * WORK_OF_A_DRAW);
 }
 
 /* What one draw is proportional to: target alone, or max(scale * target - draft, 0) if there is a draft. */
@@ -324,14 +349,23 @@ int64_t argmax(const float *logits, int64_t vocab) {
     return id;
 }
 
+typedef struct {
+    int64_t *ids;
+    const float *probs;
+    const double *uniforms;
+    int64_t vocab;
+} Draws;
+
+static void inverse_cdf_task(const void *arguments, int64_t row) {
+    const Draws *of = arguments;
+    const Weights weights = { of->probs + row * of->vocab, NULL, 1.0 };
+    const int64_t id = id_at(weights, of->uniforms[row], of->vocab, 0);
+    of->ids[row] = id < 0 ? 0 : id;
+}
+
 /* ids [rows] drawn from probs [rows, vocab] by uniforms [rows]. */
-void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab,
-                 int64_t num_threads) {
-    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t id = id_at((Weights){ probs + row * vocab, NULL, 1.0 }, uniforms[row], vocab, 0);
-        ids[row] = id < 0 ? 0 : id;
-    }
+void inverse_cdf(int64_t *ids, const float *probs, const double *uniforms, int64_t rows, int64_t vocab) {
+    run_task(inverse_cdf_task, &(Draws){ ids, probs, uniforms, vocab }, rows, rows * vocab * WORK_OF_A_DRAW);
 }
 
 /* The id that follows accepted tokens, drawn from target, less scale times what draft had if one was rejected;
@@ -344,16 +378,28 @@ int64_t sample_residual(const float *target, const float *draft, double scale, d
     return id < 0 ? 0 : id;
 }
 
+typedef struct {
+    int64_t *ids;
+    const float *target, *draft;
+    const int64_t *num_draft, *num_accepted;
+    const double *scale, *uniforms;
+    int64_t positions, vocab;
+} NextDraws;
+
+static void draw_next_task(const void *arguments, int64_t row) {
+    const NextDraws *of = arguments;
+    const int64_t at = of->num_accepted[row], next = row * (of->positions + 1) + at;
+    const float *rejected = at < of->num_draft[row] ? of->draft + (row * of->positions + at) * of->vocab : NULL;
+    of->ids[row] = sample_residual(of->target + next * of->vocab, rejected, of->scale[row], of->uniforms[next],
+                                   of->vocab);
+}
+
 /* ids [rows] that follow num_accepted [rows] of num_draft [rows] drafted tokens: drawn from target [rows,
  * positions + 1, vocab], less what draft [rows, positions, vocab] had if one was rejected, by uniforms [rows,
  * positions + 1]. scale [rows] as in verify.py. */
 void draw_next(int64_t *ids, const float *target, const float *draft, const int64_t *num_draft,
                const int64_t *num_accepted, const double *scale, const double *uniforms,
-               int64_t rows, int64_t positions, int64_t vocab, int64_t num_threads) {
-    #pragma omp parallel for num_threads(num_threads) if (rows * vocab > MIN_PARALLEL_DRAWS)
-    for (int64_t row = 0; row < rows; row++) {
-        const int64_t at = num_accepted[row], next = row * (positions + 1) + at;
-        const float *rejected = at < num_draft[row] ? draft + (row * positions + at) * vocab : NULL;
-        ids[row] = sample_residual(target + next * vocab, rejected, scale[row], uniforms[next], vocab);
-    }
+               int64_t rows, int64_t positions, int64_t vocab) {
+    const NextDraws draws = { ids, target, draft, num_draft, num_accepted, scale, uniforms, positions, vocab };
+    run_task(draw_next_task, &draws, rows, rows * vocab * WORK_OF_A_DRAW);
 }

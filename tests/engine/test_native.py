@@ -19,6 +19,7 @@ from engine.models.llama import Llama
 from engine.native import library
 from engine.native.layer_parts import NativeKernels, serves
 from engine.native.linear import NativeLinear, half_scale, linear_library
+from engine.native.threads import set_num_threads
 from tests.engine.test_llama import CONFIGS, PARTS, logits_in_parts, save
 from tests.models import make_engine
 
@@ -129,7 +130,7 @@ def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: N
     rotary: Any = TableOfAngles(shape.head_size, has_table=True)
     both = [make(make_batch([(3, 1)]), make_cache(shape), rotary) for make in (TorchParts, kernels)]
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    set_num_threads(threads)
     try:
         x = torch.randn(rows, 2 * size) * torch.logspace(-3, 2, rows)[:, None]
         norm = Norm(torch.rand(2 * size) + 0.5, 1e-6)
@@ -138,7 +139,7 @@ def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: N
         gated = [[parts.gate(activation, x.clone()) for activation in ACTIVATIONS] for parts in both]
         capped = [parts.cap(x.clone(), 20.0) for parts in both]
     finally:
-        torch.set_num_threads(before)
+        set_num_threads(before)
     torch.testing.assert_close(normed[1], normed[0], rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(added[1], added[0], rtol=2e-6, atol=1e-5)
     torch.testing.assert_close(gated[1][0], gated[0][0], rtol=2e-6, atol=1e-30)
@@ -323,8 +324,8 @@ def test_wrong_linear_layers_are_noticed_and_not_used(
     assert "linear layers differ" in caplog.text
 
 
-def test_one_thread_pool(kernels: NativeKernels) -> None:
-    """Two OpenMP libraries in a process would each keep their threads spinning."""
+def test_no_openmp_but_torch_s(kernels: NativeKernels) -> None:
+    """Another OpenMP library in the process would keep its threads spinning beside the kernels' own."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("needs /proc")

@@ -12,6 +12,7 @@ import torch
 from engine.messages import SamplingParams
 from engine.native import library
 from engine.native.backend import NativeBackend, native_backend
+from engine.native.threads import set_num_threads
 from engine.sampling.adjust import History
 from engine.sampling.backend import SamplingBackend, TorchBackend
 from engine.sampling.ops import argmax
@@ -189,18 +190,18 @@ def test_a_row_does_not_depend_on_its_neighbours(native: NativeBackend, threads:
     logits = random_logits(40, 3, 2053)
     seeds = torch.arange(40)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    set_num_threads(threads)
     try:
         probs = native.probs(logits, SamplingTensors.build(rows, CPU))
         ids = native.gumbel_argmax(probs, seeds, seeds, 2)
-        torch.set_num_threads(1)
+        set_num_threads(1)
         for i in range(40):
             for j in range(3):
                 lone = native.probs(logits[i : i + 1, j : j + 1], SamplingTensors.build([rows[i]], CPU))
                 assert torch.equal(lone[0, 0], probs[i, j])
                 assert native.gumbel_argmax(lone, seeds[i : i + 1], seeds[i : i + 1], 2 + j) == ids[i, j]
     finally:
-        torch.set_num_threads(before)
+        set_num_threads(before)
 
 
 # --- through the sampler
@@ -301,7 +302,7 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeBackend], None]]] = {
         wide_gumbel_argmax_is_fair,
     ),
     "one noise for all positions": (
-        "first_positions[sequence] + position, RACE_STREAM",
+        "of->first_positions[sequence] + position, RACE_STREAM",
         "0, RACE_STREAM",
         joint_distribution(Rule.COUPLED, "plain"),
     ),
@@ -316,8 +317,8 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeBackend], None]]] = {
         joint_distribution(Rule.REJECTION, "top-p"),
     ),
     "recovers from the target": (
-        "= at < num_draft[row] ? draft",
-        "= 0 ? draft",
+        "= at < of->num_draft[row] ? of->draft",
+        "= 0 ? of->draft",
         joint_distribution(Rule.REJECTION, "plain"),
     ),
     "recovers by the draft's number": (

@@ -16,6 +16,7 @@ from engine.models.loader import load_model
 from engine.models.options import LoadOptions
 from engine.native.library import load_library
 from engine.native.linear import NativeLinear
+from engine.native.threads import set_num_threads
 from tests.engine.native_pair import make_twins, save_pair
 from tests.engine.test_llama import CONFIGS, logits_in_parts, save
 from tests.models import make_engine, run_engine
@@ -68,12 +69,12 @@ def test_a_row_does_not_depend_on_the_others(out: int, size: int, threads: int, 
     x, residual = torch.randn(100, size), torch.randn(100, out)
     alone = torch.cat([linear.add_to(residual[i : i + 1], x[i : i + 1]) for i in range(100)])
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    set_num_threads(threads)
     try:
         for rows in (*range(1, 31), 64, 100):
             assert torch.equal(linear.add_to(residual[:rows], x[:rows]), alone[:rows])
     finally:
-        torch.set_num_threads(before)
+        set_num_threads(before)
 
 
 def test_broken_and_extreme_numbers_are_not_hidden(library: CDLL) -> None:

@@ -13,6 +13,7 @@ from engine.models.llama import Llama
 from engine.models.model_runner import ModelRunner
 from engine.native import library
 from engine.native.decoder import NativeDecoder
+from engine.native.threads import set_num_threads
 from tests.engine.test_llama import CONFIGS, SHAPE, save
 from tests.engine.test_native import plant
 from tests.models import make_engine
@@ -54,13 +55,13 @@ def rounds_of(runner: ModelRunner) -> tuple[list[torch.Tensor], list[torch.Tenso
 def test_whole_passes_are_their_parts(name: str, threads: int, tmp_path: Path) -> None:
     model = make_engine(save(CONFIGS[name], tmp_path), None).target.model
     runner = ModelRunner.build(model, 40, BLOCK_SIZE)
-    torch.set_num_threads(threads)
+    set_num_threads(threads)
     try:
         assert isinstance(runner.fast_pass, NativeDecoder)
         whole = rounds_of(runner)
         parts = rounds_of(ModelRunner(model, KVCache(model.layers, 40, BLOCK_SIZE, model.dtype)))
     finally:
-        torch.set_num_threads(1)
+        set_num_threads(1)
     for ours, theirs in zip(whole, parts, strict=True):
         assert all(map(torch.equal, ours, theirs))
 

@@ -9,6 +9,7 @@ import torch
 
 from engine.native.library import load_library
 from engine.native.quantised import TYPES, Blocks, QuantisedEmbeddings, QuantisedLinear
+from engine.native.threads import set_num_threads
 from tests.gguf_blocks import dequantised, random_blocks, rounded_inputs
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
@@ -20,9 +21,9 @@ MOST_ROWS = 27  # more than two passes over the weights
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    set_num_threads(before)
 
 
 def inputs(rows: int, seed: int = 3) -> torch.Tensor:
@@ -80,9 +81,9 @@ def test_rows_do_not_depend_on_their_number_or_on_threads(name: str, threads: in
     # Enough columns for threads to share even a single row's.
     ours = layer(random_blocks(name, 4200, IN_FEATURES, seed=2))
     x = inputs(MOST_ROWS)
-    torch.set_num_threads(1)
+    set_num_threads(1)
     alone = torch.cat([ours(row[None]) for row in x])
-    torch.set_num_threads(threads)
+    set_num_threads(threads)
     assert alone.isfinite().all()
     assert alone.abs().max() > 1
     for rows in range(1, MOST_ROWS + 1):

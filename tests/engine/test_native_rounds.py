@@ -18,6 +18,7 @@ from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.native import library
 from engine.native.rows import NativeRow
 from engine.native.runner import NativeRunner
+from engine.native.threads import set_num_threads
 from engine.sampling.adjust import History, adjust_logits
 from tests.engine.native_pair import LONG, make_twins, native_runner, save_pair
 from tests.engine.native_rounds import RandomMasks, RowPlan, Side, compare, make_sequence
@@ -161,12 +162,12 @@ def test_several_threads_and_a_wide_vocabulary(kind: str, tmp_path: Path) -> Non
     target = save_random_llama(tmp_path / "target", seed=1, vocab_size=3967, hidden=64, std=0.2)
     draft = save_perturbed(tmp_path / "draft", target, seed=2, noise=0.01)
     rows = [replace(row, max_num_tokens=len(row.prompt) + 12) for row in KINDS[kind]]
-    torch.set_num_threads(2)
+    set_num_threads(2)
     try:
         ours, theirs = (Side(make_engine(target, draft, num_threads=2), rows) for _ in range(2))
         rounds = compare(ours, theirs, 3)
     finally:
-        torch.set_num_threads(1)
+        set_num_threads(1)
     assert sum(map(sum, (one.num_accepted for one in rounds))) > 0
 
 
@@ -337,7 +338,7 @@ def test_engines_report_the_same(kind: str, threads: int, tmp_path: Path) -> Non
     native, phased = make_twins(*save_pair(tmp_path), num_threads=threads, max_num_batched_tokens=64)
     params = shortened(ENGINES[kind])
     (ours, our_steps), (theirs, their_steps) = (run(core, params) for core in (native, phased))
-    torch.set_num_threads(1)
+    set_num_threads(1)
     assert ours == theirs
     assert native.stats.drafts == phased.stats.drafts
     assert native.stats.draft_tokens_per_position == phased.stats.draft_tokens_per_position
@@ -464,7 +465,7 @@ BUGS = {
         "frequency",
     ),
     "drafts with penalties that forget drafts": (
-        "count_token(rounds->rows[row], id);",
+        "count_token(of->rounds->rows[row], id);",
         "",
         "repetition",
     ),
@@ -489,7 +490,7 @@ BUGS = {
         "->num_tokens + position - 1;\n        scratch->span",
         "greedy",
     ),
-    "drafts by another row's logits": ("draft_logits + i * known", "draft_logits", "greedy"),
+    "drafts by another row's logits": ("draft_logits + i * of->known", "draft_logits", "greedy"),
     "drafts all tokens at one position": (
         "place = of->num_tokens + position;\n    int64_t id;",
         "place = of->num_tokens;\n    int64_t id;",
