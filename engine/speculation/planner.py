@@ -62,7 +62,6 @@ class SpeculationPlanner:
         self._ended: list[Sequence] = []
         self._terms: dict[object, Terms] = {}  # since the last replan
         self._terms_of = 0
-        self._round_seconds: dict[tuple[int, int], float] = {}  # of the last one, by rows and tokens to draft
         # Of the last choice: rows that may draft; whether not all drafts are the policy's; whether some are
         # known already; tokens to draft.
         self._decoding: list[Sequence] = []
@@ -102,7 +101,10 @@ class SpeculationPlanner:
         if self._sources:
             self._look_up(rows, num_rows, plan, choices)
         self._num_chosen = sum([choice.num_tokens for choice in choices.values()])
-        self.max_rounds = self._num_rounds(num_rows, plan)
+        if self._is_known or self.costs.step_seconds == 0:
+            self.max_rounds = 1  # the next round has other drafts, or rounds do not share steps
+        else:
+            self.max_rounds = self.policy.max_rounds
         return choices
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
@@ -221,17 +223,6 @@ class SpeculationPlanner:
             self._terms[key] = make_terms(self.costs, plan, max(AUTO_LIMITS.values()), drafts=length > 0)
         return self._terms[key]
 
-    def _num_rounds(self, num_rows: int, plan: Plan) -> int:
-        """Rounds for which the choice stands, as far as they fit into a step."""
-        if self.costs.step_seconds == 0 or self._is_known:
-            return 1
-        seconds = self._round_seconds.get((num_rows, self._num_chosen))
-        if seconds is None:
-            if not self.costs.is_calibrated:
-                return 1
-            seconds = self.costs.model_seconds(plan.shape)
-        return min(self.policy.max_rounds, int(self.costs.rounds_per_step(seconds)))
-
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Verdicts and times are kept and learned at the next replan, all together: between two passes
         Python is several times slower than in a loop."""
@@ -241,8 +232,6 @@ class SpeculationPlanner:
         if self._sources:
             self._judge(rows, rounds)
         is_timed = plan.is_decode_only and len(rows) == len(self._decoding)
-        if is_timed:
-            self._round_seconds[len(rows), self._num_chosen] = sum(rounds[-1].seconds)
         assert self.policy.best is not None
         option = MIXED if self._is_mixed else self.policy.plan.shape.option
         self._observed.append(
