@@ -20,7 +20,7 @@
 #define VECTORS (PANEL / LANES)
 /* Weights are fetched this many bytes before they are used, but for a single row: the processor's own
  * prefetching is as good there. */
-#define PREFETCH 8192
+#define PREFETCH 4096
 
 /* With AVX-512 a multiplication reads its factor from memory and spreads it over all lanes itself. The
  * compiler would spread it once for several, by an instruction that takes the place of a multiplication;

@@ -27,6 +27,8 @@
 #else
 #define MAX_ROWS 4
 #endif
+/* Weights are fetched this many bytes before they are used where arithmetic takes longer than reading: 5 and 6 rows of up
+ * to 6 bits. Elsewhere the processor's own prefetching is better, and such instructions slow it down. */
 #define PREFETCH 4096
 /* Of inputs that stay in a core's cache while the panels pass by. */
 #define TILE_BYTES (256 << 10)
@@ -194,7 +196,7 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
             }
             panel += super_bytes(scaling);
         }
-        if (num_rows > 1)
+        if (num_rows > 4 && bits < 8)
             for (int i = 0; i < size; i += 64) __builtin_prefetch(panel + PREFETCH + i);
         const uint8_t *scale = panel + code_bytes(bits);
         UNROLL
