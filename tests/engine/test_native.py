@@ -324,10 +324,6 @@ def test_wrong_linear_layers_are_noticed_and_not_used(
     assert "linear layers differ" in caplog.text
 
 
-def test_no_openmp_but_torch_s(kernels: NativeKernels) -> None:
-    """Another OpenMP library in the process would keep its threads spinning beside the kernels' own."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("needs /proc")
-    pools = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
-    assert len(pools) == 1
+def test_no_openmp(kernels: NativeKernels) -> None:
+    """Its threads would spin beside the kernels' own."""
+    assert b"libgomp" not in Path(kernels.library._name).read_bytes()
