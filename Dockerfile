@@ -8,7 +8,7 @@ ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PATH=/opt/foretoken/bin:$PATH
 # The compiler stays in the image: kernels are compiled for the machine's own processor at the first start.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev libgomp1 python3 \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3 \
     && rm -rf /var/lib/apt/lists/*
 
 FROM python AS builder

@@ -73,7 +73,7 @@ check-native: install-dev ## Build the C kernels without warnings, then test the
 	CC='gcc -Wall -Wextra -Werror' $(VENV)/bin/python -c 'from engine.native.library import load_library; assert load_library()' && \
 	export CC='gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all' && \
 	export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" && \
-	export ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=2 && \
+	export ASAN_OPTIONS=detect_leaks=0 && \
 	$(VENV)/bin/python -c 'from engine.native import library; library.TIMEOUT_SECONDS = 900; assert library.load_library()' && \
 	$(VENV)/bin/python -m pytest -q -k 'not noticed and not caught and not compiler' $(NATIVE_TESTS)
 

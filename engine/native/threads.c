@@ -15,8 +15,9 @@
 #define CHUNKS 8
 /* Multiplications, some microseconds, that are worth a thread. */
 #define WORK_OF_A_THREAD (1 << 15)
-/* Looks for the next task, for about a hundred microseconds, before a thread sleeps: to wake it takes ten. */
-#define SPINS 4000
+/* Looks for the next task, or for the end of this one, before a thread sleeps: some ten microseconds, as long as it takes to
+ * wake it. A caller that sleeps leaves its core to a thread whose own another process has taken. */
+#define SPINS 600
 #define CACHE_LINE 64
 
 /* A thread's share of a task, on cache lines of its own: chunks that are left to take, and how the thread sleeps. */
