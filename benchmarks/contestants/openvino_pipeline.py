@@ -1,8 +1,9 @@
 """OpenVINO GenAI, plain and speculative, in an environment of its own (``--openvino-python``).
 
 Its exporter wants an older transformers than this project's, so both it and the pipeline run there, as
-processes. Float32 runs in float32 throughout. Quantised weights run as OpenVINO does best, which is its
-default: 8-bit inputs, bfloat16 in between where the processor multiplies in it, caches in 8 bits.
+processes. Float32 runs in float32 throughout, bfloat16 in bfloat16. Quantised weights run as OpenVINO does
+best, which is its default: 8-bit inputs, bfloat16 in between where the processor multiplies in it, caches in
+8 bits.
 """
 
 import json
@@ -23,7 +24,12 @@ FORMATS = {
     "int8": ["int8"],
     "int4": ["int4", "--group-size", "32", "--sym", "--ratio", "1.0"],
 }
-FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+# Properties by the type that is computed in; "auto" is OpenVINO's own choice.
+PROPERTIES = {
+    "float32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
+    "bfloat16": {"INFERENCE_PRECISION_HINT": "bf16", "KV_CACHE_PRECISION": "bf16"},
+    "auto": {},
+}
 
 
 def export(checkpoint: str, python: Path, quantize: str | None, folder: Path) -> Path:
@@ -68,8 +74,7 @@ def process(
     num_speculative_tokens: int,
     num_threads: int,
     concurrency: int,
-    *,
-    is_float32: bool,
+    dtype: str = "auto",
 ) -> OtherProcess:
     options = {
         "target": target,
@@ -77,6 +82,6 @@ def process(
         "num_speculative_tokens": num_speculative_tokens,
         "num_threads": num_threads,
         "concurrency": concurrency,
-        "properties": FLOAT32 if is_float32 else {},
+        "properties": PROPERTIES[dtype],
     }
     return OtherProcess(PLAIN if draft is None else SPECULATIVE, python, PROCESS, options)

@@ -118,4 +118,4 @@ def test_peers_with_vllm(benchmark: Benchmark, environment: Path) -> None:
 def test_failures_say_what_the_process_said(environment: Path, tmp_path: Path) -> None:
     (environment / "openvino_genai.py").write_text("raise SystemExit('no such processor')")
     with pytest.raises(RuntimeError, match="no such processor"):
-        process(environment / "python", tmp_path, None, 5, 1, 1, is_float32=False)
+        process(environment / "python", tmp_path, None, 5, 1, 1)
