@@ -7,7 +7,7 @@ are compared token by token. llama.cpp joins in when its binaries are named (``-
 --llama-cpp-src llama.cpp``), OpenVINO and vLLM when environments are (``--openvino-python venv/bin/python``,
 ``--vllm-python``); see benchmarks/README.md. With ``--gguf Q4_0`` Foretoken and llama.cpp run from one
 quantised file, with ``--quantize int8`` Foretoken and OpenVINO quantise one checkpoint; ``--prompt-length 512
---max-tokens 1`` compares prompts. ``--dtype bfloat16``: the arithmetic of Foretoken, transformers and OpenVINO,
+--max-tokens 1`` compares prompts. ``--dtype bfloat16``: arithmetic of Foretoken, transformers and OpenVINO,
 with ``--gguf BF16`` llama.cpp's too.
 """
 
