@@ -62,11 +62,13 @@ class SpeculationPlanner:
         self._ended: list[Sequence] = []
         self._terms: dict[object, Terms] = {}  # since the last replan
         self._terms_of = 0
-        # Of the last choice: rows that may draft; whether not all drafts are the policy's; whether some are
-        # known already; tokens to draft.
+        # Of the last choice: sequences that decode; rows that may draft, and how many of them by the policy;
+        # whether not all drafts are the policy's; whether some are known already; whether no row drafts or
+        # looks anything up; tokens to draft.
         self._decoding: list[Sequence] = []
         self._chosen: list[Row] = []
-        self._is_mixed = self._is_known = False
+        self._num_drafting = 0
+        self._is_mixed = self._is_known = self._is_idle = False
         self._num_chosen = 0
 
     @property
@@ -75,9 +77,12 @@ class SpeculationPlanner:
 
     def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
         choices = dict.fromkeys(decoding, NO_DRAFT)
+        key = len(decoding), self._num_drafting
+        if self._is_idle and decoding == self._decoding and not self.policy.is_due(key):
+            return choices  # most steps while drafting is off: the long way would find the same
         rows = [self._rows.get(sequence) or self._add(sequence) for sequence in decoding if sequence.sources]
         self._decoding, self._chosen, self._num_chosen = decoding, rows, 0
-        self._is_mixed = self._is_known = False
+        self._is_mixed = self._is_known = self._is_idle = False
         self.max_rounds = MAX_ROUNDS
         if not rows:
             self._learn_all()  # nothing is kept of sequences that have ended
@@ -85,6 +90,7 @@ class SpeculationPlanner:
         num_rows = len(decoding)
         self.costs.stored_per_row = sum([len(sequence.token_ids) for sequence in decoding]) / num_rows
         drafting = [row for row in rows if row.uses_model and not row.fixed_length]
+        self._num_drafting = len(drafting)
         if self.policy.is_due((num_rows, len(drafting))):
             self._learn_all()
             idle = [lookup for row in rows for lookup in row.lookups if not lookup.is_asked]
@@ -105,6 +111,8 @@ class SpeculationPlanner:
             self.max_rounds = 1  # the next round has other drafts, or rounds do not share steps
         else:
             self.max_rounds = self.policy.max_rounds
+        is_asked = any(lookup.is_asked for row in rows for lookup in row.lookups)
+        self._is_idle = not (self._num_chosen or is_asked or self.policy.exploration is not None)
         return choices
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
@@ -257,6 +265,8 @@ class SpeculationPlanner:
         """Verdicts on the draft model; returns the rounds' shape as they were planned, with the drafts that
         were forced in them. A row that only caught up has drafted nothing, and teaches nothing."""
         rounds, option = step.result.rounds, step.option
+        if not any(part.max_num_drafts for part in step.rows):
+            return Shape(len(step.rows), option)
         drafting: list[tuple[int, float]] = []  # tokens of the draft model, and in which share of the rounds
         num_known = 0.0
         verdicts: dict[Group, Counter[tuple[int, int]]] = {}
