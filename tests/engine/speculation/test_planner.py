@@ -64,6 +64,27 @@ def test_the_same_past_gives_the_same_choices() -> None:
     assert first.steps == second.steps
 
 
+class NeverIdle(SpeculationPlanner):
+    """Takes the long way in every step."""
+
+    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
+        self._is_idle = False
+        return super().choose(decoding)
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.8])
+def test_the_short_way_while_drafting_is_off_finds_the_same(acceptance: float) -> None:
+    first, second = (
+        Simulation(SMALL, planner, always(acceptance), lambda now: 1 + int(now * 3) % 12).run(6.0)
+        for planner in (
+            SpeculationPlanner(SMALL.costs(), max_draft_len=1 << 30),
+            NeverIdle(SMALL.costs(), max_draft_len=1 << 30),
+        )
+    )
+    assert first.steps == second.steps
+    assert (first.mean_length() < 0.5) is (acceptance < 0.5)
+
+
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_it_finds_the_way_back_after_hard_text(num_rows: int) -> None:
     """While drafts are hopeless drafting is off; it is on again some time after they are good again."""
