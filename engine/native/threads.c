@@ -15,9 +15,11 @@
 #define CHUNKS 8
 /* Multiplications, some microseconds, that are worth a thread. */
 #define WORK_OF_A_THREAD (1 << 15)
-/* Looks for the next task, or for the end of this one, before a thread sleeps: some ten microseconds, as long as it takes to
- * wake it. A caller that sleeps leaves its core to a thread whose own another process has taken. */
-#define SPINS 600
+/* Looks before a thread sleeps: for the next task, a hundred microseconds, because a draft model has pauses
+ * between its tasks; and for the end of this one, some ten, as a caller that sleeps leaves its core to a thread whose own
+ * another process has taken. */
+#define SPINS 4000
+#define SPINS_OF_CALLER 600
 #define CACHE_LINE 64
 
 /* A thread's share of a task, on cache lines of its own: chunks that are left to take, and how the thread sleeps. */
@@ -74,8 +76,8 @@ static void wake(Share *share) {
 }
 
 /* Waits until ``is_so`` of a thread's own share, which it is woken for. */
-static void wait_until(Share *own, int is_so(const Share *)) {
-    for (int i = 0; i < SPINS; i++) {
+static void wait_until(Share *own, int is_so(const Share *), int spins) {
+    for (int i = 0; i < spins; i++) {
         if (is_so(own)) return;
         pause_briefly();
     }
@@ -108,7 +110,7 @@ static void take_part(int64_t thread) {
 static void *help(void *number) {
     const int64_t thread = number_of_this_thread = (int64_t)number;
     for (;;) {
-        wait_until(&shares[thread], has_share);
+        wait_until(&shares[thread], has_share, SPINS);
         take_part(thread);
     }
     return NULL;
@@ -146,6 +148,6 @@ void run_task(Task *task, const void *arguments, int64_t count, int64_t work) {
         atomic_store(&shares[thread].num_left, first_chunk(thread + 1) - first_chunk(thread));
     for (int64_t thread = 1; thread < sharing; thread++) wake(&shares[thread]);
     take_part(0);
-    wait_until(&shares[0], is_finished);
+    wait_until(&shares[0], is_finished, SPINS_OF_CALLER);
     atomic_store(&is_running, 0);
 }
