@@ -6,7 +6,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
