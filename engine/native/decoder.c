@@ -1,7 +1,7 @@
 /* A whole pass of a Llama-shaped decoder in one call: token ids in, logits out, for a few tokens on a CPU.
  *
- * A small model's pass is over a hundred calls of the functions in layers.c and linear.c. Python takes longer
- * to make such a call than C to run it. The same functions in the same order, so the same bits.
+ * A small model's pass is over a hundred calls of the functions in layers.c, attention.c and linear.c. Python takes
+ * longer to make such a call than C to run it. The same functions in the same order, so the same bits.
  * "decoder.py" calls this; all arrays are row-major.
  */
 

@@ -100,8 +100,12 @@ typedef struct {
 /* layers.c */
 void rms_norm(float *out, const float *x, const float *weight, const float *residual, int64_t rows, int64_t size,
               float eps);
+void norm_row(float *out, const float *x, const float *weight, const float *residual, int64_t size, float eps);
 void gate(float *out, const float *gate_up, int64_t activation, int64_t rows, int64_t size);
 void cap(float *x, int64_t rows, int64_t size, float softcap);
+void cap_row(float *x, int64_t size, float softcap);
+
+/* attention.c */
 void attend(const Spans *spans, const Layer *layer, float *qkv, float *out);
 
 /* linear.c */

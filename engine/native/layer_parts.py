@@ -1,4 +1,5 @@
-"""What a Llama-shaped layer does between its matrix products, in C (``layers.c``): float32 on a CPU."""
+"""What a Llama-shaped layer does between its matrix products, in C (``layers.c``,
+``attention.c``): float32 on a CPU."""
 
 import ctypes
 from ctypes import byref
@@ -7,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch
+from engine.batch import ForwardBatch
 from engine.kv_cache import KVCache
 from engine.models.layer_parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
 from engine.native.library import Layer, Spans
@@ -60,28 +61,18 @@ class NativeParts:
         self.batch = batch
         self.cache = cache
         self.first_token = batch.offsets
-        num_blocks = [len(span.table.block_ids) for span in batch.spans]
-        # Spans, long ones in parts, so that a token's bits do not depend on its chunk: first token, tokens
-        # stored before it, first block.
-        parts = [
-            (first + start, span.table.num_computed_tokens + start, block)
-            for span, first, block in zip(
-                batch.spans, batch.offsets, accumulate(num_blocks[:-1], initial=0), strict=False
-            )
-            for start in range(0, len(span.token_ids), MAX_GROUPED_QUERIES)
-        ]
+        first_block = accumulate((len(span.table.block_ids) for span in batch.spans[:-1]), initial=0)
         # Kept as long as the pointers into it are used.
         self.numbers = np.array(
             [
-                *(first for first, _, _ in parts),
-                self.first_token[-1],
-                *(stored for _, stored, _ in parts),
-                *(block for _, _, block in parts),
+                *batch.offsets,
+                *(span.table.num_computed_tokens for span in batch.spans),
+                *first_block,
                 *(block for span in batch.spans for block in span.table.block_ids),
             ],
             dtype=np.int64,
         )
-        num_spans = len(parts)
+        num_spans = len(batch.spans)
         start = self.numbers.ctypes.data
         if rotary.table is None:
             self.angles = (*rotary.compute(batch.positions[0]), torch.arange(self.first_token[-1]))

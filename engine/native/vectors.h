@@ -40,4 +40,21 @@ static inline ALWAYS vec widen(const uint16_t *half) {
     return out;
 }
 
+/* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
+static inline ALWAYS float fast_exp(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    float n = rintf(x * 1.44269504f);
+    float r = fmaf(n, -1.42860677e-6f, fmaf(n, -0.693145752f, x));
+    float p = 1.38888889e-3f;
+    p = fmaf(p, r, 8.33333333e-3f);
+    p = fmaf(p, r, 4.16666667e-2f);
+    p = fmaf(p, r, 1.66666667e-1f);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    union { uint32_t i; float f; } power = { ((uint32_t)(int32_t)n + 127u) << 23 };
+    return p * power.f;
+}
+
 #endif

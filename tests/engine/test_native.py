@@ -278,8 +278,8 @@ def test_what_was_compiled_otherwise_is_not_taken(kernels: NativeKernels) -> Non
 
 # Planted bugs: (what is right, what is wrong).
 BUGS = {
-    "sees the next token": ("stored + query + 1 - begin", "stored + query + 2 - begin"),
-    "forgets to shrink": ("value[i] = to[i] * shrink", "value[i] = to[i]"),
+    "sees the next token": ("row % num_queries + 1 - begin", "row % num_queries + 2 - begin"),
+    "forgets to shrink": ("[i] * shrink[row];", "[i];"),
     "turns the wrong way": ("a * cos[i] + b * sin[i]", "a * cos[i] - b * sin[i]"),
     "adds no eps, halves the sum": ("sum / (float)size + eps", "sum / (float)size * 0.5f"),
     "gates with a sigmoid": ("gate[i] / (1.0f", "1.0f / (1.0f"),
@@ -307,6 +307,17 @@ def test_wrong_kernels_are_noticed_and_not_used(
     assert isinstance(model, Llama)
     assert not model.is_native
     assert logits_in_parts(model, list(range(sum(PARTS))), list(range(8))).isfinite().all()
+
+
+def test_a_query_that_is_scored_twice_is_caught(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right, wrong = "queries[rows[0]], queries[rows[1]]", "queries[rows[0]], queries[rows[0]]"
+    fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
+    loaded = library.load_library()
+    if loaded is None:
+        pytest.skip("no C compiler")
+    shape, rows = SHAPES["a head for each"], BATCHES["a prompt alone"]
+    with pytest.raises(AssertionError):
+        check_attention(shape, rows, TableOfAngles(shape.head_size, True), NativeKernels(loaded))
 
 
 def test_wrong_linear_layers_are_noticed_and_not_used(

@@ -1,0 +1,355 @@
+/* Attention over the paged cache, for float32 rows on a CPU: a decoding row's, or a prompt's.
+ *
+ * Rows of different lengths are attended as they are, straight from the cache: no padding, no copies. A query's sums
+ * have one order, however many queries there are.
+ */
+
+/* Sums keep the order that is written here. */
+#if defined(__clang__)
+#pragma clang fp reassociate(off)
+#else
+#pragma GCC optimize("no-associative-math")
+#endif
+
+#include "kernels.h"
+#include "vectors.h"
+
+/* Cached tokens that are looked at together. */
+#define CHUNK 32
+/* Keys are fetched this many tokens before they are scored: where a thread reads some of the heads, the processor's
+ * own prefetching ends with each token. */
+#define AHEAD 8
+/* A head of 256; head sizes are multiples of 16. */
+#define MAX_WIDTH (256 / LANES)
+/* Queries of a span that are attended together; of a prompt, those that an item of work has. */
+#define QUERIES 32
+/* From this many queries of a kv head on, its keys are turned over, so that a vector holds one number of many keys. */
+#define TURNED_FROM 8
+
+/* Slots of ``length`` positions of a span, from ``begin`` on. */
+static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, int64_t begin, int64_t length) {
+    const int64_t *block = spans->blocks + spans->first_block[span] + begin / spans->block_size;
+    int64_t offset = begin % spans->block_size;
+    for (int64_t j = 0; j < length; j++) {
+        slots[j] = *block * spans->block_size + offset;
+        if (++offset == spans->block_size) {
+            offset = 0;
+            block++;
+        }
+    }
+}
+
+/* (a, b) to (a cos - b sin, b cos + a sin), halves of a head or of its first numbers; in place. */
+static void rotate(float *x, const float *cos, const float *sin, int64_t size) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] + b * sin[i];
+        x[half + i] = b * cos[half + i] + a * sin[half + i];
+    }
+}
+
+/* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
+static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t token) {
+    const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
+    const int64_t rotary_size = spans->rotary_size, to = spans->slots[token];
+    const int64_t angle = (layer->rotary * spans->num_angles + spans->angle[token]) * rotary_size;
+    for (int64_t head = 0; head < rotated; head++) {
+        float *x = qkv + head * size;
+        if (layer->norm_weight) norm_row(x, x, layer->norm_weight + head * size, NULL, size, layer->norm_eps);
+        rotate(x, spans->cos + angle, spans->sin + angle, rotary_size);
+    }
+    const int64_t width = layer->num_kv_heads * size;
+    memcpy(layer->keys + to * width, qkv + layer->num_heads * size, width * sizeof(float));
+    memcpy(layer->values + to * width, qkv + rotated * size, width * sizeof(float));
+}
+
+/* Sum of LANES numbers: the upper half is added to the lower one until one is left. */
+static inline ALWAYS float sum_of(vec x) {
+#if LANES >= 8 && __has_builtin(__builtin_shufflevector)
+    typedef float half __attribute__((vector_size(32)));
+    typedef float quarter __attribute__((vector_size(16)));
+#if LANES == 16
+    half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7)
+           + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    half h = x;
+#endif
+    quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+    q += __builtin_shufflevector(q, q, 2, 3, 0, 1);
+    return q[0] + q[1];
+#else
+    float part[LANES];
+    memcpy(part, &x, sizeof part);
+    for (int64_t n = LANES / 2; n; n /= 2)
+        for (int64_t i = 0; i < n; i++) part[i] += part[i + n];
+    return part[0];
+#endif
+}
+
+/* One query's product with one key. */
+static inline ALWAYS float score(const float *query, const float *key, const int64_t width) {
+    const vec *a = (const vec *)query, *b = (const vec *)key;
+    vec sum = a[0] * b[0];
+    UNROLL
+    for (int64_t i = 1; i < width; i++) sum += a[i] * b[i];
+    return sum_of(sum);
+}
+
+/* Products of two queries with 2 * LANES keys; and the same in parts, summed as ``sum_of`` does: ``lane`` is what
+ * ``score`` has in one lane of its sum. */
+typedef struct {
+    vec of[2][2];
+} Tile;
+
+typedef struct {
+    const float *query[2];
+    const float *keys; /* [head size, CHUNK] */
+} Operands;
+
+static inline ALWAYS Tile lane(const Operands x, const int64_t width, const int64_t i) {
+    const vec *key = (const vec *)(x.keys + i * CHUNK);
+    Tile sum;
+    for (int q = 0; q < 2; q++)
+        for (int v = 0; v < 2; v++) sum.of[q][v] = x.query[q][i] * key[v];
+    UNROLL
+    for (int64_t at = i + LANES; at < width * LANES; at += LANES) {
+        key = (const vec *)(x.keys + at * CHUNK);
+        for (int q = 0; q < 2; q++)
+            for (int v = 0; v < 2; v++) sum.of[q][v] += x.query[q][at] * key[v];
+    }
+    return sum;
+}
+
+#define FOLD(name, n, next) \
+    static inline ALWAYS Tile name(const Operands x, const int64_t width, const int64_t i) { \
+        Tile a = next(x, width, i); \
+        const Tile b = next(x, width, i + n); \
+        for (int q = 0; q < 2; q++) \
+            for (int v = 0; v < 2; v++) a.of[q][v] += b.of[q][v]; \
+        return a; \
+    }
+#if LANES == 16
+FOLD(eights, 8, lane)
+#else
+#define eights lane
+#endif
+#if LANES >= 8
+FOLD(fours, 4, eights)
+#else
+#define fours lane
+#endif
+FOLD(twos, 2, fours)
+FOLD(ones, 1, twos)
+
+/* Scores of ``num_rows`` queries with a chunk's keys [head size, CHUNK], in pairs; an odd one is its own partner. */
+static inline ALWAYS void score_turned(
+    float (*scores)[CHUNK], const float *const *queries, int64_t num_rows, const float *keys, float scaling,
+    const int64_t width) {
+    for (int64_t row = 0; row < num_rows; row += 2) {
+        const int64_t rows[2] = { row, row + 1 < num_rows ? row + 1 : row };
+        for (int64_t j = 0; j < CHUNK; j += 2 * LANES) {
+            const Tile tile = ones((Operands){ { queries[rows[0]], queries[rows[1]] }, keys + j }, width, 0);
+            for (int q = 0; q < 2; q++)
+                for (int v = 0; v < 2; v++) *(vec *)(scores[rows[q]] + j + v * LANES) = tile.of[q][v] * scaling;
+        }
+    }
+}
+
+/* A chunk's keys of one head to [size, CHUNK]; past the last key there is something finite. */
+static inline ALWAYS void turn(float *to, const float *keys, const int64_t *offset, int64_t length, int64_t size) {
+    for (int64_t j = 0; j < CHUNK; j += 4) {
+        const float *from[4];
+        for (int64_t k = 0; k < 4; k++) from[k] = keys + offset[j + k < length ? j + k : length - 1];
+        for (int64_t i = 0; i < size; i += 4) {
+            float block[4][4];
+            for (int64_t k = 0; k < 4; k++)
+                for (int64_t n = 0; n < 4; n++) block[n][k] = from[k][i + n];
+            for (int64_t n = 0; n < 4; n++) memcpy(to + (i + n) * CHUNK + j, block[n], sizeof block[n]);
+        }
+    }
+}
+
+/* Scores of one query's chunk to weights, from ``from`` to ``last``, 0 elsewhere. Returns their sum;
+ * *best is the highest score so far. */
+static inline ALWAYS float soften(float *score, int64_t from, int64_t last, float *best) {
+    for (int64_t j = 0; j < from; j++) score[j] = -INFINITY;
+    for (int64_t j = last; j < CHUNK; j++) score[j] = -INFINITY;
+    float highest[LANES];
+    for (int i = 0; i < LANES; i++) highest[i] = *best;
+    for (int64_t j = 0; j < CHUNK; j += LANES)
+        for (int i = 0; i < LANES; i++) highest[i] = score[j + i] > highest[i] ? score[j + i] : highest[i];
+    for (int i = 0; i < LANES; i++) *best = highest[i] > *best ? highest[i] : *best;
+    for (int64_t j = 0; j < CHUNK; j++) score[j] = fast_exp(score[j] - *best);
+    for (int64_t j = 0; j < from; j++) score[j] = 0.0f;
+    for (int64_t j = last; j < CHUNK; j++) score[j] = 0.0f;
+    vec sum = *(const vec *)score;
+    for (int64_t j = LANES; j < CHUNK; j += LANES) sum += *(const vec *)(score + j);
+    return sum_of(sum);
+}
+
+/* Adds a chunk's values from ``from`` to ``last``, by their weights, to what one or two rows have, times ``shrink``. */
+static inline ALWAYS void add_values(
+    float *const *out, const float *shrink, float (*weights)[CHUNK], const float *values, const int64_t *offset,
+    int64_t from, int64_t last, const int64_t width, const int64_t num_rows) {
+    if (from >= last) return;
+    vec sum[2][MAX_WIDTH];
+    for (int64_t row = 0; row < num_rows; row++) {
+        UNROLL
+        for (int64_t i = 0; i < width; i++) sum[row][i] = ((const vec *)out[row])[i] * shrink[row];
+    }
+    for (int64_t j = from; j < last; j++) {
+        const vec *value = (const vec *)(values + offset[j]);
+        for (int64_t row = 0; row < num_rows; row++) {
+            UNROLL
+            for (int64_t i = 0; i < width; i++) sum[row][i] += weights[row][j] * value[i];
+        }
+    }
+    for (int64_t row = 0; row < num_rows; row++) {
+        UNROLL
+        for (int64_t i = 0; i < width; i++) ((vec *)out[row])[i] = sum[row][i];
+    }
+}
+
+/* Some queries of a span against its keys and values, for the kv heads from first_head to end_head, with a running
+ * softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it. Inlined for the usual
+ * head sizes, LANES * width, so that a head stays in registers. */
+static inline ALWAYS void attend_queries(
+    const Spans *spans, const Layer *layer, int64_t span, int64_t first_query, int64_t num_queries,
+    int64_t first_head, int64_t end_head, const float *qkv, float *out, const int64_t width) {
+    const int64_t size = LANES * width;
+    const int64_t shared = layer->num_heads / layer->num_kv_heads, rows_of_head = shared * num_queries;
+    const int64_t num_kv_heads = end_head - first_head, rows = num_kv_heads * rows_of_head;
+    const int64_t qkv_size = (layer->num_heads + 2 * layer->num_kv_heads) * size;
+    const int64_t out_size = layer->num_heads * size, kv_size = layer->num_kv_heads * size;
+    const int64_t stored = spans->num_stored[span] + first_query, num_keys = stored + num_queries;
+    const int64_t first = spans->first_token[span] + first_query;
+    const float *keys = layer->keys + first_head * size, *values = layer->values + first_head * size;
+    const float scaling = layer->scaling;
+    /* Not with a width of 1: the compiler may round products together with what they are added to, unlike sums. */
+    const int turned = rows_of_head >= TURNED_FROM && width > 1;
+    const float *queries[rows];
+    int64_t from[rows], last[rows];
+    float *outs[rows], best[rows], total[rows], shrink[rows], scores[rows][CHUNK];
+    float turned_keys[turned ? size * CHUNK : 1];
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t head = first_head * shared + row / num_queries, token = first + row % num_queries;
+        queries[row] = qkv + token * qkv_size + head * size;
+        outs[row] = out + token * out_size + head * size;
+        best[row] = -INFINITY;
+        total[row] = 0.0f;
+        memset(outs[row], 0, size * sizeof(float));
+    }
+    int64_t begin = 0;
+    /* Chunks begin at the same tokens whatever the queries: a query's sums must not depend on its neighbours. */
+    if (layer->window && stored + 1 > layer->window)
+        begin = (stored + 1 - layer->window) / CHUNK * CHUNK;
+    for (; begin < num_keys; begin += CHUNK) {
+        const int64_t length = num_keys - begin < CHUNK ? num_keys - begin : CHUNK;
+        const int64_t known = num_keys - begin < CHUNK + AHEAD ? num_keys - begin : CHUNK + AHEAD;
+        int64_t offset[CHUNK + AHEAD];
+        find_slots(offset, spans, span, begin, known);
+        for (int64_t j = 0; j < known; j++) offset[j] *= kv_size;
+        for (int64_t head = 0; turned && head < num_kv_heads; head++) {
+            const int64_t row = head * rows_of_head;
+            turn(turned_keys, keys + head * size, offset, length, size);
+            score_turned(scores + row, queries + row, rows_of_head, turned_keys, scaling, width);
+        }
+        for (int64_t j = 0; !turned && j < length; j++) {
+            const int64_t at = offset[j], later = offset[j + AHEAD < known ? j + AHEAD : j];
+            for (int64_t i = 0; i < num_kv_heads * size; i += 16) {
+                __builtin_prefetch(values + at + i);
+                __builtin_prefetch(keys + later + i);
+            }
+            const float *key = keys + at;
+            for (int64_t row = 0; row < rows; key += size)
+                for (const int64_t end = row + rows_of_head; row < end; row++)
+                    scores[row][j] = score(queries[row], key, width) * scaling;
+        }
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t past = stored + row % num_queries + 1 - begin, window_start = past - layer->window;
+            last[row] = past < length ? past : length;
+            from[row] = layer->window && window_start > 0 ? window_start : 0;
+            if (from[row] >= last[row]) continue;
+            if (layer->softcap > 0) cap_row(scores[row], CHUNK, layer->softcap);
+            const float before = best[row], sum = soften(scores[row], from[row], last[row], &best[row]);
+            shrink[row] = before == -INFINITY ? 0.0f : fast_exp(before - best[row]);
+            total[row] = total[row] * shrink[row] + sum;
+        }
+        const float *of_head = values;
+        for (int64_t row = 0; row < rows; of_head += size) {
+            for (const int64_t end = row + rows_of_head; row < end;) {
+                const int64_t count = row + 1 < end && from[row] == from[row + 1] && last[row] == last[row + 1] ? 2 : 1;
+#define ADD(count) \
+    add_values(outs + row, shrink + row, scores + row, of_head, offset, from[row], last[row], width, count)
+                if (count == 2) ADD(2);
+                else ADD(1);
+                row += count;
+            }
+        }
+    }
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < size; i++) outs[row][i] /= total[row];
+}
+
+/* Items: for each of ``split`` parts of the heads, the parts of each span's queries. */
+typedef struct {
+    const Spans *spans;
+    const Layer *layer;
+    const int64_t *first_part; /* [num_spans + 1] */
+    int64_t split;
+    float *qkv, *out;
+} Attention;
+
+static void place_task(const void *arguments, int64_t token) {
+    const Attention *of = arguments;
+    const int64_t width = (of->layer->num_heads + 2 * of->layer->num_kv_heads) * of->layer->head_size;
+    place(of->spans, of->layer, of->qkv + token * width, token);
+}
+
+static void attend_task(const void *arguments, int64_t item) {
+    const Attention *of = arguments;
+    const Spans *spans = of->spans;
+    const Layer *layer = of->layer;
+    const int64_t num_parts = of->first_part[spans->num_spans], part = item % num_parts, heads = item / num_parts;
+    int64_t span = 0;
+    while (of->first_part[span + 1] <= part) span++;
+    const int64_t query = (part - of->first_part[span]) * QUERIES;
+    const int64_t left = spans->first_token[span + 1] - spans->first_token[span] - query;
+    const int64_t num_queries = left < QUERIES ? left : QUERIES;
+    const int64_t first = heads * layer->num_kv_heads / of->split;
+    const int64_t end = (heads + 1) * layer->num_kv_heads / of->split;
+    /* Of many queries, the scores of one kv head at a time stay in the processor's first cache. */
+    const int64_t step = num_queries * layer->num_heads < TURNED_FROM * layer->num_kv_heads ? end - first : 1;
+#define ATTEND(size) \
+    attend_queries(spans, layer, span, query, num_queries, head, head + step, of->qkv, of->out, (size) / LANES)
+    for (int64_t head = first; head < end; head += step) {
+        switch (layer->head_size) {
+            case 64: ATTEND(64); break;
+            case 128: ATTEND(128); break;
+            default: ATTEND(layer->head_size);
+        }
+    }
+}
+
+/* Stores the new tokens and attends: qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], whose
+ * queries are normed and rotated in place; out [num_tokens, num_heads, head_size]. */
+void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
+    int64_t first_part[spans->num_spans + 1], num_scores = 0;
+    first_part[0] = 0;
+    for (int64_t span = 0; span < spans->num_spans; span++) {
+        const int64_t num_queries = spans->first_token[span + 1] - spans->first_token[span];
+        first_part[span + 1] = first_part[span] + (num_queries + QUERIES - 1) / QUERIES;
+        num_scores += num_queries * (spans->num_stored[span] + num_queries);
+    }
+    /* Heads are shared out only where there are fewer spans than threads. Later parts of a prompt take longer than
+     * earlier ones: items are by heads first, so that each thread has some of both. */
+    int64_t split = (get_num_threads() + spans->num_spans - 1) / spans->num_spans;
+    if (split > layer->num_kv_heads) split = layer->num_kv_heads;
+    const Attention attention = { spans, layer, first_part, split, qkv, out };
+    const int64_t width = (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
+    run_task(place_task, &attention, spans->num_tokens, spans->num_tokens * width * 4);
+    /* A score and its share of the values take as long as eight times its multiplications in a product. */
+    run_task(attend_task, &attention, first_part[spans->num_spans] * split,
+             num_scores * layer->num_heads * layer->head_size * 8);
+}
