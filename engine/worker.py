@@ -25,6 +25,7 @@ from engine.config import EngineConfig
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.heartbeat import Heartbeats
+from engine.huge_pages import trim_heap
 from engine.messages import (
     Abort,
     EncoderDecoderLengths,
@@ -171,10 +172,11 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
 
 def keep_loaded() -> None:
     """Out of garbage collections: to look through what is loaded again would stop every stream for a fifth of
-    a second. What was loaded before, and is gone, does not stay."""
+    a second. What was loaded before, and is gone, does not stay, nor does the memory that loading took."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    trim_heap()
 
 
 def main() -> int:
