@@ -134,15 +134,19 @@ def _compiler() -> str:
 
 def _compile(compiler: str, processor: str, library: Path) -> None:
     """Each file by a compiler of its own: they take seconds, and there are several processors."""
-
-    def run(*arguments: str | Path) -> None:
-        command = [*compiler.split(), *FLAGS, f"-march={processor}", f"-I{FOLDER}", *map(str, arguments)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [Path(work) / f"{source.stem}.o" for source in SOURCES]
-        list(pool.map(run, repeat("-c"), SOURCES, repeat("-o"), objects))
-        run(*objects, "-o", library, "-lm")
+        list(pool.map(_compile_file, repeat(compiler), repeat(processor), SOURCES, objects))
+        _run(compiler, processor, *objects, "-o", library, "-lm")
+
+
+def _compile_file(compiler: str, processor: str, source: Path, to: Path) -> None:
+    _run(compiler, processor, "-c", source, "-o", to)
+
+
+def _run(compiler: str, processor: str, *arguments: str | Path) -> None:
+    command = [*compiler.split(), *FLAGS, f"-march={processor}", f"-I{FOLDER}", *map(str, arguments)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
 
 
 def compile_baseline() -> None:

@@ -1,6 +1,8 @@
 """Model folders that several engine tests share, made once per run."""
 
+import hashlib
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,9 +40,33 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     )
 
 
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of C files that tests have compiled."""
+    return tmp_path_factory.mktemp("objects")
+
+
 @pytest.fixture
-def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """Nothing in C is compiled or loaded yet."""
+def fresh_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, objects: Path
+) -> Iterator[pytest.MonkeyPatch]:
+    """No library is made or loaded yet. Of its files only those are compiled that no test has compiled so."""
+    compile_file = library._compile_file
+
+    def compile_once(compiler: str, processor: str, source: Path, to: Path) -> None:
+        texts = [
+            compiler,
+            processor,
+            *library.FLAGS,
+            *(path.read_text() for path in (*library.HEADERS, source)),
+        ]
+        made = objects / f"{hashlib.sha256(repr(texts).encode()).hexdigest()}.o"
+        if not made.exists():
+            compile_file(compiler, processor, source, to)
+            shutil.copy(to, made)
+        shutil.copy(made, to)
+
+    monkeypatch.setattr(library, "_compile_file", compile_once)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     library.load_library.cache_clear()
     yield monkeypatch
