@@ -5,8 +5,10 @@
 
 The target learns next-token prediction (Muon for matrices, AdamW for the rest). The draft starts as
 the target's first layers between its embeddings and its head, and is distilled from it (cross-entropy and
-total variation to the target's distribution at every position: acceptance is 1 - TV). Learning rates follow
-the share of the minutes spent. A stopped run goes on from its last checkpoint. CPU or CUDA.
+total variation to the target's distribution at every position: acceptance is 1 - TV), on the corpus and, with
+``--samples``, on stories by the target (``sample_stories.py``). ``--target`` takes a trained target, whose
+draft is trained alone. Learning rates follow the share of the minutes spent. A stopped run goes on from its
+last checkpoint. CPU or CUDA.
 """
 
 import argparse
@@ -43,6 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--validation", type=Path, required=True)
+    parser.add_argument("--target", type=Path, help="a trained target, for a draft alone")
+    parser.add_argument("--samples", type=Path, help="stories by the target, for the draft")
     parser.add_argument("--work-dir", type=Path, required=True, help="checkpoints and the log")
     parser.add_argument("--out", type=Path, required=True, help="receives target/ and draft/")
     parser.add_argument("--vocab-size", type=int, default=2048)
@@ -259,10 +263,11 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path, context:
 
 
 def record_arguments(args: argparse.Namespace) -> None:
-    """What the pair was trained with, beside it; of files only the names."""
+    """What the pair, or its draft alone, was trained with, beside it; of files only the names."""
     values = {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "arguments.json").write_text(json.dumps(values, indent=1) + "\n")
+    name = "draft_arguments.json" if args.target else "arguments.json"
+    (args.out / name).write_text(json.dumps(values, indent=1) + "\n")
 
 
 def main() -> None:
@@ -274,7 +279,7 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     record_arguments(args)
     stories, validation = read_stories(args.corpus), read_stories(args.validation)
-    tokenizer_path = args.work_dir / "tokenizer.json"
+    tokenizer_path = (args.target or args.work_dir) / "tokenizer.json"
     if not tokenizer_path.exists():
         train_tokenizer(stories, args.vocab_size).save(str(tokenizer_path))
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
@@ -284,16 +289,22 @@ def main() -> None:
         f"{compute_dtype(args)} on {args.device}"
     )
 
-    trainer = Trainer(args, "target", target, next_token_loss)
-    trainer.run(
-        args.target_minutes,
-        StoryStream(tokenizer, stories, args.chat_share, args.seed),
-        lambda: evaluate(args, target, tokenizer, validation),
-    )
+    if args.target:
+        trained = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+        target.load_state_dict(trained.state_dict())
+    else:
+        trainer = Trainer(args, "target", target, next_token_loss)
+        trainer.run(
+            args.target_minutes,
+            StoryStream(tokenizer, stories, args.chat_share, args.seed),
+            lambda: evaluate(args, target, tokenizer, validation),
+        )
+        export(target, tokenizer, args.out / "target", args.context)
     target.eval().requires_grad_(False)
-    export(target, tokenizer, args.out / "target", args.context)
 
     copy_first_layers(target, draft)
+    if args.samples:
+        stories += read_stories(args.samples)
     trainer = Trainer(args, "draft", draft, distillation_loss(target, compute_dtype(args)))
     trainer.run(
         args.draft_minutes,
