@@ -4,7 +4,7 @@
  * have one order, however many queries there are.
  */
 
-/* Sums keep the order that is written here. */
+/* Sums keep the order that is written here, and how they are rounded is left to ``multiply_add``. */
 #if defined(__clang__)
 #pragma clang fp reassociate(off)
 #else
@@ -25,6 +25,8 @@
 #define QUERIES 32
 /* From this many queries of a kv head on, its keys are turned over, so that a vector holds one number of many keys. */
 #define TURNED_FROM 8
+/* A number in all lanes. */
+#define SPREAD(x) ((vec){ 0 } + (x))
 
 /* Slots of ``length`` positions of a span, from ``begin`` on. */
 static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, int64_t begin, int64_t length) {
@@ -90,9 +92,9 @@ static inline ALWAYS float sum_of(vec x) {
 /* One query's product with one key. */
 static inline ALWAYS float score(const float *query, const float *key, const int64_t width) {
     const vec *a = (const vec *)query, *b = (const vec *)key;
-    vec sum = a[0] * b[0];
+    vec sum = { 0 };
     UNROLL
-    for (int64_t i = 1; i < width; i++) sum += a[i] * b[i];
+    for (int64_t i = 0; i < width; i++) sum = multiply_add(a[i], b[i], sum);
     return sum_of(sum);
 }
 
@@ -108,15 +110,12 @@ typedef struct {
 } Operands;
 
 static inline ALWAYS Tile lane(const Operands x, const int64_t width, const int64_t i) {
-    const vec *key = (const vec *)(x.keys + i * CHUNK);
-    Tile sum;
-    for (int q = 0; q < 2; q++)
-        for (int v = 0; v < 2; v++) sum.of[q][v] = x.query[q][i] * key[v];
+    Tile sum = { 0 };
     UNROLL
-    for (int64_t at = i + LANES; at < width * LANES; at += LANES) {
-        key = (const vec *)(x.keys + at * CHUNK);
+    for (int64_t at = i; at < width * LANES; at += LANES) {
+        const vec *key = (const vec *)(x.keys + at * CHUNK);
         for (int q = 0; q < 2; q++)
-            for (int v = 0; v < 2; v++) sum.of[q][v] += x.query[q][at] * key[v];
+            for (int v = 0; v < 2; v++) sum.of[q][v] = multiply_add(SPREAD(x.query[q][at]), key[v], sum.of[q][v]);
     }
     return sum;
 }
@@ -202,7 +201,8 @@ static inline ALWAYS void add_values(
         const vec *value = (const vec *)(values + offset[j]);
         for (int64_t row = 0; row < num_rows; row++) {
             UNROLL
-            for (int64_t i = 0; i < width; i++) sum[row][i] += weights[row][j] * value[i];
+            for (int64_t i = 0; i < width; i++)
+                sum[row][i] = multiply_add(SPREAD(weights[row][j]), value[i], sum[row][i]);
         }
     }
     for (int64_t row = 0; row < num_rows; row++) {
@@ -212,11 +212,11 @@ static inline ALWAYS void add_values(
 }
 
 /* Some queries of a span against its keys and values, for the kv heads from first_head to end_head, with a running
- * softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it. Inlined for the usual
- * head sizes, LANES * width, so that a head stays in registers. */
+ * softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it; ``turned``, for one kv
+ * head, turns its keys over. Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
 static inline ALWAYS void attend_queries(
     const Spans *spans, const Layer *layer, int64_t span, int64_t first_query, int64_t num_queries,
-    int64_t first_head, int64_t end_head, const float *qkv, float *out, const int64_t width) {
+    int64_t first_head, int64_t end_head, int turned, const float *qkv, float *out, const int64_t width) {
     const int64_t size = LANES * width;
     const int64_t shared = layer->num_heads / layer->num_kv_heads, rows_of_head = shared * num_queries;
     const int64_t num_kv_heads = end_head - first_head, rows = num_kv_heads * rows_of_head;
@@ -226,8 +226,6 @@ static inline ALWAYS void attend_queries(
     const int64_t first = spans->first_token[span] + first_query;
     const float *keys = layer->keys + first_head * size, *values = layer->values + first_head * size;
     const float scaling = layer->scaling;
-    /* Not with a width of 1: the compiler may round products together with what they are added to, unlike sums. */
-    const int turned = rows_of_head >= TURNED_FROM && width > 1;
     const float *queries[rows];
     int64_t from[rows], last[rows];
     float *outs[rows], best[rows], total[rows], shrink[rows], scores[rows][CHUNK];
@@ -250,10 +248,9 @@ static inline ALWAYS void attend_queries(
         int64_t offset[CHUNK + AHEAD];
         find_slots(offset, spans, span, begin, known);
         for (int64_t j = 0; j < known; j++) offset[j] *= kv_size;
-        for (int64_t head = 0; turned && head < num_kv_heads; head++) {
-            const int64_t row = head * rows_of_head;
-            turn(turned_keys, keys + head * size, offset, length, size);
-            score_turned(scores + row, queries + row, rows_of_head, turned_keys, scaling, width);
+        if (turned) {
+            turn(turned_keys, keys, offset, length, size);
+            score_turned(scores, queries, rows, turned_keys, scaling, width);
         }
         for (int64_t j = 0; !turned && j < length; j++) {
             const int64_t at = offset[j], later = offset[j + AHEAD < known ? j + AHEAD : j];
@@ -320,9 +317,10 @@ static void attend_task(const void *arguments, int64_t item) {
     const int64_t first = heads * layer->num_kv_heads / of->split;
     const int64_t end = (heads + 1) * layer->num_kv_heads / of->split;
     /* Of many queries, the scores of one kv head at a time stay in the processor's first cache. */
-    const int64_t step = num_queries * layer->num_heads < TURNED_FROM * layer->num_kv_heads ? end - first : 1;
+    const int turned = num_queries * layer->num_heads >= TURNED_FROM * layer->num_kv_heads;
+    const int64_t step = turned ? 1 : end - first;
 #define ATTEND(size) \
-    attend_queries(spans, layer, span, query, num_queries, head, head + step, of->qkv, of->out, (size) / LANES)
+    attend_queries(spans, layer, span, query, num_queries, head, head + step, turned, of->qkv, of->out, (size) / LANES)
     for (int64_t head = first; head < end; head += step) {
         switch (layer->head_size) {
             case 64: ATTEND(64); break;

@@ -60,7 +60,6 @@ class NativeParts:
         self.kernels = kernels
         self.batch = batch
         self.cache = cache
-        self.first_token = batch.offsets
         first_block = accumulate((len(span.table.block_ids) for span in batch.spans[:-1]), initial=0)
         # Kept as long as the pointers into it are used.
         self.numbers = np.array(
@@ -75,13 +74,13 @@ class NativeParts:
         num_spans = len(batch.spans)
         start = self.numbers.ctypes.data
         if rotary.table is None:
-            self.angles = (*rotary.compute(batch.positions[0]), torch.arange(self.first_token[-1]))
+            self.angles = (*rotary.compute(batch.positions[0]), torch.arange(batch.offsets[-1]))
         else:
             self.angles = (*rotary.table, batch.positions[0].contiguous())
         cos, sin, rows = self.angles
         self.spans = Spans(
             num_spans=num_spans,
-            num_tokens=self.first_token[-1],
+            num_tokens=batch.offsets[-1],
             block_size=batch.block_size,
             slots=batch.slots.data_ptr(),
             first_token=start,

@@ -40,6 +40,20 @@ static inline ALWAYS vec widen(const uint16_t *half) {
     return out;
 }
 
+/* x * y + z, rounded once where the processor can do that: a compiler that is left to fuse products and sums may do so
+ * in one place and not in another. */
+static inline ALWAYS vec multiply_add(vec x, vec y, vec z) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__FMA__) && LANES == 8
+    return (vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
+#else
+    return x * y + z;
+#endif
+}
+
 /* exp with a relative error of 2e-7 (Cody-Waite reduction, polynomial of degree 6); NaN stays NaN. */
 static inline ALWAYS float fast_exp(float x) {
     x = x > 88.0f ? 88.0f : x;

@@ -38,6 +38,7 @@ NORM = Norm(torch.rand(6, 80, generator=torch.Generator().manual_seed(11)) + 0.5
 SHAPES = {
     "a head for each": AttentionShape(0, 3, 3, 64, 0.125, None, None),
     "shared heads": AttentionShape(0, 6, 2, 32, 0.2, None, None),
+    "a head of 16": AttentionShape(0, 4, 1, 16, 0.25, None, None),
     "128, a window": AttentionShape(0, 2, 1, 128, 0.1, 9, None),
     "odd size, norms": AttentionShape(0, 4, 2, 80, 0.3, None, NORM),
     "256, other angles": AttentionShape(0, 2, 1, 256, 0.1, None, None, rotary=1),
