@@ -374,14 +374,15 @@ typedef struct {
     int64_t rows, num_parts, num_blocks;
 } Quantisation;
 
-/* Rows of a part side by side, block by block. */
-static void quantise_task(const void *arguments, int64_t part) {
+/* A row beside the others of its part, block by block. */
+static void quantise_task(const void *arguments, int64_t row) {
     const Quantisation *of = arguments;
-    const int64_t num_blocks = of->num_blocks, first = first_row(part, of->num_parts, of->rows);
-    const int64_t end = first_row(part + 1, of->num_parts, of->rows);
-    for (int64_t row = first; row < end; row++)
-        quantise_row(of->to + first * num_blocks + row - first, of->x + row * num_blocks * BLOCK, num_blocks,
-                     end - first);
+    const int64_t num_blocks = of->num_blocks;
+    int64_t part = row * of->num_parts / of->rows; /* or the next: parts begin at numbers that are rounded down */
+    part += first_row(part + 1, of->num_parts, of->rows) <= row;
+    const int64_t first = first_row(part, of->num_parts, of->rows);
+    quantise_row(of->to + first * num_blocks + row - first, of->x + row * num_blocks * BLOCK, num_blocks,
+                 first_row(part + 1, of->num_parts, of->rows) - first);
 }
 
 /* As ``multiply`` in linear.c, for a linear layer whose weights are QuantisedPanels. */
@@ -394,7 +395,7 @@ void multiply_quantised(const Linear *linear, float *out, const float *x, const 
         return;
     }
     Inputs *inputs = arena_alloc(&arena, rows * num_blocks, sizeof(Inputs));
-    run_task(quantise_task, &(Quantisation){ inputs, x, rows, num_parts, num_blocks }, num_parts,
+    run_task(quantise_task, &(Quantisation){ inputs, x, rows, num_parts, num_blocks }, rows,
              rows * linear->in_features * 16);
     const int64_t most = TILE_BYTES / (MAX_ROWS * num_blocks * (int64_t)sizeof(Inputs)), several = most > 1 ? most : 1;
     for (int64_t part = 0; part < num_parts; part += several) {
