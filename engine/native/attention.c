@@ -25,8 +25,6 @@
 #define QUERIES 32
 /* From this many queries of a kv head on, its keys are turned over, so that a vector holds one number of many keys. */
 #define TURNED_FROM 8
-/* A number in all lanes. */
-#define SPREAD(x) ((vec){ 0 } + (x))
 
 /* Slots of ``length`` positions of a span, from ``begin`` on. */
 static inline void find_slots(int64_t *slots, const Spans *spans, int64_t span, int64_t begin, int64_t length) {

@@ -80,7 +80,7 @@ static inline ALWAYS vec add_products(vec sum, vec weight, const float *factor, 
     __asm__("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weight), "m"(*factor));
     return sum;
 #else
-    return sum + weight * *factor;
+    return multiply_add(weight, SPREAD(*factor), sum);
 #endif
 }
 

@@ -271,6 +271,11 @@ DEFINE(Q4_0) DEFINE(Q4_1) DEFINE(Q5_0) DEFINE(Q5_1) DEFINE(Q8_0) DEFINE(Q4_K) DE
 /* Row where part ``part`` of num_parts begins. */
 static inline int64_t first_row(int64_t part, int64_t num_parts, int64_t rows) { return part * rows / num_parts; }
 
+/* The part that a row is in: the last one that begins before the next row. */
+static inline int64_t part_of(int64_t row, int64_t num_parts, int64_t rows) {
+    return ((row + 1) * num_parts - 1) / rows;
+}
+
 /* Parts ``first_part`` to end_part - 1 of a product whose rows are in ``num_parts`` parts; inputs [blocks, rows of the
  * part] of each. */
 typedef struct {
@@ -378,8 +383,7 @@ typedef struct {
 static void quantise_task(const void *arguments, int64_t row) {
     const Quantisation *of = arguments;
     const int64_t num_blocks = of->num_blocks;
-    int64_t part = row * of->num_parts / of->rows; /* or the next: parts begin at numbers that are rounded down */
-    part += first_row(part + 1, of->num_parts, of->rows) <= row;
+    const int64_t part = part_of(row, of->num_parts, of->rows);
     const int64_t first = first_row(part, of->num_parts, of->rows);
     quantise_row(of->to + first * num_blocks + row - first, of->x + row * num_blocks * BLOCK, num_blocks,
                  first_row(part + 1, of->num_parts, of->rows) - first);

@@ -22,6 +22,9 @@
 #endif
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* A number in all lanes. */
+#define SPREAD(x) ((vec){ 0 } + (x))
+
 #define UNROLL _Pragma("GCC unroll 12")
 #define ALWAYS __attribute__((always_inline))
 
