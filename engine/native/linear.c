@@ -18,9 +18,8 @@
 #define MAX_ROWS 6
 #endif
 #define VECTORS (PANEL / LANES)
-/* Weights are fetched this many bytes before they are used, but for a single row: the processor's own
- * prefetching is as good there. */
-#define PREFETCH 4096
+/* Rows from which weights are fetched ahead by instructions. With fewer the processor does so by itself, and better. */
+#define FETCHED_ROWS(type) ((type) == FLOAT16 ? 2 : MAX_ROWS / 2)
 
 /* Rows that share a pointer, which is a register, in a product. */
 #define GROUP 3
@@ -139,9 +138,9 @@ static inline ALWAYS void multiply_rows(
             const int64_t at = k * PANEL + i * LANES;
             weight[i] = is_half ? widen(half + at) : *(const vec *)(whole + at);
         }
-        if (num_rows > 1) {
+        if (num_rows >= FETCHED_ROWS(type)) {
             const char *now = is_half ? (const char *)(half + k * PANEL) : (const char *)(whole + k * PANEL);
-            for (int i = 0; i < PANEL * (is_half ? 2 : 4); i += 64) __builtin_prefetch(now + PREFETCH + i);
+            for (int i = 0; i < PANEL * (is_half ? 2 : 4); i += CACHE_LINE) fetch_ahead(now + i);
         }
         UNROLL
         for (int row = 0; row < num_rows; row++) {

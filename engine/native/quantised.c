@@ -27,9 +27,8 @@
 #else
 #define MAX_ROWS 4
 #endif
-/* Weights are fetched this many bytes before they are used where arithmetic takes longer than reading: 5 and 6 rows of up
- * to 6 bits. Elsewhere the processor's own prefetching is better, and such instructions slow it down. */
-#define PREFETCH 4096
+/* Rows from which weights are fetched ahead by instructions. With fewer the processor does so by itself, and better. */
+#define FETCHED_ROWS(bits) ((bits) == 8 ? MAX_ROWS - 1 : 3)
 /* Of inputs that stay in a core's cache while the panels pass by. */
 #define TILE_BYTES (256 << 10)
 /* 1.5 * 2^23 */
@@ -187,17 +186,18 @@ static inline ALWAYS void multiply_rows(vec *sums, const uint8_t *panel, const i
     /* Scales and minus minima of 256 inputs, converted once for their eight blocks. */
     vec super_scale[VECTORS] = {{0}}, super_min[VECTORS] = {{0}};
     for (int64_t block = 0; block < num_blocks; block++, panel += size, x += num_rows) {
-        if (super_bytes(scaling) && block % BLOCKS_PER_SUPER == 0) {
+        const int64_t shared = block % BLOCKS_PER_SUPER ? 0 : super_bytes(scaling);
+        if (num_rows >= FETCHED_ROWS(bits))
+            for (int64_t i = 0; i < shared + size; i += CACHE_LINE) fetch_ahead(panel + i);
+        if (shared) {
             UNROLL
             for (int i = 0; i < VECTORS; i++) {
                 const int at = column + i * LANES;
                 super_scale[i] = widen_half(panel + 2 * at);
                 if (scaling == SUPER) super_min[i] = -widen_half(panel + 2 * (COLUMNS + at));
             }
-            panel += super_bytes(scaling);
+            panel += shared;
         }
-        if (num_rows > 4 && bits < 8)
-            for (int i = 0; i < size; i += 64) __builtin_prefetch(panel + PREFETCH + i);
         const uint8_t *scale = panel + code_bytes(bits);
         UNROLL
         for (int unit = 0; unit < num_units; unit++) {
