@@ -6,7 +6,8 @@ else the machine does makes passes slower, never faster.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from typing import TypeVar
 
@@ -20,8 +21,9 @@ from engine.speculation.costs import Costs, PassCosts
 # Tokens of a pass, in the order of what they tell; larger ones are extrapolated.
 SIZES = (1, 5, 2, 9, 16, 3, 4, 32, 12, 24, 48, 64, 128)
 MIN_SIZES, MAX_REPEATS = 2, 5
-# Tokens of the long text by which the cost of stored tokens is measured.
-NUM_STORED = 1024
+# Stored tokens are measured with that many in each of these numbers of rows: together they may or may not
+# stay in the processor's cache.
+NUM_STORED, MOST_ROWS, FEWER_ROWS = 256, 4, (1, 2)
 # A row that is scored brings its pending token and some drafts; up to nine tokens are one row.
 SCORE_TOKENS_PER_ROW, ONE_ROW = 5, 9
 # Seconds for which a pass is repeated, and the most repetitions: the first runs find cold caches.
@@ -67,20 +69,43 @@ def _measure(
         in_parts = [-(-size // smaller) * other for smaller, other in by_tokens.items()]
         by_tokens[size] = min([took, *in_parts])
 
-    room = min(pool.num_free * pool.block_size, model.model.max_position or NUM_STORED, NUM_STORED)
-    if model.model.has_encoder or room < NUM_STORED // 4:
+    room = min(model.model.max_position or inf, pool.num_free // MOST_ROWS * pool.block_size)
+    if model.model.has_encoder or room < NUM_STORED + SCORE_TOKENS_PER_ROW or max_tokens < MOST_ROWS:
         return PassCosts(by_tokens)
-    few, many = 1, room - SCORE_TOKENS_PER_ROW
-    kinds = [(queries, stored) for stored in (few, many) for queries in (1, SCORE_TOKENS_PER_ROW)]
-    took_by = _fastest(
-        lambda kind: _pass_seconds(model, pool, [kind[0]], kind[1]), kinds, seconds, len(kinds)
-    )
-    one, some = (
-        max(0.0, took_by[queries, many] - took_by[queries, few]) / (many - few)
-        for queries in (1, SCORE_TOKENS_PER_ROW)
-    )
+    return PassCosts(by_tokens, *_measure_stored(model, pool, seconds))
+
+
+def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tuple[dict[int, float], float]:
+    """What stored tokens add to a pass, by their number, and the share of it for each further new token."""
+
+    def run(kind: tuple[int, int, int]) -> float | None:
+        rows, queries, stored = kind
+        return _pass_seconds(model, pool, [queries] * rows, stored)
+
+    with _scratch(pool, [NUM_STORED] * MOST_ROWS) as tables:
+        model.cache.clear([block for table in tables for block in table.block_ids])
+    kinds = [
+        (MOST_ROWS, queries, stored) for queries in (1, SCORE_TOKENS_PER_ROW) for stored in (1, NUM_STORED)
+    ]
+    took = _fastest(run, kinds, seconds / 2, len(kinds))
+    # What a large model has stored is read from memory however little it is.
+    if took[kinds[0]] < WARM_SECONDS:
+        kinds = [(rows, 1, stored) for rows in FEWER_ROWS for stored in (1, NUM_STORED)]
+        took |= _fastest(run, kinds, seconds / 2, len(kinds))
+    added = {
+        (rows, queries): max(0.0, long - took[rows, queries, 1])
+        for (rows, queries, stored), long in took.items()
+        if stored > 1
+    }
+    by_stored: dict[int, float] = {}
+    of_a_token = inf
+    for rows in sorted((rows for rows, queries in added if queries == 1), reverse=True):
+        # A token takes no longer where fewer are stored: else that was measured at a busy moment.
+        of_a_token = min(of_a_token, added[rows, 1] / (rows * NUM_STORED))
+        by_stored[rows * NUM_STORED] = rows * NUM_STORED * of_a_token
+    one, some = added[MOST_ROWS, 1], added[MOST_ROWS, SCORE_TOKENS_PER_ROW]
     share = min(max(some / one - 1, 0.0) / (SCORE_TOKENS_PER_ROW - 1), 1.0) if one else 0.0
-    return PassCosts(by_tokens, one, share)
+    return by_stored, share
 
 
 def _fastest(
@@ -105,12 +130,10 @@ def _pass_seconds(
     """Seconds of a pass over such rows behind ``num_stored`` tokens each; None if the pool is too small."""
     num_encoder_tokens = ENCODER_TOKENS if model.model.has_encoder else 0
     num_stored += num_encoder_tokens
-    if sum(pool.blocks_for(num_stored + length) for length in row_lengths) > pool.num_free:
+    room = [num_stored + length for length in row_lengths]
+    if sum(map(pool.blocks_for, room)) > pool.num_free:
         return None
-    tables = [BlockTable(num_encoder_tokens) for _ in row_lengths]
-    try:
-        for table, length in zip(tables, row_lengths, strict=True):
-            pool.reserve(table, num_stored + length)
+    with _scratch(pool, room, num_encoder_tokens) as tables:
         spans = [Span(table, [0] * length, length) for table, length in zip(tables, row_lengths, strict=True)]
         fastest, total = inf, 0.0
         for _ in range(RUNS):
@@ -125,6 +148,16 @@ def _pass_seconds(
             if total > WARM_SECONDS:
                 break
         return fastest
+
+
+@contextmanager
+def _scratch(pool: BlockPool, room: list[int], num_encoder_tokens: int = 0) -> Iterator[list[BlockTable]]:
+    """Tables with room for so many tokens each: blocks of the same numbers every time."""
+    tables = [BlockTable(num_encoder_tokens) for _ in room]
+    try:
+        for table, num_tokens in zip(tables, room, strict=True):
+            pool.reserve(table, num_tokens)
+        yield tables
     finally:
         for table in tables:
             pool.release(table)

@@ -10,6 +10,7 @@ option that has hardly run moves its own correction, one that has often run move
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from typing import NamedTuple
 
 # Options: draft lengths from 0 to the maximum, and whatever has other drafts in it.
@@ -29,40 +30,48 @@ OVERHEAD_RATE, MAX_OVERHEAD_SURPRISE = 0.1, 0.5
 HOST_SECONDS_PER_ROW = 3e-5
 
 
-class PassCosts:
-    """Seconds of a model's pass: linear between calibrated numbers of tokens, zero at none.
+class Curve:
+    """Seconds by a number, linear between calibrated points. ``start``: seconds at none."""
 
-    ``per_stored`` seconds are added for every token in the cache of a row with one new token, and
-    ``share_per_query`` of that for each further new token.
-    """
+    def __init__(self, points: Mapping[int, float], start: float | None = None) -> None:
+        self.points = {number: max(points[number], 1e-9) for number in sorted(points)}
+        self._numbers, self._seconds = list(self.points), list(self.points.values())
+        if start is not None:
+            self._numbers.insert(0, 0)
+            self._seconds.insert(0, start)
+
+    def __call__(self, number: float) -> float:
+        """Before the first point the time of that one; behind the last one the last slope goes on."""
+        numbers, seconds = self._numbers, self._seconds
+        right = bisect_left(numbers, number)
+        if right == 0 or len(numbers) == 1:
+            return seconds[0] * max(1.0, number / max(numbers[0], 1))
+        right = min(right, len(numbers) - 1)
+        left, low = numbers[right - 1], seconds[right - 1]
+        return low + (seconds[right] - low) * (number - left) / (numbers[right] - left)
+
+
+class PassCosts:
+    """Seconds of a model's pass: by its number of tokens, and what the tokens in the caches of its rows add
+    (``by_stored``) if each row has one new token. Each further one adds ``share_per_query`` of that."""
 
     def __init__(
-        self, by_tokens: dict[int, float], per_stored: float = 0.0, share_per_query: float = 0.0
+        self,
+        by_tokens: Mapping[int, float],
+        by_stored: Mapping[int, float] | None = None,
+        share_per_query: float = 0.0,
     ) -> None:
-        self.tokens = sorted(by_tokens)
-        self._seconds = [max(by_tokens[tokens], 1e-9) for tokens in self.tokens]
-        self.per_stored = per_stored
+        self.by_tokens = Curve(by_tokens)
+        self.by_stored = Curve(by_stored or {}, start=0.0)
         self.share_per_query = share_per_query
 
     def __call__(self, num_tokens: float, num_stored: float = 0.0, num_rows: float = 1.0) -> float:
         """Seconds of a pass over ``num_tokens`` of ``num_rows``, which have ``num_stored`` in the cache."""
         if num_tokens <= 0:
             return 0.0
-        tokens, seconds = self.tokens, self._seconds
-        right = bisect_left(tokens, num_tokens)
-        if right == 0 or len(tokens) == 1:
-            passed = seconds[0] * max(1.0, num_tokens / tokens[0])
-        else:
-            right = min(right, len(tokens) - 1)  # behind the last one the last slope goes on
-            left, low = tokens[right - 1], seconds[right - 1]
-            passed = low + (seconds[right] - low) * (num_tokens - left) / (tokens[right] - left)
         more_queries = max(0.0, num_tokens / num_rows - 1)
-        return passed + self.per_stored * num_stored * (1 + self.share_per_query * more_queries)
-
-    def state(self) -> dict[str, float]:
-        """Milliseconds by tokens."""
-        points = zip(self.tokens, self._seconds, strict=True)
-        return {str(tokens): round(1000 * seconds, 4) for tokens, seconds in points}
+        attention = self.by_stored(num_stored) * (1 + self.share_per_query * more_queries)
+        return self.by_tokens(num_tokens) + attention
 
 
 class Shape(NamedTuple):
@@ -174,9 +183,13 @@ class Costs:
     def state(self) -> dict[str, object]:
         """Milliseconds, and the level as a factor."""
         return {
-            "draft_ms_by_tokens": self.draft.state(),
-            "score_ms_by_tokens": self.score.state(),
-            "score_ms_per_1000_stored": round(1e6 * self.score.per_stored, 4),
+            "draft_ms_by_tokens": milliseconds(self.draft.by_tokens),
+            "score_ms_by_tokens": milliseconds(self.score.by_tokens),
+            "score_ms_by_stored": milliseconds(self.score.by_stored),
             "level": round(math.exp(self._level), 3),
             "overhead_ms_of_a_row": round(1000 * self.overhead(1), 4),
         }
+
+
+def milliseconds(curve: Curve) -> dict[str, float]:
+    return {str(number): round(1000 * seconds, 4) for number, seconds in curve.points.items()}

@@ -199,9 +199,10 @@ class Policy:
         place = 0 if self._repeats else self.explorer.next(names, self._now)
         if place is None:
             return None
-        if length:
-            return Exploration(key, names[place], self.fixed(key[0], best.groups, options[place]), FEW_ROUNDS)
-        return Exploration(key, names[place], self._scouts(best, missing()), FEW_ROUNDS)
+        plan = self.fixed(key[0], best.groups, options[place]) if length else self._scouts(best, missing())
+        # A whole step: rounds behind the first ones of a step are faster, and the active plan has those.
+        num_rounds = max(FEW_ROUNDS, int(self.costs.rounds_per_step(plan.seconds)))
+        return Exploration(key, names[place], plan, num_rounds)
 
     def _scouts(self, best: Best, missing: list[int]) -> Plan:
         """The best drafting length while drafting is off, for the rows whose caches are up to date within

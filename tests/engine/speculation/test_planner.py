@@ -136,7 +136,7 @@ class NoDrafts(SpeculationPlanner):
 
 
 def test_a_choice_does_not_outlive_its_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that share a step end with the exploration: its plan is not the active one."""
+    """Rounds that share a step end with the exploration, whose plan is not the active one; it has a step."""
     planner = auto(SMALL)
     honest, explored = planner.choose, []
 
@@ -150,6 +150,7 @@ def test_a_choice_does_not_outlive_its_exploration(monkeypatch: pytest.MonkeyPat
     Simulation(SMALL, planner, always(0.8), lambda _: 2).run(8.0)
     assert len(explored) > 5
     assert all(max_rounds <= rounds_left for max_rounds, rounds_left in explored)
+    assert max(rounds_left for _, rounds_left in explored) == 16
 
 
 REPEATED = list(range(40))

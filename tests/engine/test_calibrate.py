@@ -1,0 +1,64 @@
+"""What calibration makes of the passes that it measures; these have known times."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.core.block_pool import BlockPool
+from engine.runtime import calibrate
+from engine.speculation.costs import PassCosts
+
+
+def pass_seconds(unit: float, row_lengths: list[int], num_stored: int) -> float:
+    """1,000 stored tokens stay in the processor's cache, further ones are read from memory."""
+    stored = len(row_lengths) * (num_stored if num_stored > 1 else 0)
+    further_queries = sum(row_lengths) / len(row_lengths) - 1
+    attention = (0.001 * stored + 0.004 * max(0, stored - 600)) * (1 + 0.2 * further_queries)
+    return unit * (1 + 0.1 * sum(row_lengths) + attention)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
+    def fake(model: Any, pool: Any, row_lengths: list[int], num_stored: int = 0) -> float:
+        return pass_seconds(unit, row_lengths, num_stored)
+
+    cleared: list[list[int]] = []
+    monkeypatch.setattr(calibrate, "_pass_seconds", fake)
+    model: Any = SimpleNamespace(
+        model=SimpleNamespace(has_encoder=False, max_position=4096),
+        cache=SimpleNamespace(clear=cleared.append),
+    )
+    pool = BlockPool(num_blocks=200, block_size=16)
+    costs = calibrate.calibrate(model, pool, None, None, max_tokens=128).score
+    assert len(cleared) == 1
+    assert len(cleared[0]) == 4 * 256 // 16
+    assert pool.num_free == 200
+    return costs
+
+
+def test_a_small_model_attends_faster_to_what_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = 0.0004
+    costs = measured(monkeypatch, unit)
+    rows = ([1], 200), ([1, 1], 250), ([1] * 4, 256), ([5] * 4, 256), ([1] * 8, 256)
+    for row_lengths, num_stored in rows:
+        expected = pass_seconds(unit, row_lengths, num_stored)
+        num_rows, num_tokens = len(row_lengths), sum(row_lengths)
+        assert costs(num_tokens, num_stored * num_rows, num_rows) == pytest.approx(expected, rel=0.12)
+    # In proportion to 1,024 tokens, which leave the cache, 200 would seem to take twice as long.
+    assert costs(1, 200) - costs(1) < 0.6 * (costs(1, 1024) - costs(1)) * 200 / 1024
+
+
+def test_a_large_model_reads_what_is_stored_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = 0.02
+    costs = measured(monkeypatch, unit)
+    exact = pass_seconds(unit, [1] * 4, 256)
+    assert costs(4, 1024, 4) == pytest.approx(exact)
+    assert costs(4, 512, 4) - costs(4) == pytest.approx((exact - costs(4)) / 2)
+    assert costs(4, 2048, 4) - costs(4) == pytest.approx((exact - costs(4)) * 2)
+
+
+def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_pass_seconds", lambda *_: 0.001)
+    model: Any = SimpleNamespace(model=SimpleNamespace(has_encoder=False, max_position=4096))
+    costs = calibrate.calibrate(model, BlockPool(num_blocks=20, block_size=16), None, None, max_tokens=128)
+    assert costs.score(1, 1000) == costs.score(1)
