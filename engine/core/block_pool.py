@@ -46,6 +46,8 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         # Free blocks in the order of their next use: unpublished ones, then the least recently used.
         self._free = OrderedDict.fromkeys(range(num_blocks))
+        # Whether a beginning of a run may be unused: else there is nothing to search for.
+        self._has_beginnings = True
 
     @property
     def num_free(self) -> int:
@@ -77,10 +79,12 @@ class BlockPool:
         behind = block_ids[-1] + 1 if block_ids else -1
         if self._is_unused(behind):
             return behind
-        # Always from the first one on: memory that was never touched takes time to be touched.
-        for beginning in range(0, min(self.num_blocks, RUN * MAX_RUNS), RUN):
-            if self._is_unused(beginning):
-                return beginning
+        if self._has_beginnings:
+            # Always from the first one on: memory that was never touched takes time to be touched.
+            for beginning in range(0, min(self.num_blocks, RUN * MAX_RUNS), RUN):
+                if self._is_unused(beginning):
+                    return beginning
+            self._has_beginnings = False
         first: int = next(iter(self._free))
         return first
 
@@ -150,6 +154,7 @@ class BlockPool:
             self._free[block] = None
             if block not in self._hash_of:
                 self._free.move_to_end(block, last=False)
+                self._has_beginnings |= block % RUN == 0
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of.pop(block, None)
