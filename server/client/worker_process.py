@@ -208,6 +208,11 @@ class WorkerProcess:
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without this server's settings: the worker gets its own by argument, and keys are none of them."""
+    """Without this server's settings: the worker gets its own by argument, and keys are none of them.
+
+    torch's OpenMP threads look for more work for microseconds before they sleep, unless ``environ`` says
+    otherwise. By default they do so for milliseconds, on processors that the engine's own threads need.
+    """
     kept = {name: value for name, value in environ.items() if not name.upper().startswith(ENV_PREFIX)}
-    return kept | {PARENT_VARIABLE: str(os.getpid())}
+    spin = {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
+    return kept | spin | {PARENT_VARIABLE: str(os.getpid())}

@@ -224,9 +224,22 @@ def test_the_workers_environment_has_no_settings() -> None:
         "foretoken_api_key_file": "/keys",
         "PATH": "/bin",
         "HF_HOME": "x",
+        "OMP_WAIT_POLICY": "passive",
     }
     kept = worker_environment(environ)
-    assert kept == {"PATH": "/bin", "HF_HOME": "x", PARENT_VARIABLE: str(os.getpid())}
+    assert kept == {
+        "PATH": "/bin",
+        "HF_HOME": "x",
+        "OMP_WAIT_POLICY": "passive",
+        PARENT_VARIABLE: str(os.getpid()),
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "5"), ("OMP_WAIT_POLICY", "active")])
+def test_torchs_threads_do_not_wait_long_unless_the_environment_says_so(name: str, value: str) -> None:
+    assert worker_environment({})["GOMP_SPINCOUNT"] == "1000"
+    given = worker_environment({name: value})
+    assert {key: given.get(key) for key in (name, "GOMP_SPINCOUNT")} == {"GOMP_SPINCOUNT": None, name: value}
 
 
 def test_keys_are_not_in_the_workers_environment(
