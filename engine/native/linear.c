@@ -18,7 +18,7 @@
 #define MAX_ROWS 6
 #endif
 #define VECTORS (PANEL / LANES)
-/* Rows from which weights are fetched ahead by instructions. With fewer the processor does so by itself, and better. */
+/* Rows from which weights are fetched ahead (``fetch_ahead``). */
 #define FETCHED_ROWS(type) ((type) == FLOAT16 ? 2 : MAX_ROWS / 2)
 
 /* Rows that share a pointer, which is a register, in a product. */

@@ -27,7 +27,7 @@
 #else
 #define MAX_ROWS 4
 #endif
-/* Rows from which weights are fetched ahead by instructions. With fewer the processor does so by itself, and better. */
+/* Rows from which weights are fetched ahead (``fetch_ahead``). */
 #define FETCHED_ROWS(bits) ((bits) == 8 ? MAX_ROWS - 1 : 3)
 /* Of inputs that stay in a core's cache while the panels pass by. */
 #define TILE_BYTES (256 << 10)

@@ -28,8 +28,12 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 #define UNROLL _Pragma("GCC unroll 12")
 #define ALWAYS __attribute__((always_inline))
 
-/* Fetches what will be used some kilobytes later into the second cache: into the first, it would drive out what is in use. */
-static inline ALWAYS void fetch_ahead(const void *used_now) { __builtin_prefetch((const char *)used_now + 6144, 0, 2); }
+/* Prefetches weights PREFETCH bytes before they are used, into the L2 cache: in L1 they would evict data in use.
+ * With few rows the hardware prefetches far enough ahead by itself, and such instructions slow it down. */
+#define PREFETCH 6144
+static inline ALWAYS void fetch_ahead(const void *used_now) {
+    __builtin_prefetch((const char *)used_now + PREFETCH, 0, 2);
+}
 
 /* LANES float16 numbers as float32. */
 static inline ALWAYS vec widen(const uint16_t *half) {

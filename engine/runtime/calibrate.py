@@ -152,7 +152,7 @@ def _pass_seconds(
 
 @contextmanager
 def _scratch(pool: BlockPool, room: list[int], num_encoder_tokens: int = 0) -> Iterator[list[BlockTable]]:
-    """Tables with room for so many tokens each: blocks of the same numbers every time."""
+    """Block tables with room for these numbers of tokens, until the end. They always get the same blocks."""
     tables = [BlockTable(num_encoder_tokens) for _ in room]
     try:
         for table, num_tokens in zip(tables, room, strict=True):

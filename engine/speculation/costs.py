@@ -34,8 +34,8 @@ class Curve:
     """Seconds by a number, linear between calibrated points. ``start``: seconds at none."""
 
     def __init__(self, points: Mapping[int, float], start: float | None = None) -> None:
-        self.points = {number: max(points[number], 1e-9) for number in sorted(points)}
-        self._numbers, self._seconds = list(self.points), list(self.points.values())
+        self._points = {number: max(points[number], 1e-9) for number in sorted(points)}
+        self._numbers, self._seconds = list(self._points), list(self._points.values())
         if start is not None:
             self._numbers.insert(0, 0)
             self._seconds.insert(0, start)
@@ -49,6 +49,10 @@ class Curve:
         right = min(right, len(numbers) - 1)
         left, low = numbers[right - 1], seconds[right - 1]
         return low + (seconds[right] - low) * (number - left) / (numbers[right] - left)
+
+    def state(self) -> dict[str, float]:
+        """Milliseconds by the number, at the calibrated points."""
+        return {str(number): round(1000 * seconds, 4) for number, seconds in self._points.items()}
 
 
 class PassCosts:
@@ -183,13 +187,9 @@ class Costs:
     def state(self) -> dict[str, object]:
         """Milliseconds, and the level as a factor."""
         return {
-            "draft_ms_by_tokens": milliseconds(self.draft.by_tokens),
-            "score_ms_by_tokens": milliseconds(self.score.by_tokens),
-            "score_ms_by_stored": milliseconds(self.score.by_stored),
+            "draft_ms_by_tokens": self.draft.by_tokens.state(),
+            "score_ms_by_tokens": self.score.by_tokens.state(),
+            "score_ms_by_stored": self.score.by_stored.state(),
             "level": round(math.exp(self._level), 3),
             "overhead_ms_of_a_row": round(1000 * self.overhead(1), 4),
         }
-
-
-def milliseconds(curve: Curve) -> dict[str, float]:
-    return {str(number): round(1000 * seconds, 4) for number, seconds in curve.points.items()}

@@ -201,8 +201,8 @@ class Policy:
             return None
         plan = self.fixed(key[0], best.groups, options[place]) if length else self._scouts(best, missing())
         # A whole step: rounds behind the first ones of a step are faster, and the active plan has those.
-        num_rounds = max(FEW_ROUNDS, int(self.costs.rounds_per_step(plan.seconds)))
-        return Exploration(key, names[place], plan, num_rounds)
+        num_rounds = int(self.costs.rounds_per_step(self.costs.model_seconds(plan.shape)))
+        return Exploration(key, names[place], plan, max(FEW_ROUNDS, num_rounds))
 
     def _scouts(self, best: Best, missing: list[int]) -> Plan:
         """The best drafting length while drafting is off, for the rows whose caches are up to date within
