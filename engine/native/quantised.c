@@ -27,8 +27,8 @@
 #else
 #define MAX_ROWS 4
 #endif
-/* Rows from which weights are fetched ahead (``fetch_ahead``). */
-#define FETCHED_ROWS(bits) ((bits) == 8 ? MAX_ROWS - 1 : 3)
+/* Rows from which weights are fetched ahead (``fetch_ahead``). Narrow codes take longer to unpack than to read. */
+#define FETCHED_ROWS(bits) ((bits) == 8 ? MAX_ROWS - 1 : 1)
 /* Of inputs that stay in a core's cache while the panels pass by. */
 #define TILE_BYTES (256 << 10)
 /* 1.5 * 2^23 */
