@@ -6,10 +6,10 @@ not make a counter fall. Updated by ``server.client`` and ``server.generation``,
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
 
 from engine.messages import FinishReason, Ready, Stats
 from server.metrics_registry import LabelledRegistry
@@ -81,10 +81,13 @@ class RequestMetrics:
 
 
 class WorkerMetrics:
-    """Families that mirror one worker's ``Stats``; observes it for ``server.client.worker_client``."""
+    """Families that mirror one worker's ``Stats``; observes it for ``server.client.worker_client``.
+
+    A worker sends its totals with every step; only the last ones before ``collect`` are counted.
+    """
 
     def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
-        self.registry = registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
             return Counter(f"{prefix}{name}", text, labels, registry=registry)
@@ -120,10 +123,16 @@ class WorkerMetrics:
         )
         self._build = Info(f"{prefix}build", "Version and models.", registry=registry)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
+        self._uncounted: Stats | None = None
         self.speculation({})
         self._build.info({"version": package_version()})
 
+    def collect(self) -> Iterator[Metric]:
+        self._count()
+        yield from self._registry.collect()
+
     def ready(self, ready: Ready) -> None:
+        self._count()
         self._totals = {}
         self.speculation({})
         self._ready.set(1)
@@ -138,6 +147,7 @@ class WorkerMetrics:
         )
 
     def lost(self) -> None:
+        self._count()
         self._restarts.inc()
         self._ready.set(0)
         self._cache_usage.clear()  # the cache went with the worker
@@ -148,6 +158,12 @@ class WorkerMetrics:
         self._achieved_speedup.set(math.nan if achieved is None else achieved)
 
     def stats(self, stats: Stats) -> None:
+        self._uncounted = stats
+
+    def _count(self) -> None:
+        stats, self._uncounted = self._uncounted, None
+        if stats is None:
+            return
         self._num_speculative_tokens.set(stats.num_speculative_tokens)
         for model, usage in stats.cache_usage.items():
             self._cache_usage.labels(model).set(usage)
@@ -169,7 +185,7 @@ class WorkerMetrics:
                 self._grow(counter, (position,), total)
 
     def _grow(self, counter: Counter, labels: tuple[str | int, ...], total: float) -> None:
-        """Add what this worker's total has grown by since its last message; most have not grown."""
+        """Add what this worker's total has grown by since it was last counted; most have not grown."""
         known = self._totals.get((counter, labels))
         if known == total:
             return
@@ -185,9 +201,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = RequestMetrics(self.registry, prefix)
         self.workers = [WorkerMetrics(prefix) for _ in range(num_workers)]
-        self.exposed = LabelledRegistry(
-            self.registry, [worker.registry for worker in self.workers], model_name
-        )
+        self.exposed = LabelledRegistry(self.registry, self.workers, model_name)
 
     def count_error(self, code: str) -> None:
         self.requests.errors.labels(code).inc()

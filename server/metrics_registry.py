@@ -13,9 +13,7 @@ from prometheus_client.registry import Collector
 class LabelledRegistry(CollectorRegistry):
     """Reads ``server`` and ``workers``, with the label ``model_name`` on every sample."""
 
-    def __init__(
-        self, server: CollectorRegistry, workers: Sequence[CollectorRegistry], model_name: str
-    ) -> None:
+    def __init__(self, server: CollectorRegistry, workers: Sequence[Collector], model_name: str) -> None:
         super().__init__()
         self._server = server
         self._workers = workers
@@ -38,8 +36,8 @@ class LabelledRegistry(CollectorRegistry):
 
     def _collectors(self) -> Iterator[tuple[dict[str, str], Collector | CollectorRegistry]]:
         yield {}, self._server
-        for number, registry in enumerate(self._workers):
-            yield self._worker_label(number), registry
+        for number, worker in enumerate(self._workers):
+            yield self._worker_label(number), worker
         yield {"process": "server"}, _process("self")
         for number, pid in enumerate(self.worker_pids()):
             if pid is not None:

@@ -12,7 +12,7 @@ from server.metrics import WorkerMetrics
 from server.settings import Settings
 from server.speculation_state import speculation_state
 from tests.server.conftest import StartServer
-from tests.server.test_launch import worker
+from tests.server.test_launch import WORKER, worker
 
 STATS = Stats(
     num_running=1,
@@ -95,24 +95,35 @@ def test_before_anything_ran() -> None:
     assert (state.on, state.why, state.acceptance_by_position) == (None, "no step has run yet", [])
 
 
+def samples(metrics: WorkerMetrics, name: str) -> list[float]:
+    families = list(metrics.collect())
+    return [sample.value for family in families for sample in family.samples if sample.name == name]
+
+
 def test_gauge_follows_the_policy() -> None:
     metrics = WorkerMetrics()
-
-    def value() -> float:
-        sample = metrics.registry.get_sample_value("foretoken_estimated_speedup")
-        assert sample is not None
-        return sample
-
-    assert math.isnan(value())
+    name = "foretoken_estimated_speedup"
+    assert math.isnan(samples(metrics, name)[0])
     metrics.speculation(AUTO)
-    assert value() == 1.4
+    assert samples(metrics, name) == [1.4]
     metrics.speculation({"policy": "fixed"})
-    assert math.isnan(value())
+    assert math.isnan(samples(metrics, name)[0])
 
 
 def test_a_dead_workers_cache_is_not_in_use() -> None:
     metrics = WorkerMetrics()
     metrics.stats(msgspec.structs.replace(STATS, cache_usage={"target": 0.5}))
-    assert metrics.registry.get_sample_value("foretoken_kv_cache_usage_perc", {"model": "target"}) == 0.5
+    assert samples(metrics, "foretoken_kv_cache_usage_perc") == [0.5]
+    metrics.stats(msgspec.structs.replace(STATS, cache_usage={"target": 0.7}))
     metrics.lost()
-    assert not metrics.registry.get_sample_value("foretoken_kv_cache_usage_perc", {"model": "target"})
+    assert not samples(metrics, "foretoken_kv_cache_usage_perc")
+
+
+def test_what_a_worker_counted_before_it_died_is_kept() -> None:
+    metrics = WorkerMetrics()
+    for total in (2, 3):
+        metrics.stats(msgspec.structs.replace(STATS, num_preemptions=total))
+    metrics.lost()
+    metrics.ready(WORKER)
+    metrics.stats(msgspec.structs.replace(STATS, num_preemptions=4))
+    assert samples(metrics, "foretoken_num_preemptions_total") == [7]
