@@ -119,7 +119,8 @@ class Policy:
         best = self._best_by_rows.get(key)
         if best is None:
             best = self._best_by_rows[key] = self._find_best(num_rows, Counter(groups), missing)
-        if best.active.length and self.best is not None and not self.best.active.length:
+        before = self.best  # where no row may draft, drafting has not ended
+        if best.active.length and before is not None and before.groups and not before.active.length:
             # Between replans drafting ends but does not start: else, as rows come and go, the draft model's
             # cache would be brought up to date for a few rounds at a time.
             best = best._replace(active=best.plain)

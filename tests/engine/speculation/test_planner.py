@@ -126,6 +126,22 @@ def test_rows_come_and_go() -> None:
     assert rates[0] > 0.97 * rates[1]
 
 
+class EverySecondFixed(Simulation):
+    """Every second sequence drafts one token, whatever the planner thinks."""
+
+    def _new_sequence(self) -> Sequence:
+        sequence = super()._new_sequence()
+        if self.num_started % 2:
+            sequence.fixed_draft_length, sequence.num_speculative_tokens = True, 1
+        return sequence
+
+
+def test_sequences_that_decide_for_themselves_do_not_stop_drafting() -> None:
+    simulation = EverySecondFixed(PACKED, auto(PACKED), always(0.9), lambda _: 1, num_tokens=40).run(20.0)
+    own = [step for step in simulation.steps if step.now > 5 and step.length != 1]
+    assert sum(step.length == 0 for step in own) < 0.2 * len(own)
+
+
 class NoDrafts(SpeculationPlanner):
     """Drafting is always off."""
 
