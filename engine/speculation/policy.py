@@ -98,6 +98,7 @@ class Policy:
         self.costs = costs
         self.explorer = Explorer()
         self.best: Best | None = None  # of the last step
+        self._length: int | None = None  # of the active plan of the last step with rows that may draft
         self.exploration: Exploration | None = None
         self.num_replans = 0
         self._best_by_rows: dict[tuple[int, int], Best] = {}
@@ -119,12 +120,11 @@ class Policy:
         best = self._best_by_rows.get(key)
         if best is None:
             best = self._best_by_rows[key] = self._find_best(num_rows, Counter(groups), missing)
-        before = self.best  # where no row may draft, drafting has not ended
-        if best.active.length and before is not None and before.groups and not before.active.length:
+        if best.active.length and self._length == 0:
             # Between replans drafting ends but does not start: else, as rows come and go, the draft model's
             # cache would be brought up to date for a few rounds at a time.
             best = best._replace(active=best.plain)
-        self.best = best
+        self._use(best)
         return best.active if self.exploration is None else self.exploration.plan
 
     @property
@@ -141,7 +141,7 @@ class Policy:
     @property
     def expects_drafts(self) -> bool:
         """Whether the draft model should compute prompts along with the target."""
-        return self.best is None or self.best.active.length > 0
+        return self._length != 0
 
     def is_due(self, key: tuple[int, int]) -> bool:
         """Whether ``choose`` replans for this number of rows and of those that may draft."""
@@ -153,15 +153,22 @@ class Policy:
     def _replan(
         self, key: tuple[int, int], groups: Sequence[Group], missing: Callable[[], list[int]]
     ) -> None:
-        before = self.best.active.length if self.best is not None else 0
+        before = self._length or 0
         self._best_by_rows.clear()
-        self.best = best = self._best_by_rows[key] = self._find_best(key[0], Counter(groups), missing)
-        is_large = abs(best.active.length - before) > 1 or (best.active.length == 0) != (before == 0)
+        best = self._best_by_rows[key] = self._find_best(key[0], Counter(groups), missing)
+        self._use(best)
+        now = self._length or 0
+        is_large = abs(now - before) > 1 or (now == 0) != (before == 0)
         self._interval = FEW_ROUNDS if is_large else 2 * self._interval
         self._num_rounds, self._seconds = 0, 0.0
         self.num_replans += 1
         if groups:
             self.exploration = self._explore(key, best, missing)
+
+    def _use(self, best: Best) -> None:
+        self.best = best
+        if best.groups:
+            self._length = best.active.length
 
     def _find_best(self, num_rows: int, groups: Counter[Group], missing: Callable[[], list[int]]) -> Best:
         """The plan with the highest rate; the length of the step before stays if it is about as good."""
@@ -170,7 +177,7 @@ class Policy:
             return Best(plain, plain, plain, groups)
         plans = [plain, *(self.fixed(num_rows, groups, length) for length in range(1, MAX_LENGTH + 1))]
         drafting = max(plans[1:], key=lambda plan: plan.rate)
-        before = self.best.active.length if self.best is not None else 0
+        before = self._length or 0
         rates = [DRAFT_GAIN * plain.rate, *(plan.rate for plan in plans[1:])]
         found = max(range(len(plans)), key=rates.__getitem__)
         needed = CHANGE_GAIN * rates[before]
