@@ -132,7 +132,6 @@ class WorkerMetrics:
         yield from self._registry.collect()
 
     def ready(self, ready: Ready) -> None:
-        self._count()
         self._totals = {}
         self.speculation({})
         self._ready.set(1)

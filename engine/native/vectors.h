@@ -29,7 +29,7 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 #define ALWAYS __attribute__((always_inline))
 
 /* Prefetches weights PREFETCH bytes before they are used, into the L2 cache: in L1 they would evict data in use.
- * With few rows the hardware prefetches far enough ahead by itself, and such instructions slow it down. */
+ * Where the hardware prefetches far enough ahead by itself, with few rows, such instructions only slow it down. */
 #define PREFETCH 6144
 static inline ALWAYS void fetch_ahead(const void *used_now) {
     __builtin_prefetch((const char *)used_now + PREFETCH, 0, 2);
