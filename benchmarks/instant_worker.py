@@ -9,8 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-import zmq
-
+from engine.connection import Connection
 from engine.messages import (
     Abort,
     DraftCounts,
@@ -22,17 +21,18 @@ from engine.messages import (
     StepOutput,
     TokenOutput,
     decode_to_worker,
-    encode,
 )
 
 # Of the bundled pair. The ids are ordinary words and word parts.
 VOCAB_SIZE = 2048
 TOKEN_IDS = list(range(300, 1300))
 
+IDLE_MILLISECONDS = 1000
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--socket", required=True)
+    parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--config", required=True)
     parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.0, help="pause after a step, 0 for none")
@@ -57,9 +57,9 @@ class Sequence:
 
 
 class InstantWorker:
-    def __init__(self, options: argparse.Namespace, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, options: argparse.Namespace, connection: Connection) -> None:
         self.options = options
-        self.socket = socket
+        self.connection = connection
         self.sequences: deque[Sequence] = deque()
         self.num_rounds = 0
 
@@ -72,18 +72,19 @@ class InstantWorker:
 
     def take_messages(self, *, wait: bool) -> bool:
         """Handle everything in the inbox; False when it has to leave."""
-        while wait or self.socket.poll(0):
+        while arrived := self.connection.receive(IDLE_MILLISECONDS if wait else 0):
             wait = False
-            match decode_to_worker(self.socket.recv()):
-                case Generate() as request:
-                    self.sequences += [
-                        Sequence(request.request_id, index, request.params.max_tokens)
-                        for index in range(request.n)
-                    ]
-                case Abort() as abort:
-                    self.sequences = deque(s for s in self.sequences if s.request_id != abort.request_id)
-                case Shutdown():
-                    return False
+            for message in map(decode_to_worker, arrived):
+                match message:
+                    case Generate() as request:
+                        self.sequences += [
+                            Sequence(request.request_id, index, request.params.max_tokens)
+                            for index in range(request.n)
+                        ]
+                    case Abort() as abort:
+                        self.sequences = deque(s for s in self.sequences if s.request_id != abort.request_id)
+                    case Shutdown():
+                        return False
         return True
 
     def step(self) -> None:
@@ -94,7 +95,7 @@ class InstantWorker:
         self.send(StepOutput(outputs, self.stats()))
 
     def send(self, message: FromWorker) -> None:
-        self.socket.send(encode(message))
+        self.connection.send(message)
 
     def stats(self) -> Stats:
         """As many numbers as the real worker reports."""
@@ -115,26 +116,23 @@ class InstantWorker:
 
 def main() -> None:
     options = parse_arguments()
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.set_hwm(0)
-        socket.connect(options.socket)
-        worker = InstantWorker(options, socket)
-        worker.send(
-            Ready(
-                target="instant",
-                draft="instant",
-                device="none",
-                dtype="none",
-                vocab_size=VOCAB_SIZE,
-                max_model_len=4096,
-                num_target_blocks=1 << 16,
-                num_draft_blocks=1 << 16,
-                block_size=16,
-                methods=["draft_model", "ngram"],
-                method="draft_model",
-            )
+    worker = InstantWorker(options, Connection(options.socket))
+    worker.send(
+        Ready(
+            target="instant",
+            draft="instant",
+            device="none",
+            dtype="none",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=4096,
+            num_target_blocks=1 << 16,
+            num_draft_blocks=1 << 16,
+            block_size=16,
+            methods=["draft_model", "ngram"],
+            method="draft_model",
         )
-        worker.run()
+    )
+    worker.run()
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ whatever its loop was doing. Started by ``engine.worker``; watched by ``server.c
 
 import threading
 import time
-from contextlib import suppress
 
-import zmq
-
-from engine.messages import Heartbeat, encode, heartbeat_address
+from engine.connection import Connection
+from engine.messages import Heartbeat
 
 INTERVAL_SECONDS = 1.0
 
@@ -24,20 +22,12 @@ class Heartbeats:
     def beat(self) -> None:
         self._last_beat = time.monotonic()
 
-    def start(self, address: str) -> None:
-        """Send to the front end whose socket is at ``address``, as long as the process lives."""
-        arguments = (heartbeat_address(address),)
-        threading.Thread(target=self._send, args=arguments, name="heartbeat", daemon=True).start()
+    def start(self, connection: Connection) -> None:
+        """Send as long as the process lives."""
+        threading.Thread(target=self._send, args=(connection,), name="heartbeat", daemon=True).start()
 
-    def _send(self, address: str) -> None:
-        context = zmq.Context()
-        socket = context.socket(zmq.PUSH)
-        socket.linger = 0
-        socket.set_hwm(1)  # what the front end did not read a second ago says nothing any more
-        socket.connect(address)
+    def _send(self, connection: Connection) -> None:
         while True:
             last = self._last_beat
-            message = Heartbeat(0.0 if last is None else time.monotonic() - last)
-            with suppress(zmq.Again):
-                socket.send(encode(message), zmq.NOBLOCK)
+            connection.send(Heartbeat(0.0 if last is None else time.monotonic() - last))
             time.sleep(INTERVAL_SECONDS)

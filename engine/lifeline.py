@@ -18,7 +18,7 @@ PARENT_VARIABLE = "FORETOKEN_WORKER_PARENT"
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent dies (Linux), and leave if it has died already.
 
-    Elsewhere the worker's loop notices by ``parent``, once it runs.
+    Elsewhere the worker notices by the end of its connection, once it runs.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

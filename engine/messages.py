@@ -260,14 +260,9 @@ class SpeculationState(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The worker lives; its loop has been in the same step for ``step_seconds``. On a socket of its own."""
+    """The worker lives; its loop has been in the same step for ``step_seconds``."""
 
     step_seconds: float
-
-
-def heartbeat_address(address: str) -> str:
-    """Where heartbeats go, beside the socket at ``address``."""
-    return f"{address}-heartbeat"
 
 
 ToWorker = Generate | Abort | Shutdown

@@ -1,27 +1,25 @@
-"""The worker process: owns the device, runs the engine behind a ZeroMQ socket.
+"""The worker process: owns the device, runs the engine at one end of a connection.
 
-    python -m engine.worker --socket ipc:///path --config '{"target": ...}'
+    python -m engine.worker --socket DESCRIPTOR --config '{"target": ...}'
 
-Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when its
-parent is gone. A model that cannot be loaded is reported to the front end, and on stderr in one line; the
+Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when the front
+end is gone. A model that cannot be loaded is reported to the front end, and on stderr in one line; the
 exit code is then 2.
 """
 
 import argparse
 import gc
-import os
 import signal
 import sys
 import time
 from concurrent.futures import Future
 from typing import Any
 
-import zmq
 from transformers.utils import logging as transformers_logging
 
-from engine import lifeline
 from engine.build import build_engine
 from engine.config import EngineConfig
+from engine.connection import Connection
 from engine.core.admission import RequestError
 from engine.core.engine import EngineCore
 from engine.heartbeat import Heartbeats
@@ -38,7 +36,6 @@ from engine.messages import (
     StepOutput,
     TokenOutput,
     decode_to_worker,
-    encode,
 )
 from engine.models.errors import ModelLoadError
 from engine.models.generation_defaults import default_sampling
@@ -49,16 +46,14 @@ IDLE_POLL_MILLISECONDS = 1000
 COMPILING_POLL_MILLISECONDS = 1
 # Seconds between reports of the state of speculation while there is work.
 STATE_SECONDS = 0.5
-# How long a last message may take to leave when the process ends.
-LINGER_MILLISECONDS = 1000
 
 
 class Worker:
     """``outbox`` says which outputs are sent after a step. None stay in it when no step follows."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], outbox: Outbox) -> None:
+    def __init__(self, core: EngineCore, connection: Connection, outbox: Outbox) -> None:
         self.core = core
-        self.socket = socket
+        self.connection = connection
         self.outbox = outbox
         self.running = True
         self.next_state = 0.0
@@ -67,9 +62,8 @@ class Worker:
         self.compiling: dict[str, tuple[Generate, Future[Any], list[Abort]]] = {}
 
     def run(self) -> None:
-        parent = lifeline.parent()
         try:
-            while self.running and os.getppid() == parent:
+            while self.running:
                 self.heartbeat.beat()
                 self._drain_inbox()
                 if self.core.has_work:
@@ -96,9 +90,13 @@ class Worker:
         timeout = COMPILING_POLL_MILLISECONDS if self.compiling else IDLE_POLL_MILLISECONDS
         if self.core.has_work:
             timeout = 0
-        while self.socket.poll(timeout):
-            self._handle(self.socket.recv())
-            timeout = 0
+        try:
+            while arrived := self.connection.receive(timeout):
+                for data in arrived:
+                    self._handle(data)
+                timeout = 0
+        except EOFError:
+            self.running = False
         for request, compiled, aborts in [*self.compiling.values()]:
             if compiled.done():
                 del self.compiling[request.request_id]
@@ -142,7 +140,7 @@ class Worker:
                 self.running = False
 
     def _send(self, message: FromWorker) -> None:
-        self.socket.send(encode(message))
+        self.connection.send(message)
 
 
 def describe(core: EngineCore, config: EngineConfig) -> Ready:
@@ -181,7 +179,7 @@ def keep_loaded() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.worker")
-    parser.add_argument("--socket", required=True, help="address of the front end's PAIR socket")
+    parser.add_argument("--socket", required=True, type=int, help="this end of the connection: a descriptor")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     args = parser.parse_args()
     # Ctrl-C reaches the whole process group; when to leave is the front end's decision.
@@ -189,24 +187,22 @@ def main() -> int:
     transformers_logging.disable_progress_bar()
     config = EngineConfig.model_validate_json(args.config)
     heartbeat = Heartbeats()
-    heartbeat.start(args.socket)
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.linger = LINGER_MILLISECONDS
-        socket.connect(args.socket)
-        try:
-            core = build_engine(config)
-            ready = describe(core, config)
-        except ModelLoadError as error:
-            print(f"foretoken worker: {error}", file=sys.stderr)
-            socket.send(encode(Failed(request_id="", code="model_load_failed", message=str(error))))
-            return 2
-        keep_loaded()
-        socket.send(encode(ready))
-        worker = Worker(core, socket, Outbox(config.stream_interval))
-        worker.heartbeat = heartbeat
-        if core.admission.grammars is not None:
-            core.admission.grammars.preload()
-        worker.run()
+    connection = Connection(args.socket)
+    heartbeat.start(connection)
+    try:
+        core = build_engine(config)
+        ready = describe(core, config)
+    except ModelLoadError as error:
+        print(f"foretoken worker: {error}", file=sys.stderr)
+        connection.send(Failed(request_id="", code="model_load_failed", message=str(error)))
+        return 2
+    keep_loaded()
+    connection.send(ready)
+    worker = Worker(core, connection, Outbox(config.stream_interval))
+    worker.heartbeat = heartbeat
+    if core.admission.grammars is not None:
+        core.admission.grammars.preload()
+    worker.run()
     return 0
 
 

@@ -26,11 +26,16 @@ class Server(uvicorn.Server):
     num_signals = 0
     last_signal = 0
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.has_signal = asyncio.Event()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's own would remember the signal and raise it again after an orderly end."""
         self.num_signals += 1
         self.last_signal = sig
         self.should_exit = self.force_exit = self.num_signals > 2
+        asyncio.get_running_loop().call_soon_threadsafe(self.has_signal.set)  # wakes a loop that waits
 
     @property
     def exit_code(self) -> int:
@@ -45,8 +50,7 @@ class Server(uvicorn.Server):
 
 async def drain_on_signal(server: Server, services: Services) -> None:
     """Wait for the signal, then for the running requests, until the next one or for ``drain_timeout``."""
-    while not server.num_signals:
-        await asyncio.sleep(POLL_SECONDS)
+    await server.has_signal.wait()
     services.drain()
     timeout = services.settings.drain_timeout
     logger.info("Shutting down: waiting up to %g s for %d requests.", timeout, server.num_running)

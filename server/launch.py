@@ -21,7 +21,6 @@ from engine.gguf_file import is_gguf
 from engine.messages import Ready
 from server.app import create_app
 from server.client.open_requests import QueueLimits
-from server.client.temp_folders import sweep
 from server.client.worker_client import WorkerClient
 from server.client.worker_pool import WorkerPool
 from server.client.worker_process import Patience
@@ -58,7 +57,6 @@ def launch(settings: Settings) -> int:
     """
     check_models(settings)
     check_tls(settings)
-    sweep()
     raise_descriptor_limit()
     with _listen(settings) as listener:
         app = make_app(settings)

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from os.path import commonprefix
 
-import zmq
-
+from engine.connection import Connection
 from engine.heartbeat import Heartbeats
 from engine.lifeline import end_with_parent
 from engine.messages import (
@@ -39,7 +38,6 @@ from engine.messages import (
     TokenLogprob,
     TokenOutput,
     decode_to_worker,
-    encode,
 )
 from engine.proposers.prediction import Prediction, PredictionCursor
 from engine.spawned import FOR_THE_FRONT_END
@@ -60,7 +58,7 @@ IMPOSSIBLE = float("-inf")
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--socket", required=True)
+    parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--config", required=True)
     parser.add_argument("--text", default="Hello, wörld 😀! ", help="what every sequence says")
     parser.add_argument("--once", action="store_true", help="say it once, then end with the eos token")
@@ -167,9 +165,9 @@ class FakeSequence:
 
 
 class FakeWorker:
-    def __init__(self, options: argparse.Namespace, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(self, options: argparse.Namespace, connection: Connection) -> None:
         self.options = options
-        self.socket = socket
+        self.connection = connection
         self.sequences: list[FakeSequence] = []
         self.known_prompts: list[tuple[str, list[int]]] = []  # with their salts
         self.heartbeats = Heartbeats()
@@ -181,12 +179,12 @@ class FakeWorker:
         self.num_accepted_tokens = 0
 
     def send(self, message: FromWorker) -> None:
-        self.socket.send(encode(message))
+        self.connection.send(message)
 
     def load(self) -> bool:
         """As long as the orders want it; False when told to leave, which is all that can be told so early."""
         while self.order() == DIE:
-            if self.socket.poll(POLL_MILLISECONDS):
+            if self.connection.receive(POLL_MILLISECONDS):
                 return False
         return True
 
@@ -213,17 +211,17 @@ class FakeWorker:
 
     def take_messages(self, milliseconds: int) -> bool:
         """Handle everything in the inbox, or what comes within that time; False when told to leave."""
-        while self.socket.poll(milliseconds):
-            message = decode_to_worker(self.socket.recv())
+        while arrived := self.connection.receive(milliseconds):
             milliseconds = 0
-            self.log(message)
-            match message:
-                case Generate():
-                    self.add(message)
-                case Abort():
-                    self.abort(message)
-                case Shutdown():
-                    return False
+            for message in map(decode_to_worker, arrived):
+                self.log(message)
+                match message:
+                    case Generate():
+                        self.add(message)
+                    case Abort():
+                        self.abort(message)
+                    case Shutdown():
+                        return False
         return True
 
     def add(self, request: Generate) -> None:
@@ -326,31 +324,30 @@ def main() -> None:
     for number in FOR_THE_FRONT_END:
         signal.signal(number, signal.SIG_IGN)
     options = parse_arguments()
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.connect(options.socket)
-        worker = FakeWorker(options, socket)
-        worker.heartbeats.start(options.socket)
-        if options.fail_at_start:
-            worker.send(Failed("", "load_failed", options.fail_at_start))
-            sys.exit(3)  # once the context has sent it
-        if not worker.load():
-            return
-        worker.send(
-            Ready(
-                target="fake-target",
-                draft="fake-draft",
-                device="cpu",
-                dtype="float32",
-                vocab_size=VOCAB_SIZE,
-                max_model_len=MAX_MODEL_LEN,
-                num_target_blocks=64,
-                num_draft_blocks=64,
-                block_size=BLOCK_SIZE,
-                methods=["draft_model", "ngram", "prediction"],
-                method="draft_model",
-            )
+    connection = Connection(options.socket)
+    worker = FakeWorker(options, connection)
+    worker.heartbeats.start(connection)
+    if options.fail_at_start:
+        worker.send(Failed("", "load_failed", options.fail_at_start))
+        sys.exit(3)
+    if not worker.load():
+        return
+    worker.send(
+        Ready(
+            target="fake-target",
+            draft="fake-draft",
+            device="cpu",
+            dtype="float32",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            num_target_blocks=64,
+            num_draft_blocks=64,
+            block_size=BLOCK_SIZE,
+            methods=["draft_model", "ngram", "prediction"],
+            method="draft_model",
         )
-        worker.run()
+    )
+    worker.run()
 
 
 if __name__ == "__main__":

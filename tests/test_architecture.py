@@ -26,6 +26,7 @@ COMMANDS = (
 BORDER = (
     "engine.messages",
     "engine.config",
+    "engine.connection",
     "engine.deep_stack",
     "engine.grammar_compiler",
     "engine.lifeline",

@@ -147,10 +147,10 @@ class WorkerClient:
     async def _supervise(self, owner: Owner, number: int) -> None:
         """Run worker after worker; give up if the first never becomes ready, or if too many die in a row."""
         backoff = self._first_backoff_seconds
-        num_runs = num_in_a_row = 0
+        num_in_a_row = 0
         while True:
             started = time.monotonic()
-            reason = await self._run_worker(owner, number, num_runs)
+            reason = await self._run_worker(owner, number)
             if self._state.status == "stopped":
                 return
             was_ready = self._state.status == "ready"
@@ -174,16 +174,15 @@ class WorkerClient:
             logger.error("%s Restarting in %.1f s (worker %d).", reason, backoff, number)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._max_backoff_seconds)
-            num_runs += 1
 
-    async def _run_worker(self, owner: Owner, number: int, num_runs: int) -> str:
+    async def _run_worker(self, owner: Owner, number: int) -> str:
         """One worker from spawn to death; returns why it died."""
         self._load_error = ""
         try:
             self._worker = await WorkerProcess.start(
-                self._worker_command, self._config, num_runs, self._environment
+                self._worker_command, self._config, partial(self._receive, owner, number), self._environment
             )
-            exit_code = await self._worker.run(partial(self._receive, owner, number), self._patience)
+            exit_code = await self._worker.run(self._patience)
         except WorkerHungError as error:
             return str(error)
         except OSError as error:

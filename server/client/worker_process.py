@@ -1,4 +1,4 @@
-"""One run of the worker process: spawn it, talk to it over a ZeroMQ pair, watch it, wait for its end.
+"""One run of the worker process: spawn it, talk to it over a pair of sockets, watch it, wait for its end.
 
 Knows the border's bytes but not what the messages mean; ``server.client.worker_client`` starts a new run
 when one dies.
@@ -6,29 +6,19 @@ when one dies.
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
 from engine.config import EngineConfig
+from engine.connection import Inbox, framed
 from engine.lifeline import PARENT_VARIABLE
-from engine.messages import (
-    FromWorker,
-    Heartbeat,
-    Shutdown,
-    ToWorker,
-    decode_from_worker,
-    encode,
-    heartbeat_address,
-)
-from server.client.temp_folders import SocketFolder
+from engine.messages import FromWorker, Heartbeat, Shutdown, ToWorker, decode_from_worker
 from server.settings import ENV_PREFIX
 
-# How long to wait for the end of a dead worker's connection. One that never had any takes as long.
+# How long to wait for the end of a dead worker's connection: a process that it left behind may hold it.
 LAST_MESSAGES_SECONDS = 2.0
 STOP_SECONDS = 5.0
 # How often a worker is looked at; its heartbeats come about as often.
@@ -48,96 +38,110 @@ class Patience:
     step: float = 600.0
 
 
-class Border:
-    """The front end's sockets for one run of a worker, in a folder of their own: messages, the end of their
-    connection, heartbeats."""
+class Border(asyncio.Protocol):
+    """What arrives from the worker: heartbeats, other messages, the end of the connection."""
 
-    def __init__(self, number: int) -> None:
-        """``number`` tells runs apart."""
-        self._folder = SocketFolder()
-        self.address = f"ipc://{self._folder.path / f'worker-{number}.sock'}"
-        self._context = zmq.asyncio.Context()
-        self.messages = self._context.socket(zmq.PAIR)
-        # The front end limits its queue itself; a full socket would only hide tokens.
-        self.messages.set_hwm(0)
-        self.messages.linger = 0
-        self.connection_ends = self.messages.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.heartbeats = self._context.socket(zmq.PULL)
+    def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
+        self._on_message = on_message
+        self._inbox = Inbox()
+        self.heartbeats: asyncio.Queue[Heartbeat] = asyncio.Queue()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def bind(self) -> None:
-        self.messages.bind(self.address)
-        self.heartbeats.bind(heartbeat_address(self.address))
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._inbox.add(data):
+                self._take(decode_from_worker(message))
+        except Exception as error:
+            self._end(error)
 
-    def close(self) -> None:
-        self.messages.disable_monitor()
-        for socket in (self.connection_ends, self.messages, self.heartbeats):
-            socket.close()
-        self._context.term()
-        self._folder.close()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(exc)
+
+    def _take(self, message: FromWorker) -> None:
+        if isinstance(message, Heartbeat):
+            self.heartbeats.put_nowait(message)
+        else:
+            self._on_message(message)
+
+    def _end(self, error: Exception | None) -> None:
+        if self.ended.done():
+            return
+        if error is None or isinstance(error, ConnectionError):  # it died: its exit code tells how
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
 
 
 class WorkerProcess:
     """A spawned worker. Create it with ``start``, then await ``run`` until the process ends."""
 
-    def __init__(self, process: asyncio.subprocess.Process, border: Border) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, border: Border, transport: asyncio.Transport
+    ) -> None:
         self._process = process
         self._border = border
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._transport = transport
 
     @classmethod
     async def start(
         cls,
         command: Sequence[str],
         config: EngineConfig,
-        number: int,
+        on_message: Callable[[FromWorker], None],
         environment: Mapping[str, str] | None = None,
     ) -> "WorkerProcess":
-        """``number`` tells runs apart; ``environment`` are variables beside those of this process."""
-        border = Border(number)
-        try:
-            border.bind()
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                *("--socket", border.address, "--config", config.model_dump_json()),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the front end, which then stops the worker in order
-                env=worker_environment(os.environ) | dict(environment or {}),
+        """Every message is passed to ``on_message``; ``environment`` are variables beside those of this
+        process."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            transport, border = await asyncio.get_running_loop().create_unix_connection(
+                lambda: Border(on_message), sock=ours
             )
-        except BaseException:
-            border.close()
-            raise
-        return cls(process, border)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    *("--socket", str(theirs.fileno()), "--config", config.model_dump_json()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is for the front end, which then stops the worker
+                    env=worker_environment(os.environ) | dict(environment or {}),
+                )
+            except BaseException:
+                transport.abort()
+                raise
+        return cls(process, border, transport)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def send(self, message: ToWorker) -> None:
-        """Encoded at once: a message that cannot be is the error of who sends it, not of the connection."""
-        self._outbox.put_nowait(encode(message))
+        """Waits in this process as long as the worker does not read; to nobody once it is gone."""
+        if not self._transport.is_closing():
+            self._transport.write(framed(message))
 
-    async def run(self, on_message: Callable[[FromWorker], None], patience: Patience | None = None) -> int:
-        """Pass on every message until the process has ended; return its exit code.
+    async def run(self, patience: Patience | None = None) -> int:
+        """Until the process has ended and all that it sent has been passed on; return its exit code.
 
         Raises ``WorkerHungError`` once it has taken longer than ``patience`` has.
         """
         exited = asyncio.create_task(self._process.wait())
-        receiving = asyncio.create_task(self._receive(on_message))
-        sending = asyncio.create_task(self._send())
         watching = asyncio.create_task(self._watch(patience or Patience()))
-        tasks: set[asyncio.Task[Any]] = {exited, receiving, sending, watching}
+        ended = self._border.ended
+        running: set[asyncio.Future[Any]] = {exited, watching, ended}
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if exited.done():
-                await self._let_arrive(receiving)
-            for task in (receiving, sending, watching):
-                if task.done():
-                    task.result()  # none of these loops ends but by an error
-            return await self._process.wait()
+            while exited in running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for future in done:
+                    future.result()  # watching ends by an error only, and the connection may
+            await asyncio.wait([ended], timeout=LAST_MESSAGES_SECONDS)
+            if ended.done():
+                ended.result()
+            return exited.result()
         finally:
-            for task in tasks:
+            for task in (exited, watching):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(exited, watching, return_exceptions=True)
             await self._end()
 
     async def stop(self, *, at_once: bool) -> None:
@@ -152,24 +156,6 @@ class WorkerProcess:
             self._process.kill()
         await self._process.wait()
 
-    async def _let_arrive(self, receiving: "asyncio.Task[None]") -> None:
-        """A dead worker's last messages. All have come once the connection ends, however long that takes."""
-        ended = asyncio.ensure_future(self._border.connection_ends.recv_multipart())
-        tasks: set[asyncio.Future[Any]] = {ended, receiving}
-        await asyncio.wait(tasks, timeout=LAST_MESSAGES_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        while not receiving.done() and self._has_message():
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)  # the last one is still on its way to ``receiving``
-
-    def _has_message(self) -> bool:
-        events = self._border.messages.get(zmq.EVENTS)
-        return isinstance(events, int) and bool(events & zmq.POLLIN)
-
-    async def _receive(self, on_message: Callable[[FromWorker], None]) -> None:
-        while True:
-            on_message(decode_from_worker(await self._border.messages.recv()))
-
     async def _watch(self, patience: Patience) -> None:
         """From the first heartbeat on, which comes once the worker has imported the engine.
 
@@ -179,7 +165,7 @@ class WorkerProcess:
         silence = None
         while True:
             try:
-                message = decode_from_worker(await asyncio.wait_for(self._border.heartbeats.recv(), look))
+                message = await asyncio.wait_for(self._border.heartbeats.get(), look)
             except TimeoutError:
                 if silence is None:
                     continue
@@ -189,22 +175,17 @@ class WorkerProcess:
                         f"The worker gave no sign of life for {patience.heartbeat:g} s (heartbeat_timeout)."
                     ) from None
                 continue
-            assert isinstance(message, Heartbeat)
             if message.step_seconds > patience.step:
                 raise WorkerHungError(
                     f"The worker has been in one step for {message.step_seconds:.0f} s (step_timeout)."
                 )
             silence = 0.0
 
-    async def _send(self) -> None:
-        while True:
-            await self._border.messages.send(await self._outbox.get())
-
     async def _end(self) -> None:
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
-        self._border.close()
+        self._transport.abort()
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:

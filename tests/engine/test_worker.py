@@ -1,20 +1,24 @@
 """The real worker process at the other end of a socket."""
 
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import zmq
 
 from engine.config import EngineConfig
+from engine.connection import Connection
 from engine.messages import (
     Abort,
     Failed,
     FromWorker,
     Generate,
+    Heartbeat,
     Ready,
     SamplingParams,
     Shutdown,
@@ -23,7 +27,6 @@ from engine.messages import (
     TokenOutput,
     ToWorker,
     decode_from_worker,
-    encode,
 )
 from tests.engine.conftest import Models
 
@@ -31,27 +34,24 @@ from tests.engine.conftest import Models
 PATIENCE_SECONDS = 300
 
 
-def spawn(address: str, config: EngineConfig) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "engine.worker", "--socket", address]
-    return subprocess.Popen(
-        [*command, "--config", config.model_dump_json()], stderr=subprocess.PIPE, text=True
-    )
-
-
 @dataclass
-class Connection:
-    socket: zmq.Socket[bytes]
+class SpawnedWorker:
+    connection: Connection
     process: subprocess.Popen[str]
+    arrived: list[FromWorker] = field(default_factory=list)
 
     def send(self, message: ToWorker) -> None:
-        self.socket.send(encode(message))
+        self.connection.send(message)
 
     def receive(self) -> FromWorker:
-        """The next message, but for those that only tell how speculation goes."""
+        """The next message, but for those that only tell how it is and how speculation goes."""
+        late = time.monotonic() + PATIENCE_SECONDS
         while True:
-            assert self.socket.poll(1000 * PATIENCE_SECONDS), "the worker is silent"
-            message = decode_from_worker(self.socket.recv())
-            if not isinstance(message, SpeculationState):
+            while not self.arrived:
+                assert time.monotonic() < late, "the worker is silent"
+                self.arrived += map(decode_from_worker, self.connection.receive(1000))
+            message = self.arrived.pop(0)
+            if not isinstance(message, SpeculationState | Heartbeat):
                 return message
 
     def outputs(self) -> list[TokenOutput]:
@@ -60,23 +60,38 @@ class Connection:
         return message.outputs
 
 
+@contextmanager
+def spawned(config: EngineConfig) -> Iterator[SpawnedWorker]:
+    """At the other end of a connection, which ends with the context."""
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours.detach())
+    command = [sys.executable, "-m", "engine.worker", "--socket", str(theirs.fileno())]
+    with subprocess.Popen(
+        [*command, "--config", config.model_dump_json()],
+        pass_fds=[theirs.fileno()],
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        theirs.close()
+        try:
+            yield SpawnedWorker(connection, process)
+        finally:
+            connection.close()
+
+
 @pytest.fixture(scope="module")
-def worker(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connection]:
-    address = f"ipc://{tmp_path_factory.mktemp('socket')}/w"
+def worker(models: Models) -> Iterator[SpawnedWorker]:
     config = EngineConfig(target=models.target, draft=models.close_draft, device="cpu", num_threads=1)
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.bind(address)
-        with spawn(address, config) as process:
-            connection = Connection(socket, process)
-            ready = connection.receive()
-            assert isinstance(ready, Ready)
-            assert (ready.vocab_size, ready.max_model_len, ready.dtype) == (16, 256, "float32")
-            yield connection
-            connection.send(Shutdown())
-            assert process.wait(PATIENCE_SECONDS) == 0
+    with spawned(config) as worker:
+        ready = worker.receive()
+        assert isinstance(ready, Ready)
+        assert (ready.vocab_size, ready.max_model_len, ready.dtype) == (16, 256, "float32")
+        yield worker
+        worker.send(Shutdown())
+        assert worker.process.wait(PATIENCE_SECONDS) == 0
 
 
-def test_a_request_runs_to_its_end_and_is_counted(worker: Connection) -> None:
+def test_a_request_runs_to_its_end_and_is_counted(worker: SpawnedWorker) -> None:
     params = SamplingParams(max_tokens=40, temperature=0)
     worker.send(Generate(request_id="a", prompt_token_ids=[1, 2, 3], params=params))
     tokens: list[int] = []
@@ -99,7 +114,7 @@ def test_a_request_runs_to_its_end_and_is_counted(worker: Connection) -> None:
     ("prompt", "code"),
     [([], "empty_prompt"), ([99], "invalid_token_id"), ([1] * 256, "context_length_exceeded")],
 )
-def test_what_cannot_be_served_fails_alone(worker: Connection, prompt: list[int], code: str) -> None:
+def test_what_cannot_be_served_fails_alone(worker: SpawnedWorker, prompt: list[int], code: str) -> None:
     params = SamplingParams(max_tokens=3, temperature=0)
     worker.send(Generate(request_id="bad", prompt_token_ids=prompt, params=params))
     worker.send(Generate(request_id="good", prompt_token_ids=[1], params=params))
@@ -112,7 +127,7 @@ def test_what_cannot_be_served_fails_alone(worker: Connection, prompt: list[int]
     assert outputs[-1].request_id == "good"
 
 
-def test_abort_stops_the_outputs(worker: Connection) -> None:
+def test_abort_stops_the_outputs(worker: SpawnedWorker) -> None:
     """Tried again where the worker was done before the abort came, which is for the machine to say."""
     long = SamplingParams(max_tokens=250, temperature=0)
     for attempt in range(100):
@@ -133,16 +148,22 @@ def test_abort_stops_the_outputs(worker: Connection) -> None:
 
 
 def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/w"
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-        socket.bind(address)
-        process = spawn(address, EngineConfig(target=str(tmp_path / "none"), draft="none"))
-        connection = Connection(socket, process)
-        failed = connection.receive()
+    with spawned(EngineConfig(target=str(tmp_path / "none"), draft="none")) as worker:
+        failed = worker.receive()
         assert isinstance(failed, Failed)
         assert (failed.request_id, failed.code) == ("", "model_load_failed")
         assert "is not a model folder" in failed.message
-        _, stderr = process.communicate(timeout=PATIENCE_SECONDS)
-        assert process.returncode == 2
+        _, stderr = worker.process.communicate(timeout=PATIENCE_SECONDS)
+        assert worker.process.returncode == 2
         assert stderr.strip().endswith(failed.message)
         assert "Traceback" not in stderr
+
+
+def test_a_worker_without_its_front_end_leaves(models: Models) -> None:
+    with spawned(EngineConfig(target=models.target, device="cpu", num_threads=1)) as worker:
+        assert isinstance(worker.receive(), Ready)
+        params = SamplingParams(max_tokens=250, temperature=0)
+        worker.send(Generate(request_id="a", prompt_token_ids=[1, 2, 3], params=params))
+        worker.connection.close()
+        _, stderr = worker.process.communicate(timeout=PATIENCE_SECONDS)
+        assert (worker.process.returncode, stderr) == (0, "")

@@ -7,18 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-import server.cli
 from engine.lifeline import PARENT_VARIABLE
-from server.client.temp_folders import SocketFolder, sweep
 from server.client.worker_client import WORKER_COMMAND
 from server.client.worker_process import worker_environment
 from tests.server.conftest import StartServer
@@ -46,15 +42,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-@pytest.fixture
-def own_temp_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """With a short path: that of a socket may have 107 characters."""
-    with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
 
 
 def test_a_stopped_worker_is_replaced(start_server: StartServer) -> None:
@@ -123,7 +110,7 @@ def test_the_worker_ties_its_life_before_it_imports_the_engine() -> None:
         [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
     ).stdout
     assert "'torch'" not in listed
-    assert "'zmq'" not in listed
+    assert "'msgspec'" not in listed
     result = subprocess.run(WORKER_COMMAND, env=environment, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (1, "")
 
@@ -165,31 +152,16 @@ def test_an_orderly_end_is_no_failure(model_folder: Path, tmp_path: Path, number
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_end_while_loading_takes_no_time(
-    model_folder: Path, tmp_path: Path, own_temp_folder: Path, number: int
-) -> None:
+def test_the_end_while_loading_takes_no_time(model_folder: Path, tmp_path: Path, number: int) -> None:
     """A worker that loads does not hear that it should leave: it is killed."""
     with serve_process(model_folder, tmp_path, *FOR_EVER, wait=False) as serve:
-        wait_for(lambda: any(own_temp_folder.glob("foretoken-*")), "the worker's folder")
+        wait_for(lambda: bool(children(serve)), "the worker")
         worker = worker_pid(serve)
         started = time.monotonic()
         serve.process.send_signal(number)
         assert serve.wait() == 0
         assert time.monotonic() - started < 4  # it used to wait 5 s for the worker alone
         assert not is_alive(worker)
-        assert list(own_temp_folder.glob("foretoken-*")) == []
-
-
-def test_a_temporary_folder_with_a_long_path(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / ("x" * 80)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert server.cli.main(["serve", "--target", str(model_folder), "--port", "0"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "set TMPDIR" in line
-    assert list(folder.iterdir()) == []
 
 
 def test_descriptors_for_many_connections(model_folder: Path, tmp_path: Path) -> None:
@@ -201,21 +173,6 @@ def test_descriptors_for_many_connections(model_folder: Path, tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert allowed == min(hard, 65536)
-
-
-def test_folders_of_killed_servers_are_swept(own_temp_folder: Path) -> None:
-    abandoned, other = own_temp_folder / "foretoken-abandoned", own_temp_folder / "foretoken-notes"
-    abandoned.mkdir()
-    (abandoned / "lock").touch()
-    (abandoned / "worker-0.sock").touch()
-    other.mkdir()  # has no lock: not made by this server
-    alive = SocketFolder()
-    sweep()
-    assert not abandoned.exists()
-    assert other.exists()
-    assert alive.path.exists()
-    alive.close()
-    assert not alive.path.exists()
 
 
 def test_the_workers_environment_has_no_settings() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
@@ -14,19 +15,32 @@ from tests.server.running import PATIENCE_SECONDS
 # Its messages come when it is dead already, as from a connection that has been slow: a child brings them.
 LATE = """
 import os, sys, time
-import zmq
-from engine.messages import Failed, encode
+from engine.connection import Connection
+from engine.messages import Failed
 parent = os.getpid()
 if os.fork():
     os._exit(3)
 while os.getppid() == parent:
     time.sleep(0.01)
 time.sleep(0.2)
-with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-    socket.linger = 60_000
-    socket.connect(sys.argv[sys.argv.index("--socket") + 1])
-    for number in range(100):
-        socket.send(encode(Failed(str(number), "code", "message")))
+connection = Connection(int(sys.argv[sys.argv.index("--socket") + 1]))
+for number in range(100):
+    connection.send(Failed(str(number), "code", "message"))
+"""
+
+# Its child keeps the connection, and says nothing.
+SILENT = """
+import os, time
+if os.fork():
+    os._exit(4)
+time.sleep(5)
+"""
+
+# What arrives is no message.
+BROKEN = """
+import os, sys, time
+os.write(int(sys.argv[sys.argv.index("--socket") + 1]), bytes(8) + bytes(8))
+time.sleep(1000)
 """
 
 
@@ -38,9 +52,9 @@ async def run(code: str) -> tuple[int, list[str]]:
         assert isinstance(message, Failed)
         read.append(message.request_id)
 
-    process = await WorkerProcess.start((sys.executable, "-c", code), EngineConfig(target="x"), 0)
+    process = await WorkerProcess.start((sys.executable, "-c", code), EngineConfig(target="x"), on_message)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        return await process.run(on_message), read
+        return await process.run(), read
 
 
 async def test_a_dead_workers_last_messages_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +63,15 @@ async def test_a_dead_workers_last_messages_are_waited_for(monkeypatch: pytest.M
     assert await run(LATE) == (3, [str(number) for number in range(100)])
 
 
-async def test_a_worker_that_never_connects_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "LAST_MESSAGES_SECONDS", 0.1)
+    assert await run(SILENT) == (4, [])
+
+
+async def test_a_worker_that_says_nothing() -> None:
     assert await run("exit(4)") == (4, [])
+
+
+async def test_bytes_that_are_no_message_end_the_worker() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        await run(BROKEN)
