@@ -63,12 +63,12 @@ class SpeculationPlanner:
         self._terms: dict[object, Terms] = {}  # since the last replan
         self._terms_of = 0
         # Of the last choice: sequences that decode; rows that may draft, and how many of them by the policy;
-        # whether not all drafts are the policy's; whether some are known already; whether no row drafts or
-        # looks anything up; tokens to draft.
+        # whether not all drafts are the policy's; whether some are known already; whether rows look something
+        # up; whether they neither do that nor draft; tokens to draft.
         self._decoding: list[Sequence] = []
         self._chosen: list[Row] = []
         self._num_drafting = 0
-        self._is_mixed = self._is_known = self._is_idle = False
+        self._is_mixed = self._is_known = self._has_asked = self._is_idle = False
         self._num_chosen = 0
 
     @property
@@ -82,7 +82,7 @@ class SpeculationPlanner:
             return choices  # most steps while drafting is off: the long way would find the same
         rows = [self._rows.get(sequence) or self._add(sequence) for sequence in decoding if sequence.sources]
         self._decoding, self._chosen, self._num_chosen = decoding, rows, 0
-        self._is_mixed = self._is_known = self._is_idle = False
+        self._is_mixed = self._is_known = self._has_asked = self._is_idle = False
         self.max_rounds = MAX_ROUNDS
         if not rows:
             self._learn_all()  # nothing is kept of sequences that have ended
@@ -104,15 +104,16 @@ class SpeculationPlanner:
             if row.fixed_length and row.uses_model:
                 choices[row.sequence] = self._choice(row, row.fixed_length)
                 self._is_mixed = True
-        if self._sources:
-            self._look_up(rows, num_rows, plan, choices)
+        asked = [(row, lookup) for row in rows for lookup in row.lookups if self._is_asked(lookup)]
+        if asked:
+            self._has_asked = True
+            self._look_up(asked, plan, choices)
         self._num_chosen = sum([choice.num_tokens for choice in choices.values()])
         if self._is_known or self.costs.step_seconds == 0:
             self.max_rounds = 1  # the next round has other drafts, or rounds do not share steps
         else:
             self.max_rounds = self.policy.max_rounds
-        is_asked = any(lookup.is_asked for row in rows for lookup in row.lookups)
-        self._is_idle = not (self._num_chosen or is_asked or self.policy.exploration is not None)
+        self._is_idle = not (self._num_chosen or asked or self.policy.exploration is not None)
         return choices
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
@@ -168,51 +169,49 @@ class SpeculationPlanner:
             return 0
         return max(0, len(sequence.token_ids) - 1 - sequence.draft_blocks.num_computed_tokens)
 
+    def _is_asked(self, lookup: RowLookup) -> bool:
+        """Explorations try other drafts; those of forced tokens are accepted in any case, and stay."""
+        return lookup.is_asked and (self.policy.exploration is None or lookup.source.name == "grammar")
+
     def _look_up(
-        self, rows: list[Row], num_rows: int, plan: Plan, choices: dict[Sequence, DraftChoice]
+        self, asked: list[tuple[Row, RowLookup]], plan: Plan, choices: dict[Sequence, DraftChoice]
     ) -> None:
-        """Drafts from known text, where they promise more than the draft model's."""
-        asked = [lookup for row in rows for lookup in row.lookups if lookup.is_asked]
-        if self.policy.exploration is not None:
-            # Forced tokens are drafted in any case: they are accepted, and no draft of another length is.
-            asked = [lookup for lookup in asked if lookup.source.name == "grammar"]
-        if not asked:
-            return
-        read_all(asked)
+        """Drafts from known text, where they promise more than the draft model's: a row's first that does."""
+        read_all([lookup for _, lookup in asked])
+        num_rows = plan.shape.num_rows
+        answered: Row | None = None
         found: list[tuple[Sequence, DraftChoice]] = []
         total, alone = 0.0, 0.0
         has_free = any(sequence.matcher is None for sequence in self._decoding)
         forced_seconds = 0.0
-        for row in rows:
-            sequence, length = row.sequence, row.fixed_length
-            for lookup in row.lookups:
-                if not lookup.is_asked:
-                    continue
-                source = lookup.source.name
-                limit = length or min(AUTO_LIMITS[source], sequence.num_speculative_tokens)
-                limit = min(limit, sequence.max_num_tokens - len(sequence.token_ids) - 1)
-                num_model = choices[sequence].num_tokens
-                terms = self._terms_for(row, num_rows, num_model, plan)
-                if source == "grammar" and has_free:
-                    most = max(0.0, FORCED_SHARE * terms.usual - forced_seconds)
-                    limit = min(limit, bisect_right(terms.seconds, most) - 1)
-                expected = row.group.acceptance.expected(num_model)
-                saved, token_ids = lookup.ask(limit, terms, expected, is_fixed=length > 0)
-                if length and len(sequence.sources) == 1 and lookup.pending is not None:
-                    saved, token_ids = terms.alone, lookup.pending[1]  # whatever it is worth
-                if source == "grammar":
-                    choice = choices[sequence]
-                    if token_ids:
-                        choice = DraftChoice(source, len(token_ids), draft_ids=token_ids)
-                    choices[sequence] = replace(
-                        choice, max_forced=min(limit, MAX_FORCED), num_model_tokens=num_model
-                    )
-                    forced_seconds += terms.seconds[limit]
-                elif token_ids:
-                    found.append((sequence, DraftChoice(source, len(token_ids), draft_ids=token_ids)))
-                    total, alone = total + saved, terms.alone
+        for row, lookup in asked:
+            if row is answered:
+                continue
+            sequence, length, source = row.sequence, row.fixed_length, lookup.source.name
+            limit = length or min(AUTO_LIMITS[source], sequence.num_speculative_tokens)
+            limit = min(limit, sequence.max_num_tokens - len(sequence.token_ids) - 1)
+            num_model = choices[sequence].num_tokens
+            terms = self._terms_for(row, num_rows, num_model, plan)
+            if source == "grammar" and has_free:
+                most = max(0.0, FORCED_SHARE * terms.usual - forced_seconds)
+                limit = min(limit, bisect_right(terms.seconds, most) - 1)
+            expected = row.group.acceptance.expected(num_model)
+            saved, token_ids = lookup.ask(limit, terms, expected, is_fixed=length > 0)
+            if length and len(sequence.sources) == 1 and lookup.pending is not None:
+                saved, token_ids = terms.alone, lookup.pending[1]  # whatever it is worth
+            if source == "grammar":
+                choice = choices[sequence]
                 if token_ids:
-                    break
+                    choice = DraftChoice(source, len(token_ids), draft_ids=token_ids)
+                choices[sequence] = replace(
+                    choice, max_forced=min(limit, MAX_FORCED), num_model_tokens=num_model
+                )
+                forced_seconds += terms.seconds[limit]
+            elif token_ids:
+                found.append((sequence, DraftChoice(source, len(token_ids), draft_ids=token_ids)))
+                total, alone = total + saved, terms.alone
+            if token_ids:
+                answered = row
         if found and total >= alone:
             choices.update(found)
             self._is_mixed = self._is_known = True
@@ -237,7 +236,7 @@ class SpeculationPlanner:
         rounds, rows = result.rounds, plan.rows
         if not self._chosen or not rounds:
             return
-        if self._sources:
+        if self._has_asked:
             self._judge(rows, rounds)
         is_timed = plan.is_decode_only and len(rows) == len(self._decoding)
         assert self.policy.best is not None
