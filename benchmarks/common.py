@@ -17,6 +17,7 @@ from loadtest.report import format_cell, note, print_facts, print_table, save, w
 __all__ = [
     "STORY_OPENINGS",
     "CpuWatch",
+    "OfflineRun",
     "Run",
     "Runs",
     "StepTimes",
@@ -39,6 +40,15 @@ __all__ = [
     "warn_of_others",
     "write_json",
 ]
+
+
+class OfflineRun(NamedTuple):
+    """What ``benchmarks.measured_worker`` is asked for: prompts, ``concurrency`` of them at a time."""
+
+    prompts: list[str]
+    max_tokens: int
+    temperature: float
+    concurrency: int
 
 
 class StepTimes(NamedTuple):

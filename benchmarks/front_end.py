@@ -33,7 +33,7 @@ from benchmarks.common import machine, note, print_table, warn_if_busy, write_js
 from benchmarks.http_load import LoadError, post, run_load
 
 ROOT = Path(__file__).parent.parent
-SERVER = Path(__file__).with_name("instant_server.py")
+SERVER = Path(__file__).with_name("server_with_worker.py")
 MODEL = "foretoken-demo"
 START_SECONDS = 60.0
 
@@ -83,7 +83,7 @@ def front_end(checkout: Path, *worker_options: str) -> Iterator[FrontEnd]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with subprocess.Popen(
-        [sys.executable, str(SERVER), "--port", str(port), "--", *worker_options],
+        [sys.executable, str(SERVER), "--port", str(port), "--", "instant_worker.py", *worker_options],
         env={**os.environ, "PYTHONPATH": str(checkout)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

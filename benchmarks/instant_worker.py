@@ -1,7 +1,7 @@
 """A worker that answers at once: what is left of a request's time is the front end's.
 
 Speaks ``engine.messages`` like ``engine.worker``, but has no model: each step gives every sequence the next
-tokens of a fixed list. Started by ``benchmarks.instant_server``.
+tokens of a fixed list. Started by ``benchmarks.front_end``.
 """
 
 import argparse

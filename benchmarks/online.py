@@ -1,8 +1,8 @@
 """Load on a server: python -m benchmarks.online --concurrency 1,16 --rate 4
 
 ``foretoken bench`` with two additions for measuring Foretoken itself: ``--serve`` starts the server (in its
-own process) and stops it afterwards, and ``--offline`` runs the same prompts through the engine without a
-server, in alternation with the load, to show what HTTP, text and the second process cost.
+own process) and stops it afterwards, and ``--offline`` runs the same prompts through the engine of its worker
+without the server, in alternation with the load, to show what HTTP, text and the second process cost.
 """
 
 import asyncio
@@ -14,15 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field
 from pydantic_settings import CliApp, SettingsConfigDict
 
-from benchmarks.common import note, print_table
+from benchmarks.common import OfflineRun, note, print_table
 from loadtest.client import BenchmarkError
 from loadtest.command import Bench, Load, document, draw, loads, open_bench, show
 from loadtest.generator import new_client
@@ -31,6 +32,7 @@ from loadtest.options import BenchOptions
 from loadtest.report import save
 
 ROOT = Path(__file__).parent.parent
+SERVER_WITH_WORKER = Path(__file__).with_name("server_with_worker.py")
 
 
 class OnlineOptions(BenchOptions):
@@ -69,13 +71,20 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def running_server(settings: Mapping[str, Any], checkout: Path = ROOT) -> Iterator[Server]:
-    """``foretoken serve`` of a checkout on a free port, once it is open; models may still be loading."""
+def running_server(
+    settings: Mapping[str, Any], checkout: Path = ROOT, worker: Sequence[str] = ()
+) -> Iterator[Server]:
+    """``foretoken serve`` of a checkout on a free port, once it is open; models may still be loading.
+
+    ``worker``: name of another worker's script, and its arguments (``benchmarks.server_with_worker``).
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     command = [sys.executable, "-m", "server", "serve", f"--port={port}", *flags]
+    if worker:
+        command = [sys.executable, str(SERVER_WITH_WORKER), f"--port={port}", *flags, "--", *worker]
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
     with (
         tempfile.TemporaryFile() as log,
@@ -99,40 +108,29 @@ def is_open(port: int) -> bool:
 
 
 class OfflineEngine:
-    """The engine in this process, which rests while the server works."""
+    """The engine of the server's worker, while no request runs."""
 
-    def __init__(self, options: OnlineOptions, prompts: Any) -> None:
-        from benchmarks.engine_runs import decode_params
-        from engine.build import build_engine
-        from engine.config import EngineConfig
-        from engine.proposers.translated.pairing import load_tokenizer
-        from engine.worker import keep_loaded
-
-        config = EngineConfig(**engine_settings(options))
-        self._core = build_engine(config)
-        tokenizer = load_tokenizer(str(config.target))
-        if tokenizer is None:
-            raise BenchmarkError(f"{config.target} has no tokenizer")
-        self._prompts = [list(tokenizer.encode(prompt)) for prompt in prompts]
-        self._params = decode_params(options.max_tokens, options.temperature)
-        keep_loaded()
+    def __init__(self, options: OnlineOptions, control: Listener, prompts: Sequence[str]) -> None:
+        self._options = options
+        self._prompts = prompts
+        self._control = control.accept()
 
     def run(self, load: Load) -> float:
         """Tokens per second of the same requests."""
-        from benchmarks.engine_runs import run_engine
-
         assert load.concurrency is not None
         prompts = [self._prompts[i % len(self._prompts)] for i in range(load.num_requests)]
-        speed = run_engine(self._core, prompts, self._params, load.concurrency).tokens_per_second
+        options = self._options
+        self._control.send(OfflineRun(prompts, options.max_tokens, options.temperature, load.concurrency))
+        speed = float(self._control.recv())
         note(f"      the engine alone: {speed:.1f} tokens/s")
         return speed
 
 
-async def run(options: OnlineOptions) -> dict[str, Any]:
+async def run(options: OnlineOptions, control: Listener | None = None) -> dict[str, Any]:
     busy = is_busy()
     async with new_client(options.key or "none", options.timeout) as client:
         bench = await open_bench(options, client)
-        engine = OfflineEngine(options, bench.prompts) if options.offline else None
+        engine = OfflineEngine(options, control, bench.prompts) if control is not None else None
         offline: dict[Load, list[float]] = {}
         planned = loads(options)
         if engine is not None:
@@ -166,9 +164,15 @@ def main() -> None:
         raise SystemExit("--offline needs --serve, and --ignore-eos so that both make the same tokens")
     try:
         if options.serve:
-            with running_server(engine_settings(options)) as server:
+            with ExitStack() as stack:
+                control, worker = None, []
+                if options.offline:
+                    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                    control = stack.enter_context(Listener(str(folder / "control"), "AF_UNIX"))
+                    worker = ["measured_worker.py", "--control", str(folder / "control")]
+                server = stack.enter_context(running_server(engine_settings(options), worker=worker))
                 options.base_url = server.base_url
-                result = asyncio.run(run(options))
+                result = asyncio.run(run(options, control))
         else:
             result = asyncio.run(run(options))
     except BenchmarkError as error:

@@ -1,7 +1,7 @@
-"""The real server process with ``benchmarks.instant_worker`` in place of the engine.
+"""The real server process with another worker: a script beside this one, in place of ``engine.worker``.
 
-Started by ``benchmarks.front_end`` by its path, so that ``server`` and ``engine`` come from PYTHONPATH, which
-may be another checkout. Arguments before ``--`` are the server's flags, those after it the worker's.
+Started by its path, so that ``server`` and ``engine`` come from PYTHONPATH, which may be another checkout.
+Arguments before ``--`` are the server's flags; behind it come the script's name and its own.
 """
 
 import sys
@@ -18,9 +18,9 @@ from server.logs import configure_logging
 
 def main() -> None:
     split = sys.argv.index("--")
-    flags, worker_options = sys.argv[1:split], sys.argv[split + 1 :]
-    worker = str(Path(__file__).with_name("instant_worker.py"))
-    launch.WorkerClient = partial(WorkerClient, worker_command=(sys.executable, worker, *worker_options))
+    flags, (script, *options) = sys.argv[1:split], sys.argv[split + 1 :]
+    worker = str(Path(__file__).with_name(script))
+    launch.WorkerClient = partial(WorkerClient, worker_command=(sys.executable, worker, *options))
     # The rest is what `foretoken serve` does.
     settings = load_settings(flags)
     configure_logging(settings.log_level)

@@ -1,0 +1,54 @@
+"""The real worker, whose engine can also be run without the server, while that has no request for it.
+
+So both are measured in one process: of two processes with the same model one may read its memory faster. Runs
+that are asked for at ``--control``, the path of a socket, are answered with their tokens per second. Started
+by ``benchmarks.online``.
+"""
+
+import argparse
+import sys
+from multiprocessing.connection import Client
+from typing import Any
+
+from benchmarks.common import OfflineRun
+from benchmarks.engine_runs import decode_params, run_engine
+from engine import worker
+from engine.config import EngineConfig
+from engine.lifeline import end_with_parent
+from engine.proposers.translated.pairing import load_tokenizer
+
+
+class MeasuredWorker(worker.Worker):
+    target = ""
+    control: Any
+
+    def _drain_inbox(self) -> None:
+        super()._drain_inbox()
+        if not self.core.has_work and self.control.poll():
+            self.control.send(self._run_offline(self.control.recv()))
+
+    def _run_offline(self, run: OfflineRun) -> float:
+        tokenizer = load_tokenizer(self.target)
+        assert tokenizer is not None  # without one there would be no server
+        prompts = [list(tokenizer.encode(prompt)) for prompt in run.prompts]
+        params = decode_params(run.max_tokens, run.temperature)
+        return run_engine(self.core, prompts, params, run.concurrency).tokens_per_second
+
+
+def main() -> int:
+    end_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control", required=True)
+    parser.add_argument("--config", required=True)
+    options, _ = parser.parse_known_args()
+    at = sys.argv.index("--control")
+    del sys.argv[at : at + 2]  # the rest is for the worker
+    MeasuredWorker.target = str(EngineConfig.model_validate_json(options.config).target)
+    MeasuredWorker.control = Client(options.control, "AF_UNIX")
+    worker.Worker = MeasuredWorker  # type: ignore[misc]
+    worker.IDLE_POLL_MILLISECONDS = 10
+    return worker.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
