@@ -12,7 +12,7 @@ from engine.outbox import Outbox
 from engine.worker import Worker
 from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
-from tests.engine.test_outbox import ScriptedSocket
+from tests.engine.test_outbox import ScriptedConnection
 from tests.models import make_engine
 
 FREE = Generate("free", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
@@ -27,7 +27,7 @@ def constrained(grammar: str = GRAMMAR, n: int = 1) -> Generate:
     return Generate("constrained", PROMPT, SamplingParams(max_tokens=12, grammar=grammar), n=n)
 
 
-class Waiting(ScriptedSocket):
+class Waiting(ScriptedConnection):
     """Ends the worker once it has nothing to do. ``compiled`` is set once the free request is over."""
 
     def __init__(self, messages: list[ToWorker | None], compiled: Event) -> None:
@@ -35,12 +35,12 @@ class Waiting(ScriptedSocket):
         self.compiled = compiled
         self.worker: Worker | None = None
 
-    def poll(self, timeout: int) -> bool:
+    def receive(self, milliseconds: int) -> list[bytes]:
         assert self.worker is not None
-        if timeout and not self.messages:
+        if milliseconds and not self.messages:
             self.compiled.set()
             self.worker.running = bool(self.worker.compiling)
-        return super().poll(0)
+        return super().receive(0)
 
 
 def run(
@@ -54,12 +54,12 @@ def run(
         return compile_grammar(tokenizer, grammar)
 
     monkeypatch.setattr("engine.sampling.grammar.compile_grammar", compile_slowly)
-    socket = Waiting([*messages], compiled)
+    connection = Waiting([*messages], compiled)
     core = grammars.know_grammars(make_engine(target, None, num_speculative_tokens=0))
-    socket.worker = Worker(core, socket, Outbox(0.0))  # type: ignore[arg-type]
-    socket.worker.run()
+    connection.worker = Worker(core, connection, Outbox(0.0))  # type: ignore[arg-type]
+    connection.worker.run()
     ends: list[str] = []
-    for message in socket.sent:
+    for message in connection.sent:
         if isinstance(message, Failed):
             ends.append(f"{message.request_id} {message.code}")
         elif isinstance(message, StepOutput):

@@ -20,7 +20,6 @@ from engine.messages import (
     StepOutput,
     TokenOutput,
     ToWorker,
-    decode_from_worker,
     encode,
 )
 from engine.outbox import Outbox
@@ -137,30 +136,21 @@ class ScriptedCore:
         return {}
 
 
-class ScriptedSocket:
+class ScriptedConnection:
     """Gives the worker one message before each step, or none, and keeps what the worker sends."""
 
     def __init__(self, messages: list[ToWorker | None]) -> None:
         self.messages = messages
         self.sent: list[FromWorker | Literal["waits"]] = []
 
-    def poll(self, timeout: int) -> bool:
-        if timeout and self.sent:
+    def receive(self, milliseconds: int) -> list[bytes]:
+        if milliseconds and self.sent:
             self.sent.append("waits")
-        if not self.messages:
-            return False
-        if self.messages[0] is None:
-            self.messages.pop(0)
-            return False
-        return True
+        message = self.messages.pop(0) if self.messages else None
+        return [] if message is None else [encode(message)]
 
-    def recv(self) -> bytes:
-        message = self.messages.pop(0)
-        assert message is not None
-        return encode(message)
-
-    def send(self, data: bytes) -> None:
-        self.sent.append(decode_from_worker(data))
+    def send(self, message: FromWorker) -> None:
+        self.sent.append(message)
 
 
 A = ("a", 0)
@@ -177,10 +167,10 @@ def run(
 
     Its clock stands still.
     """
-    socket = ScriptedSocket([*messages])
+    connection = ScriptedConnection([*messages])
     outbox = Outbox(interval, Clock())
     outbox.empty()  # as if something had just been sent
-    worker = Worker(ScriptedCore(steps), socket, outbox)  # type: ignore[arg-type]
+    worker = Worker(ScriptedCore(steps), connection, outbox)  # type: ignore[arg-type]
     with suppress(ZeroDivisionError):
         worker.run()
     return [
@@ -189,7 +179,7 @@ def run(
         else message.code
         if isinstance(message, Failed)
         else message
-        for message in socket.sent
+        for message in connection.sent
         if isinstance(message, StepOutput | Failed | str)
     ]
 
