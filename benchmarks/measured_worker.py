@@ -19,7 +19,7 @@ from engine.proposers.translated.pairing import load_tokenizer
 
 
 class MeasuredWorker(worker.Worker):
-    target = ""
+    tokenizer: Any
     control: Any
 
     def _drain_inbox(self) -> None:
@@ -28,9 +28,7 @@ class MeasuredWorker(worker.Worker):
             self.control.send(self._run_offline(self.control.recv()))
 
     def _run_offline(self, run: OfflineRun) -> float:
-        tokenizer = load_tokenizer(self.target)
-        assert tokenizer is not None  # without one there would be no server
-        prompts = [list(tokenizer.encode(prompt)) for prompt in run.prompts]
+        prompts = [list(self.tokenizer.encode(prompt)) for prompt in run.prompts]
         params = decode_params(run.max_tokens, run.temperature)
         return run_engine(self.core, prompts, params, run.concurrency).tokens_per_second
 
@@ -40,10 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--control", required=True)
     parser.add_argument("--config", required=True)
-    options, _ = parser.parse_known_args()
-    at = sys.argv.index("--control")
-    del sys.argv[at : at + 2]  # the rest is for the worker
-    MeasuredWorker.target = str(EngineConfig.model_validate_json(options.config).target)
+    options, others = parser.parse_known_args()
+    sys.argv[1:] = ["--config", options.config, *others]
+    MeasuredWorker.tokenizer = load_tokenizer(str(EngineConfig.model_validate_json(options.config).target))
     MeasuredWorker.control = Client(options.control, "AF_UNIX")
     worker.Worker = MeasuredWorker  # type: ignore[misc]
     worker.IDLE_POLL_MILLISECONDS = 10

@@ -9,6 +9,7 @@ Words used here and everywhere: a *request* is what the client asked; each of it
 *sequence*, addressed by (request_id, index). *Drafted* tokens are guesses; *accepted* ones were kept.
 """
 
+import struct
 from typing import Any, Literal
 
 import msgspec
@@ -268,6 +269,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 ToWorker = Generate | Abort | Shutdown
 FromWorker = Ready | StepOutput | SpeculationState | Failed | Heartbeat
 
+LENGTH = struct.Struct("<Q")
+
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
@@ -283,3 +286,30 @@ def decode_to_worker(data: bytes) -> ToWorker:
 
 def decode_from_worker(data: bytes) -> FromWorker:
     return _from_worker.decode(data)
+
+
+def framed(message: ToWorker | FromWorker) -> bytes:
+    """A message as it is on the border's sockets: its length, then its bytes."""
+    data = encode(message)
+    return LENGTH.pack(len(data)) + data
+
+
+class Inbox:
+    """Reassembles messages from the bytes of a socket, which arrive in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def add(self, arrived: bytes) -> list[bytes]:
+        """The messages that are complete with these bytes."""
+        self._bytes += arrived
+        messages, start = [], 0
+        while len(self._bytes) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._bytes, start)
+            end = start + LENGTH.size + length
+            if end > len(self._bytes):
+                break
+            messages.append(bytes(self._bytes[start + LENGTH.size : end]))
+            start = end
+        del self._bytes[:start]
+        return messages

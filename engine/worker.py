@@ -28,7 +28,6 @@ from engine.messages import (
     Abort,
     EncoderDecoderLengths,
     Failed,
-    FromWorker,
     Generate,
     Ready,
     Shutdown,
@@ -70,7 +69,7 @@ class Worker:
                     self._send_step(self.core.step())
         finally:  # also by an error: what was computed before is as good as ever
             if left := self.outbox.empty():
-                self._send(StepOutput(left, self.core.snapshot()))
+                self.connection.send(StepOutput(left, self.core.snapshot()))
 
     def _send_step(self, results: list[TokenOutput | Failed]) -> None:
         failures = [result for result in results if isinstance(result, Failed)]
@@ -78,12 +77,12 @@ class Worker:
         if failures or not self.core.has_work:
             due += self.outbox.empty()
         if due or failures:
-            self._send(StepOutput(due, self.core.snapshot()))
+            self.connection.send(StepOutput(due, self.core.snapshot()))
         for failure in failures:
-            self._send(failure)
+            self.connection.send(failure)
         if not self.core.has_work or time.monotonic() > self.next_state:
             self.next_state = time.monotonic() + STATE_SECONDS
-            self._send(SpeculationState(self.core.speculation()))
+            self.connection.send(SpeculationState(self.core.speculation()))
 
     def _drain_inbox(self) -> None:
         """Handle what has arrived; with nothing to do, wait for something, but not for ever."""
@@ -118,7 +117,7 @@ class Worker:
         try:
             self.core.add(request)
         except RequestError as error:
-            self._send(Failed(request.request_id, error.code, str(error)))
+            self.connection.send(Failed(request.request_id, error.code, str(error)))
 
     def _abort(self, message: Abort) -> None:
         if message.request_id in self.compiling:
@@ -127,7 +126,7 @@ class Worker:
         self.core.abort(message.request_id, message.index)
         self.outbox.forget(message.request_id, message.index)
         if not self.core.has_work:  # no step will follow to tell what is in use now
-            self._send(StepOutput(self.outbox.empty(), self.core.snapshot()))
+            self.connection.send(StepOutput(self.outbox.empty(), self.core.snapshot()))
 
     def _handle(self, data: bytes) -> None:
         message = decode_to_worker(data)
@@ -138,9 +137,6 @@ class Worker:
                 self._abort(message)
             case Shutdown():
                 self.running = False
-
-    def _send(self, message: FromWorker) -> None:
-        self.connection.send(message)
 
 
 def describe(core: EngineCore, config: EngineConfig) -> Ready:

@@ -26,7 +26,6 @@ COMMANDS = (
 BORDER = (
     "engine.messages",
     "engine.config",
-    "engine.connection",
     "engine.deep_stack",
     "engine.grammar_compiler",
     "engine.lifeline",
@@ -37,6 +36,7 @@ BORDER = (
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
 TORCH_FREE = (
     *BORDER,
+    "engine.connection",
     "engine.spawned",
     "engine.core.engine",
     "engine.core.scheduler",

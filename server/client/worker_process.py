@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.connection import Inbox, framed
 from engine.lifeline import PARENT_VARIABLE
-from engine.messages import FromWorker, Heartbeat, Shutdown, ToWorker, decode_from_worker
+from engine.messages import FromWorker, Heartbeat, Inbox, Shutdown, ToWorker, decode_from_worker, framed
 from server.settings import ENV_PREFIX
 
 # How long to wait for the end of a dead worker's connection: a process that it left behind may hold it.
@@ -116,7 +115,7 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, message: ToWorker) -> None:
-        """Waits in this process as long as the worker does not read; to nobody once it is gone."""
+        """Never blocks: the transport buffers what the worker does not read. Does nothing once it is gone."""
         if not self._transport.is_closing():
             self._transport.write(framed(message))
 

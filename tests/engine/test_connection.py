@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.connection import Connection, Inbox, framed
-from engine.messages import Failed, decode_from_worker
+from engine.connection import Connection
+from engine.messages import Failed, Inbox, decode_from_worker, framed
 
 PATIENCE_MILLISECONDS = 60_000
 
@@ -76,7 +76,7 @@ def test_the_other_sides_end_comes_after_its_messages(ends: tuple[Connection, Co
     assert receive(theirs, 1) == ["last words"]
     with pytest.raises(EOFError):
         theirs.receive(0)
-    theirs.send(Failed("id", "code", "to nobody"))
+    theirs.send(Failed("id", "code", "dropped"))
 
 
 def test_nothing_is_waited_for_only_so_long(ends: tuple[Connection, Connection]) -> None:
