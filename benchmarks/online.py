@@ -5,7 +5,6 @@ own process) and stops it afterwards, and ``--offline`` runs the same prompts th
 without the server, in alternation with the load, to show what HTTP, text and the second process cost.
 """
 
-import asyncio
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import uvloop
 from pydantic import Field
 from pydantic_settings import CliApp, SettingsConfigDict
 
@@ -172,9 +172,9 @@ def main() -> None:
                     worker = ["measured_worker.py", "--control", str(folder / "control")]
                 server = stack.enter_context(running_server(engine_settings(options), worker=worker))
                 options.base_url = server.base_url
-                result = asyncio.run(run(options, control))
+                result = uvloop.run(run(options, control))
         else:
-            result = asyncio.run(run(options))
+            result = uvloop.run(run(options))
     except BenchmarkError as error:
         raise SystemExit(f"benchmarks.online: error: {error}") from error
     show(result)

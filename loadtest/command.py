@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import uvloop
 
 from loadtest.client import BenchmarkError, Endpoint
 from loadtest.counters import DraftCounters, read_counters
@@ -182,7 +183,7 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
 
 def main(options: BenchOptions) -> int:
     try:
-        result = asyncio.run(run(options))
+        result = uvloop.run(run(options))
     except BenchmarkError as error:
         print(f"foretoken bench: error: {error}", file=sys.stderr)
         return 1
