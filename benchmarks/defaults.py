@@ -24,7 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
+import aiohttp
 import psutil
 
 from benchmarks.closed_loop import Window, run_block
@@ -46,7 +46,7 @@ from engine.worker import keep_loaded
 from loadtest.client import BenchmarkError
 from loadtest.command import find_model
 from loadtest.counters import DraftCounters, read_counters
-from loadtest.generator import new_client
+from loadtest.generator import new_session
 from loadtest.machine import BUSY_SHARE
 
 DEFAULT, NONE, BEFORE, APART = "default", "none", "before ", "apart "
@@ -145,7 +145,7 @@ def rotated(variants: Sequence[Variant], cycle: int, num_cycles: int) -> list[Va
 class Bench:
     """Runs blocks on servers that are idle before and after. ``process_ids`` are the servers'."""
 
-    client: httpx.AsyncClient
+    session: aiohttp.ClientSession
     prompts: Sequence[list[int]]
     process_ids: Sequence[int]
 
@@ -153,7 +153,7 @@ class Bench:
         self, variant: Variant, num_clients: int, key: str, *, ramp_up: float, seconds: float
     ) -> Block:
         url = variant.server.base_url
-        before = await read_counters(self.client, url) or DraftCounters()
+        before = await read_counters(self.session, url) or DraftCounters()
         clients = [
             requests(variant.model, self.prompts, variant.fields, key, client)
             for client in range(num_clients)
@@ -162,7 +162,7 @@ class Bench:
         window = await run_block(variant.server.port, clients, ramp_up=ramp_up, seconds=seconds)
         others = watch.others_share() or 0.0
         await self._until_idle(variant.server)
-        after = await read_counters(self.client, url) or DraftCounters()
+        after = await read_counters(self.session, url) or DraftCounters()
         return Block(window, after - before, others)
 
     async def _until_idle(self, server: Server) -> None:
@@ -172,14 +172,17 @@ class Bench:
             if time.monotonic() > deadline:
                 raise BenchmarkError(f"aborted requests still run after {IDLE_SECONDS:g} seconds")
             await asyncio.sleep(0.05)
-            response = await self.client.get(f"http://127.0.0.1:{server.port}/metrics")
-            in_work = [float(number) for number in _IN_WORK.findall(response.text)]
+            async with self.session.get(f"http://127.0.0.1:{server.port}/metrics") as response:
+                in_work = [float(number) for number in _IN_WORK.findall(await response.text())]
             num_idle = num_idle + 1 if in_work == [0.0, 0.0] else 0
 
 
-async def until_ready(client: httpx.AsyncClient, server: Server) -> None:
+async def until_ready(session: aiohttp.ClientSession, server: Server) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while (await client.get(f"http://127.0.0.1:{server.port}/ready")).status_code != 200:
+    while True:
+        async with session.get(f"http://127.0.0.1:{server.port}/ready") as response:
+            if response.status == 200:
+                return
         if time.monotonic() > deadline:
             raise BenchmarkError(f"the server was not ready after {START_SECONDS:g} seconds")
         await asyncio.sleep(0.2)
@@ -211,7 +214,7 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
     lengths = arguments.lengths or ([1, 2, 3, 5, 8] if pair.is_synthetic else [1, 2, 3, 4])
     models = {"target": pair.target, "draft": pair.draft}
     variants: list[Variant] = []
-    async with new_client("none", timeout=60.0) as client:
+    async with new_session("none", timeout=60.0) as session:
         with ExitStack() as stack:
 
             async def serve(
@@ -219,8 +222,8 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
             ) -> None:
                 """Ready before the next one starts: what loads beside it would spoil its calibration."""
                 server = stack.enter_context(running_server({**models, **settings}, checkout))
-                await until_ready(client, server)
-                model = await find_model(client, server.base_url)
+                await until_ready(session, server)
+                model = await find_model(session, server.base_url)
                 variants.extend(Variant(name, server, model, fields) for name, fields in named.items())
 
             fixed = {f"k={length}": speculation(length) for length in sorted(set(lengths) - {0})}
@@ -232,7 +235,7 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
                 await serve({APART + NONE: speculation(0)}, num_speculative_tokens=0)
             watched = process_ids({variant.server for variant in variants})
             prompts = prompt_ids(pair, NUM_PROMPTS, arguments.prompt_length)
-            bench = Bench(client, prompts, watched)
+            bench = Bench(session, prompts, watched)
             keep_loaded()
             rows = []
             for num_clients in arguments.clients:
@@ -341,7 +344,7 @@ def main() -> None:
             work = arguments.work or Path(temporary)
             for name in ["named"] if arguments.target else arguments.pair:
                 rows += asyncio.run(measure_pair(resolve_pair(arguments, name, work), arguments))
-    except (BenchmarkError, LoadError, httpx.HTTPError) as error:
+    except (BenchmarkError, LoadError, aiohttp.ClientError) as error:
         raise SystemExit(f"benchmarks.defaults: error: {error}") from error
     facts = {**machine(), "busy": busy}
     print_facts(facts)

@@ -26,7 +26,7 @@ from pydantic_settings import CliApp, SettingsConfigDict
 from benchmarks.common import OfflineRun, note, print_table
 from loadtest.client import BenchmarkError
 from loadtest.command import Bench, Load, document, draw, loads, open_bench, show
-from loadtest.generator import new_client
+from loadtest.generator import new_session
 from loadtest.machine import is_busy
 from loadtest.options import BenchOptions
 from loadtest.report import save
@@ -128,8 +128,8 @@ class OfflineEngine:
 
 async def run(options: OnlineOptions, control: Listener | None = None) -> dict[str, Any]:
     busy = is_busy()
-    async with new_client(options.key or "none", options.timeout) as client:
-        bench = await open_bench(options, client)
+    async with new_session(options.key or "none", options.timeout) as session:
+        bench = await open_bench(options, session)
         engine = OfflineEngine(options, control, bench.prompts) if control is not None else None
         offline: dict[Load, list[float]] = {}
         planned = loads(options)

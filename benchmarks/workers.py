@@ -10,14 +10,14 @@ import asyncio
 import statistics
 from contextlib import ExitStack
 
-import httpx
+import aiohttp
 
 from benchmarks.defaults import NUM_PROMPTS, Bench, Variant, process_ids, until_ready
 from benchmarks.online import running_server
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
 from engine.config import BUNDLED_PAIR
 from loadtest.command import find_model
-from loadtest.generator import new_client
+from loadtest.generator import new_session
 
 VARIANTS = {
     "1 worker, 1 thread": {"num_threads": 1},
@@ -26,9 +26,10 @@ VARIANTS = {
 }
 
 
-async def all_workers(client: httpx.AsyncClient, url: str) -> None:
+async def all_workers(session: aiohttp.ClientSession, url: str) -> None:
     while True:
-        workers = (await client.get(f"{url.removesuffix('/v1')}/health")).json()["workers"]
+        async with session.get(f"{url.removesuffix('/v1')}/health") as response:
+            workers = (await response.json())["workers"]
         if all(worker["status"] == "ready" for worker in workers):
             return
         await asyncio.sleep(0.2)
@@ -36,16 +37,16 @@ async def all_workers(client: httpx.AsyncClient, url: str) -> None:
 
 async def measure(arguments: argparse.Namespace) -> None:
     pair = Pair(BUNDLED, str(BUNDLED_PAIR / "target"), None)
-    async with new_client("none", timeout=60.0) as client:
+    async with new_session("none", timeout=60.0) as session:
         with ExitStack() as stack:
             variants = []
             for name, settings in VARIANTS.items():
                 server = stack.enter_context(running_server(settings))
-                await until_ready(client, server)
-                await all_workers(client, server.base_url)
-                variants.append(Variant(name, server, await find_model(client, server.base_url), {}))
+                await until_ready(session, server)
+                await all_workers(session, server.base_url)
+                variants.append(Variant(name, server, await find_model(session, server.base_url), {}))
             prompts = prompt_ids(pair, NUM_PROMPTS, 32)
-            bench = Bench(client, prompts, process_ids({variant.server for variant in variants}))
+            bench = Bench(session, prompts, process_ids({variant.server for variant in variants}))
             for num_clients in arguments.clients:
                 speeds: dict[str, list[float]] = {variant.name: [] for variant in variants}
                 for cycle in range(-1, arguments.blocks):  # the first one warms up

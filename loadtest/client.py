@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
 
 
@@ -108,7 +108,7 @@ class Endpoint:
     chat: bool
     body: dict[str, Any]
 
-    async def send(self, client: httpx.AsyncClient, prompt: str | list[int], due: float) -> Reply:
+    async def send(self, session: aiohttp.ClientSession, prompt: str | list[int], due: float) -> Reply:
         """Never raises for what the server or the network does: that is ``Reply.error``."""
         content: dict[str, Any] = (
             {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
@@ -123,13 +123,12 @@ class Endpoint:
         path = "/chat/completions" if self.chat else "/completions"
         reply = Reply(due=due, sent=time.perf_counter())
         try:
-            async with client.stream("POST", self.base_url + path, json=body) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    reply.error = f"HTTP {response.status_code}: {text[:300]}"
+            async with session.post(self.base_url + path, json=body) as response:
+                if response.status != 200:
+                    reply.error = f"HTTP {response.status}: {(await response.text(errors='replace'))[:300]}"
                 else:
-                    await _read(response, reply)
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+                    await _read(response.content, reply)
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
             reply.error = f"{type(error).__name__}: {error}"
         reply.finished = time.perf_counter()
         if reply.error is None and not reply.text_times:
@@ -137,8 +136,8 @@ class Endpoint:
         return reply
 
 
-async def _read(response: httpx.Response, reply: Reply) -> None:
-    async for data in _events(response):
+async def _read(content: aiohttp.StreamReader, reply: Reply) -> None:
+    async for data in _events(content):
         now = time.perf_counter()
         event = _decode(data)
         if event.error is not None:
@@ -158,13 +157,13 @@ async def _read(response: httpx.Response, reply: Reply) -> None:
         reply.error = reply.error or "the server sent no usage, so tokens cannot be counted"
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[bytes]:
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """The data of each event but ``[DONE]``. OpenAI's events have one line of data each.
 
     Reads to the end: a connection that is left earlier is closed, and the next request would open another.
     """
     rest = b""
-    async for piece in response.aiter_bytes():
+    async for piece in content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

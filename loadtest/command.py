@@ -6,18 +6,19 @@ own. See ``generator`` for what the two kinds of load mean.
 """
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import uvloop
 
 from loadtest.client import BenchmarkError, Endpoint
 from loadtest.counters import DraftCounters, read_counters
-from loadtest.generator import LoadResult, Prompts, closed_loop, new_client, open_loop
+from loadtest.generator import LoadResult, Prompts, closed_loop, new_session, open_loop
 from loadtest.machine import is_busy, machine
 from loadtest.options import BenchOptions
 from loadtest.prompts import read_prompts
@@ -56,8 +57,8 @@ def loads(options: BenchOptions) -> list[Load]:
 class Bench:
     """A connection to one server and what has been measured through it so far."""
 
-    def __init__(self, options: BenchOptions, client: httpx.AsyncClient, endpoint: Endpoint) -> None:
-        self._options, self._client = options, client
+    def __init__(self, options: BenchOptions, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+        self._options, self._session = options, session
         self.endpoint = endpoint
         try:
             self.prompts: Prompts = read_prompts(options.prompts)
@@ -70,7 +71,7 @@ class Bench:
         """One request; its failure ends the benchmark before it has cost any time."""
         deadline = time.monotonic() + self._options.wait
         while True:
-            result = await closed_loop(self._client, self.endpoint, self.prompts, 1, 1)
+            result = await closed_loop(self._session, self.endpoint, self.prompts, 1, 1)
             if not result.errors:
                 return
             loading = result.errors[0].startswith("HTTP 503")
@@ -79,11 +80,11 @@ class Bench:
             await asyncio.sleep(0.2)
 
     async def run(self, load: Load) -> LoadResult:
-        before = await read_counters(self._client, self.endpoint.base_url)
+        before = await read_counters(self._session, self.endpoint.base_url)
         repeat = len(self._results.setdefault(load, []))
         if load.rate is not None:
             result = await open_loop(
-                self._client,
+                self._session,
                 self.endpoint,
                 self.prompts,
                 load.rate,
@@ -93,10 +94,10 @@ class Bench:
         else:
             assert load.concurrency is not None
             result = await closed_loop(
-                self._client, self.endpoint, self.prompts, load.concurrency, load.num_requests
+                self._session, self.endpoint, self.prompts, load.concurrency, load.num_requests
             )
         self._results[load].append(result)
-        after = await read_counters(self._client, self.endpoint.base_url)
+        after = await read_counters(self._session, self.endpoint.base_url)
         if before is not None and after is not None:
             self._drafts[load] = (self._drafts.get(load) or DraftCounters()) + (after - before)
         note(f"  {repeat + 1}/{self._options.repeats} {load.name}: {result.tokens_per_second:.1f} tokens/s")
@@ -117,26 +118,26 @@ class Bench:
         return [result.tokens_per_second for result in self._results[load]]
 
 
-async def find_model(client: httpx.AsyncClient, base_url: str) -> str:
+async def find_model(session: aiohttp.ClientSession, base_url: str) -> str:
     try:
-        response = await client.get(f"{base_url}/models")
-        response.raise_for_status()
-        return str(response.json()["data"][0]["id"])
-    except httpx.HTTPStatusError as error:
-        raise BenchmarkError(f"{base_url}/models answers {error.response.status_code}") from error
-    except httpx.HTTPError as error:
+        async with session.get(f"{base_url}/models") as response:
+            response.raise_for_status()
+            return str(json.loads(await response.read())["data"][0]["id"])
+    except aiohttp.ClientResponseError as error:
+        raise BenchmarkError(f"{base_url}/models answers {error.status}") from error
+    except (aiohttp.ClientError, TimeoutError) as error:
         raise BenchmarkError(f"No server answers at {base_url}: {error or type(error).__name__}") from error
     except (ValueError, KeyError, IndexError) as error:
         raise BenchmarkError(f"{base_url}/models lists no model; name one with --model") from error
 
 
-async def open_bench(options: BenchOptions, client: httpx.AsyncClient) -> Bench:
+async def open_bench(options: BenchOptions, session: aiohttp.ClientSession) -> Bench:
     base_url = options.base_url.rstrip("/")
     body = {"max_tokens": options.max_tokens, "temperature": options.temperature, **options.extra_body}
     if options.ignore_eos:
         body["ignore_eos"] = True
-    model = options.model or await find_model(client, base_url)
-    bench = Bench(options, client, Endpoint(base_url, model, options.chat, body))
+    model = options.model or await find_model(session, base_url)
+    bench = Bench(options, session, Endpoint(base_url, model, options.chat, body))
     note(f"Warming up {model}")
     await bench.warm_up()
     return bench
@@ -147,8 +148,8 @@ async def run(options: BenchOptions) -> dict[str, Any]:
     busy = is_busy()
     if busy:
         note("WARNING: the machine was busy before the load began; read latencies with care")
-    async with new_client(options.key or "none", options.timeout) as client:
-        bench = await open_bench(options, client)
+    async with new_session(options.key or "none", options.timeout) as session:
+        bench = await open_bench(options, session)
         for load in with_progress(loads(options) * options.repeats, "Load"):
             await bench.run(load)
         return document(options, bench, busy)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
-import httpx
+import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 _COUNTER = re.compile(r"(?:foretoken_|vllm:)spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total")
@@ -37,17 +37,18 @@ class DraftCounters:
         )
 
 
-async def read_counters(client: httpx.AsyncClient, base_url: str) -> DraftCounters | None:
+async def read_counters(session: aiohttp.ClientSession, base_url: str) -> DraftCounters | None:
     """None if there is no ``/metrics`` beside ``/v1`` or it counts no drafts."""
     try:
-        response = await client.get(f"{base_url.removesuffix('/v1')}/metrics")
-    except httpx.HTTPError:
-        return None
-    if response.status_code != 200:
+        async with session.get(f"{base_url.removesuffix('/v1')}/metrics") as response:
+            if response.status != 200:
+                return None
+            text = await response.text()
+    except (aiohttp.ClientError, TimeoutError):
         return None
     sums: dict[str, float] = {}
     try:
-        for family in text_string_to_metric_families(response.text):
+        for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if match := _COUNTER.fullmatch(sample.name):
                     sums[match[1]] = sums.get(match[1], 0.0) + sample.value

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, cycle, islice
 
-import httpx
+import aiohttp
 
 from loadtest.client import Endpoint, Reply
 
 Prompts = Sequence[str | list[int]]
+KEEP_ALIVE_SECONDS = 4.0  # less than the 5 of uvicorn, which vLLM also runs on
 TICK = 0.05  # seconds; looking costs time that the server may need, where both share a machine
 
 
@@ -45,26 +46,26 @@ class LoadResult:
         return self.num_tokens / self.seconds
 
 
-def new_client(api_key: str, timeout: float) -> httpx.AsyncClient:
-    """Without httpx's limit of connections, which would be a queue outside the measurement."""
-    return httpx.AsyncClient(
+def new_session(api_key: str, timeout: float) -> aiohttp.ClientSession:
+    """To be called in the event loop that uses it. ``timeout``: seconds without a byte."""
+    return aiohttp.ClientSession(
         headers={"authorization": f"Bearer {api_key}", "accept-encoding": "identity"},
-        timeout=timeout,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        # Requests to this machine must not go through a proxy that the environment names.
-        trust_env=False,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout),
+        # No limit of connections, which would be a queue outside the measurement. None is used again after
+        # KEEP_ALIVE_SECONDS of rest: the server may just be closing it.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
     )
 
 
 async def closed_loop(
-    client: httpx.AsyncClient, endpoint: Endpoint, prompts: Prompts, concurrency: int, num_requests: int
+    session: aiohttp.ClientSession, endpoint: Endpoint, prompts: Prompts, concurrency: int, num_requests: int
 ) -> LoadResult:
     queue = iter(islice(cycle(prompts), num_requests))
     replies: list[Reply] = []
 
     async def one_client() -> None:
         for prompt in queue:
-            replies.append(await endpoint.send(client, prompt, due=time.perf_counter()))
+            replies.append(await endpoint.send(session, prompt, due=time.perf_counter()))
 
     async def work() -> None:
         await asyncio.gather(*(one_client() for _ in range(min(concurrency, num_requests))))
@@ -73,7 +74,7 @@ async def closed_loop(
 
 
 async def open_loop(
-    client: httpx.AsyncClient,
+    session: aiohttp.ClientSession,
     endpoint: Endpoint,
     prompts: Prompts,
     rate: float,
@@ -92,7 +93,7 @@ async def open_loop(
                 group.create_task(one(prompt, due))
 
     async def one(prompt: str | list[int], due: float) -> None:
-        replies.append(await endpoint.send(client, prompt, due))
+        replies.append(await endpoint.send(session, prompt, due))
 
     return await _watched(work, replies)
 

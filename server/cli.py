@@ -128,9 +128,9 @@ def bench(flags: Sequence[str]) -> int:
     try:
         from loadtest.command import main as put_load
     except ModuleNotFoundError as error:
-        if error.name != "httpx":
+        if error.name != "aiohttp":
             raise
-        _complain("foretoken bench", "httpx is not installed; it comes with: pip install 'foretoken[bench]'")
+        _complain("foretoken bench", "aiohttp is missing; it comes with: pip install 'foretoken[bench]'")
         return FAILED
     return in_terminal("bench", put_load, BenchOptions, flags)
 

@@ -16,17 +16,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from benchmarks.common import Run, note, timed
 from benchmarks.synthetic_tokenizer import save_tokenizer
 
 PLAIN, SPECULATIVE = "llama.cpp plain", "llama.cpp speculative"
-START_SECONDS = 120
+START_SECONDS, ANSWER_SECONDS = 120, 600
 # What belongs to the tokenizer in a checkpoint folder.
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab*", "merges.txt")
 
@@ -95,9 +95,9 @@ class LlamaServer:
             raise FileNotFoundError(f"{binaries} has no llama-server")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+            self._port = probe.getsockname()[1]
         command = [
-            *(str(executable), "--model", str(target), "--host", "127.0.0.1", "--port", str(port)),
+            *(str(executable), "--model", str(target), "--host", "127.0.0.1", "--port", str(self._port)),
             *("--threads", str(num_threads), "--threads-batch", str(num_threads)),
             *("--ctx-size", str(concurrency * context), "--parallel", str(concurrency), "--temp", "0"),
             *("--cache-type-k", cache_type, "--cache-type-v", cache_type),
@@ -111,22 +111,34 @@ class LlamaServer:
             command, stdout=self._log, stderr=self._log, env=os.environ | {"LLAMA_OFFLINE": "1"}
         )
         self._threads = ThreadPoolExecutor(concurrency)
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
         self._wait()
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
-                if self._client.get("/health").status_code == 200:
-                    return
-            except httpx.TransportError:
+                self._answer("/health")
+                return
+            except OSError:  # not open, or HTTP 503 while it loads
                 pass
             if self.process.poll() is not None or time.monotonic() > deadline:
                 log = self.log()
                 self.close()
                 raise RuntimeError(f"llama-server did not start:\n{log[-2000:]}")
             time.sleep(0.05)
+
+    def _answer(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        with closing(HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_SECONDS)) as connection:
+            if body is None:
+                connection.request("GET", path)
+            else:
+                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            content = response.read()
+        if response.status != 200:
+            raise OSError(f"llama-server answers {response.status}: {content[:300].decode(errors='replace')}")
+        answer: dict[str, Any] = json.loads(content)
+        return answer
 
     def log(self) -> str:
         self._log.seek(0)
@@ -138,10 +150,7 @@ class LlamaServer:
         answers: list[dict[str, Any]] = []
 
         def ask(prompt: list[int]) -> dict[str, Any]:
-            response = self._client.post("/completion", json=request(prompt, max_tokens))
-            response.raise_for_status()
-            answer: dict[str, Any] = response.json()
-            return answer
+            return self._answer("/completion", request(prompt, max_tokens))
 
         def work() -> None:
             answers.extend(self._threads.map(ask, prompts))
@@ -157,7 +166,6 @@ class LlamaServer:
 
     def close(self) -> None:
         self._threads.shutdown()
-        self._client.close()
         self.process.terminate()
         self.process.wait(30)
         self._log.close()

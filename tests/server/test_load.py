@@ -3,19 +3,23 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer as Server
 from pydantic_settings import CliApp
 
 from loadtest.client import BenchmarkError, Endpoint, Reply
 from loadtest.command import loads
 from loadtest.counters import DraftCounters, read_counters
-from loadtest.generator import LoadResult, arrivals, closed_loop, open_loop
+from loadtest.generator import LoadResult, arrivals, closed_loop, new_session, open_loop
 from loadtest.options import BenchOptions
 from loadtest.prompts import read_prompts
 from loadtest.report import print_table
@@ -23,7 +27,6 @@ from loadtest.rows import lag, load_row
 from server.cli import main
 from tests.server.running import PATIENCE_SECONDS
 
-URL = "http://server/v1"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6}}
 
 
@@ -36,41 +39,48 @@ def event_stream(events: Iterable[object]) -> bytes:
     return ("".join(lines) + ": ping\n\ndata: [DONE]\n\n").encode()
 
 
-class Chunked(httpx.AsyncByteStream):
-    """A body that arrives in pieces that know nothing of lines, ``delay`` seconds apart."""
-
-    def __init__(self, body: bytes, size: int = 7, delay: float = 0.0) -> None:
-        self.body, self.size, self.delay = body, size, delay
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for start in range(0, len(self.body), self.size):
-            await asyncio.sleep(self.delay)
-            yield self.body[start : start + self.size]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def client_of(handle: Callable[[httpx.Request], httpx.Response]) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.MockTransport(handle))
+@asynccontextmanager
+async def served(handler: Handler) -> AsyncIterator[tuple[aiohttp.ClientSession, Endpoint]]:
+    """``handler`` answers every request."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    async with Server(app) as server, new_session("a-key", PATIENCE_SECONDS) as session:
+        yield session, Endpoint(str(server.make_url("/v1")), "a-model", chat=False, body={})
 
 
-def endpoint(chat: bool = False, **body: Any) -> Endpoint:
-    return Endpoint(URL, "a-model", chat, body)
+async def in_pieces(request: web.Request, body: bytes, *, status: int = 200) -> web.StreamResponse:
+    """A body that arrives in pieces that know nothing of lines."""
+    response = web.StreamResponse(status=status)
+    await response.prepare(request)
+    for start in range(0, len(body), 7):
+        await response.write(body[start : start + 7])
+        await asyncio.sleep(0)
+    return response
 
 
 async def one_reply(*events: object, chat: bool = False, status: int = 200) -> Reply:
-    async with client_of(lambda _: httpx.Response(status, stream=Chunked(event_stream(events)))) as client:
-        return await endpoint(chat).send(client, "Hello", due=time.perf_counter())
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await in_pieces(request, event_stream(events), status=status)
+
+    async with served(handle) as (session, endpoint):
+        return await replace(endpoint, chat=chat).send(session, "Hello", due=time.perf_counter())
 
 
 async def test_a_request_says_what_was_asked_for() -> None:
     seen = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        seen.append((request.url.path, json.loads(request.content)))
-        return httpx.Response(200, content=event_stream([text("a"), USAGE]))
+    async def handle(request: web.Request) -> web.StreamResponse:
+        assert request.headers["authorization"] == "Bearer a-key"
+        seen.append((request.path, await request.json()))
+        return web.Response(body=event_stream([text("a"), USAGE]))
 
-    async with client_of(handle) as client:
-        await endpoint(max_tokens=5, ignore_eos=True).send(client, [1, 2], due=0)
-        await endpoint(chat=True, temperature=0).send(client, "Hi", due=0)
+    async with served(handle) as (session, endpoint):
+        body = {"max_tokens": 5, "ignore_eos": True}
+        await replace(endpoint, body=body).send(session, [1, 2], due=0)
+        await replace(endpoint, chat=True, body={"temperature": 0}).send(session, "Hi", due=0)
     common = {"model": "a-model", "stream": True, "stream_options": {"include_usage": True}}
     assert seen == [
         ("/v1/completions", {**common, "prompt": [1, 2], "max_tokens": 5, "ignore_eos": True}),
@@ -129,33 +139,44 @@ async def test_what_goes_wrong_is_an_error_of_the_reply(
 
 
 async def test_a_lost_connection_is_an_error_of_the_reply() -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused", request=request)
+    async def leave(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(event_stream([text("a")])[:5])
+        assert request.transport is not None
+        request.transport.abort()
+        return response
 
-    async with client_of(refuse) as client:
-        reply = await endpoint().send(client, "Hello", due=time.perf_counter())
-    assert reply.error == "ConnectError: refused"
+    async with served(leave) as (session, endpoint):
+        reply = await endpoint.send(session, "Hello", due=time.perf_counter())
+    assert (reply.error or "").startswith("Client")
+
+
+async def test_a_silent_server_is_an_error_of_the_reply() -> None:
+    async def say_nothing(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(PATIENCE_SECONDS)
+        return web.Response()
+
+    async with served(say_nothing) as (_, endpoint), new_session("a-key", timeout=0.05) as session:
+        reply = await endpoint.send(session, "Hello", due=time.perf_counter())
+    assert "Timeout" in (reply.error or "")
 
 
 async def test_a_closed_loop_keeps_its_clients_busy_and_sends_everything() -> None:
     running = most = 0
     prompts = []
 
-    class Counting(Chunked):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            async for piece in super().__aiter__():
-                yield piece
-            running -= 1
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        prompts.append((await request.json())["prompt"])
+        response = await in_pieces(request, event_stream([text("a"), USAGE]))
+        running -= 1
+        return response
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        prompts.append(json.loads(request.content)["prompt"])
-        return httpx.Response(200, stream=Counting(event_stream([text("a"), USAGE]), size=50, delay=0.002))
-
-    async with client_of(handle) as client:
-        result = await closed_loop(client, endpoint(), ["a", "b"], concurrency=3, num_requests=7)
+    async with served(handle) as (session, endpoint):
+        result = await closed_loop(session, endpoint, ["a", "b"], concurrency=3, num_requests=7)
     assert most == 3
     assert sorted(prompts) == ["a"] * 4 + ["b"] * 3
     assert (len(result.good), result.num_tokens) == (7, 42)
@@ -166,23 +187,19 @@ async def test_an_open_loop_does_not_wait_for_a_slow_server() -> None:
     """This one answers no request before all have come, for which a closed loop would wait in vain."""
     all_have_asked = asyncio.Event()
 
-    class Late(Chunked):
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                await all_have_asked.wait()
-            async for piece in super().__aiter__():
-                yield piece
+    num_asked = 0
 
-    requests: list[httpx.Request] = []
-
-    def slow(request: httpx.Request) -> httpx.Response:
-        requests.append(request)
-        if len(requests) == 20:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 20:
             all_have_asked.set()
-        return httpx.Response(200, stream=Late(event_stream([text("a"), USAGE]), size=1000))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await all_have_asked.wait()
+        return web.Response(body=event_stream([text("a"), USAGE]))
 
-    async with client_of(slow) as client:
-        result = await open_loop(client, endpoint(), ["a"], rate=200, num_requests=20, seed=3)
+    async with served(handle) as (session, endpoint):
+        result = await open_loop(session, endpoint, ["a"], rate=200, num_requests=20, seed=3)
     assert len(result.good) == 20
     planned = list(arrivals(200, 20, seed=3))
     due = sorted(reply.due for reply in result.replies)
@@ -205,12 +222,12 @@ def test_arrivals_are_a_poisson_process() -> None:
 async def test_a_late_generator_is_found_out() -> None:
     """Work that blocks the event loop, which is what an overloaded generator looks like."""
 
-    def blocking(_: httpx.Request) -> httpx.Response:
+    async def blocking(_: web.Request) -> web.StreamResponse:
         time.sleep(0.05)
-        return httpx.Response(200, content=event_stream([text("a"), USAGE]))
+        return web.Response(body=event_stream([text("a"), USAGE]))
 
-    async with client_of(blocking) as client:
-        result = await open_loop(client, endpoint(), ["a"], rate=1000, num_requests=5)
+    async with served(blocking) as (session, endpoint):
+        result = await open_loop(session, endpoint, ["a"], rate=1000, num_requests=5)
     assert lag([result]) > 0.05
     # Latencies count from when a request was due, so they own up to it, too.
     assert max(reply.seconds for reply in result.good) > 0.2
@@ -248,22 +265,25 @@ async def test_counters_of_foretoken_and_vllm(prefix: str, labels: str) -> None:
         full = f"{prefix}spec_decode_num_{name}"
         lines += [f"# TYPE {full} counter", f"{full}_total{labels} {value}"]
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        assert str(request.url) == "http://server/metrics"
-        return httpx.Response(200, text="\n".join(lines) + "\n")
+    async def handle(request: web.Request) -> web.StreamResponse:
+        assert request.path == "/metrics"
+        return web.Response(text="\n".join(lines) + "\n")
 
-    async with client_of(handle) as client:
-        counters = await read_counters(client, URL)
+    async with served(handle) as (session, endpoint):
+        counters = await read_counters(session, endpoint.base_url)
     assert counters == DraftCounters(5, 20, 13)
     assert counters - DraftCounters(1, 10, 8) == DraftCounters(4, 10, 5)
 
 
 @pytest.mark.parametrize(
-    "response", [httpx.Response(404), httpx.Response(200, text="<html>no metrics</html>")]
+    ("status", "content"), [(404, ""), (200, "<html>no metrics</html>"), (200, "no_drafts_at_all 1\n")]
 )
-async def test_servers_without_counters(response: httpx.Response) -> None:
-    async with client_of(lambda _: response) as client:
-        assert await read_counters(client, URL) is None
+async def test_servers_without_counters(status: int, content: str) -> None:
+    async def handle(_: web.Request) -> web.StreamResponse:
+        return web.Response(status=status, text=content)
+
+    async with served(handle) as (session, endpoint):
+        assert await read_counters(session, endpoint.base_url) is None
 
 
 @pytest.mark.parametrize(
