@@ -58,11 +58,14 @@ def calibrate(
 def _measure(
     model: ModelRunner, pool: BlockPool, tokens_per_row: int, max_tokens: int, seconds: float
 ) -> PassCosts:
-    def run(size: int) -> float | None:
+    def lengths_of(size: int) -> list[int]:
         row = size if tokens_per_row > 1 and size <= ONE_ROW else tokens_per_row
-        lengths = [min(row, size - start) for start in range(0, size, row)]
-        return None if size > max_tokens else _pass_seconds(model, pool, lengths)
+        return [min(row, size - start) for start in range(0, size, row)]
 
+    def run(size: int) -> float | None:
+        return None if size > max_tokens else _pass_seconds(model, pool, lengths_of(size))
+
+    _touch(model, pool, lengths_of(min(max(SIZES), max_tokens)))
     by_tokens: dict[int, float] = {}
     for size, took in sorted(_fastest(run, SIZES, seconds, MIN_SIZES).items()):
         # A pass takes no longer than smaller ones in its place: else it was measured at a busy moment.
@@ -82,8 +85,7 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
         rows, queries, stored = kind
         return _pass_seconds(model, pool, [queries] * rows, stored)
 
-    with _scratch(pool, [NUM_STORED] * MOST_ROWS) as tables:
-        model.cache.clear([block for table in tables for block in table.block_ids])
+    _touch(model, pool, [NUM_STORED + SCORE_TOKENS_PER_ROW] * MOST_ROWS)
     kinds = [
         (MOST_ROWS, queries, stored) for queries in (1, SCORE_TOKENS_PER_ROW) for stored in (1, NUM_STORED)
     ]
@@ -106,6 +108,14 @@ def _measure_stored(model: ModelRunner, pool: BlockPool, seconds: float) -> tupl
     one, some = added[MOST_ROWS, 1], added[MOST_ROWS, SCORE_TOKENS_PER_ROW]
     share = min(max(some / one - 1, 0.0) / (SCORE_TOKENS_PER_ROW - 1), 1.0) if one else 0.0
     return by_stored, share
+
+
+def _touch(model: ModelRunner, pool: BlockPool, row_lengths: list[int]) -> None:
+    """Writes zeros to the scratch blocks of such rows, as many as there is room for: the first write to
+    memory may take longer than the passes that are measured there."""
+    num_rows = pool.num_free // pool.blocks_for(max(row_lengths))
+    with _scratch(pool, row_lengths[:num_rows]) as tables:
+        model.cache.clear([block for table in tables for block in table.block_ids])
 
 
 def _fastest(

@@ -19,19 +19,21 @@ def pass_seconds(unit: float, row_lengths: list[int], num_stored: int) -> float:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
+    cleared: set[int] = set()
+
     def fake(model: Any, pool: Any, row_lengths: list[int], num_stored: int = 0) -> float:
+        with calibrate._scratch(pool, [num_stored + length for length in row_lengths]) as tables:
+            blocks = {block for table in tables for block in table.block_ids}
+        assert blocks <= cleared, "the pass would be the first to write to this memory"
         return pass_seconds(unit, row_lengths, num_stored)
 
-    cleared: list[list[int]] = []
     monkeypatch.setattr(calibrate, "_pass_seconds", fake)
     model: Any = SimpleNamespace(
         model=SimpleNamespace(has_encoder=False, max_position=4096),
-        cache=SimpleNamespace(clear=cleared.append),
+        cache=SimpleNamespace(clear=cleared.update),
     )
     pool = BlockPool(num_blocks=200, block_size=16)
     costs = calibrate.calibrate(model, pool, None, None, max_tokens=128).score
-    assert len(cleared) == 1
-    assert len(cleared[0]) == 4 * 256 // 16
     assert pool.num_free == 200
     return costs
 
@@ -59,6 +61,11 @@ def test_a_large_model_reads_what_is_stored_from_memory(monkeypatch: pytest.Monk
 
 def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_pass_seconds", lambda *_: 0.001)
-    model: Any = SimpleNamespace(model=SimpleNamespace(has_encoder=False, max_position=4096))
+    cleared: set[int] = set()
+    model: Any = SimpleNamespace(
+        model=SimpleNamespace(has_encoder=False, max_position=4096),
+        cache=SimpleNamespace(clear=cleared.update),
+    )
     costs = calibrate.calibrate(model, BlockPool(num_blocks=20, block_size=16), None, None, max_tokens=128)
+    assert len(cleared) == 20
     assert costs.score(1, 1000) == costs.score(1)
