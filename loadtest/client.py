@@ -128,7 +128,7 @@ class Endpoint:
                     reply.error = f"HTTP {response.status}: {(await response.text(errors='replace'))[:300]}"
                 else:
                     await _read(response.content, reply)
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError) as error:
+        except (aiohttp.ClientError, msgspec.MsgspecError) as error:
             reply.error = f"{type(error).__name__}: {error}"
         reply.finished = time.perf_counter()
         if reply.error is None and not reply.text_times:

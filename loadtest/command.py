@@ -125,7 +125,7 @@ async def find_model(session: aiohttp.ClientSession, base_url: str) -> str:
             return str(json.loads(await response.read())["data"][0]["id"])
     except aiohttp.ClientResponseError as error:
         raise BenchmarkError(f"{base_url}/models answers {error.status}") from error
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except aiohttp.ClientError as error:
         raise BenchmarkError(f"No server answers at {base_url}: {error or type(error).__name__}") from error
     except (ValueError, KeyError, IndexError) as error:
         raise BenchmarkError(f"{base_url}/models lists no model; name one with --model") from error

@@ -44,7 +44,7 @@ async def read_counters(session: aiohttp.ClientSession, base_url: str) -> DraftC
             if response.status != 200:
                 return None
             text = await response.text()
-    except (aiohttp.ClientError, TimeoutError):
+    except aiohttp.ClientError:
         return None
     sums: dict[str, float] = {}
     try:
