@@ -140,6 +140,13 @@ class TorchPointwise:
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         return norm(x) if residual is None else residual + norm(x)
 
+    def split_heads(self, shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``qkv`` [tokens, (heads + 2 kv heads) * size] as queries and keys, normed where the model norms
+        them, [tokens, heads + kv heads, size], and values [tokens, kv heads, size]."""
+        sizes = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
+        query_key, value = qkv.view(len(qkv), -1, shape.head_size).split_with_sizes(sizes, 1)
+        return query_key if shape.norm is None else self.norm(shape.norm, query_key), value
+
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
@@ -157,19 +164,11 @@ class TorchParts(TorchPointwise):
         self.angles = list(zip(cos[:, :, None], sin[:, :, None], strict=True))
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
-        query_key, value = split_heads(shape, qkv)
+        query_key, value = self.split_heads(shape, qkv)
         query_key = _rotate(query_key, *self.angles[shape.rotary])
         query, key = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
         attended = self.context.attend(shape.call, query, key, value)
         return attended.reshape(len(qkv), -1)
-
-
-def split_heads(shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``qkv`` [tokens, (heads + 2 kv heads) * size] as queries and keys, normed where the model norms them,
-    [tokens, heads + kv heads, size], and values [tokens, kv heads, size]."""
-    sizes = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
-    query_key, value = qkv.view(len(qkv), -1, shape.head_size).split_with_sizes(sizes, 1)
-    return query_key if shape.norm is None else shape.norm(query_key), value
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

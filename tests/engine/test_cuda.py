@@ -209,3 +209,4 @@ def test_small_kernels_compute_what_torch_does(size: int, dtype: torch.dtype) ->
     kernels = import_module("engine.runtime.cuda.kernels")
     triton_gates.same_rotation_and_cache(kernels.rotate_and_store, dtype, size, device=DEVICE)
     triton_gates.same_gate(kernels.gated_silu, dtype, 3 * size + 5, device=DEVICE)
+    triton_gates.same_norm(kernels.rms_norm, dtype, 3 * size + 5, device=DEVICE)

@@ -14,13 +14,29 @@ import torch.nn.functional as F
 from scipy import stats
 
 from engine.sampling.explain import Explanation, explain_block, explain_equality, explain_rejection
-from engine.sampling.ops import gumbel_argmax
+from engine.sampling.ops import CHUNK, gumbel_argmax, inverse_cdf
 from engine.sampling.random import Stream, exponential_noise, uniform
 from engine.sampling.verify import Verdict, accept_while_equal, verify_block, verify_greedy, verify_rejection
 from tests.engine.gates import leaves_its_inputs_alone
 
 Explain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Explanation]
 RULES = {"rejection": (explain_rejection, verify_rejection), "block": (explain_block, verify_block)}
+
+
+@pytest.mark.parametrize("vocab_size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 7])
+def test_inverse_cdf_draws_each_token_for_its_part_of_the_interval(vocab_size: int) -> None:
+    """Of whole weights, whose sums are exact; most are zero, and so are some chunks."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    weights = torch.randint(-6, 4, (3, vocab_size), generator=generator).clamp(min=0)
+    weights[1, : 2 * CHUNK] = 0
+    weights[:, vocab_size // 2] = 1
+    ends = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
+    for row in weights:
+        owners = torch.arange(vocab_size).repeat_interleave(row)
+        # A number in the middle of every unit of weight, and next to both ends of the interval.
+        numbers = torch.cat([(torch.arange(len(owners)).double() + 0.5) / len(owners), ends])
+        drawn = inverse_cdf(row.float().expand(len(numbers), -1), numbers)
+        assert drawn.tolist() == [*owners.tolist(), int(owners[0]), int(owners[-1])]
 
 
 class ToyModel:

@@ -63,6 +63,13 @@ def rotate_and_store(
     values.index_copy_(0, slots, value)
 
 
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    normed = F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight.float()
+    return (normed if residual is None else normed + residual.float()).to(x.dtype)
+
+
 def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.float().chunk(2, dim=1)
     return (F.silu(gate) * up).to(gate_up.dtype)

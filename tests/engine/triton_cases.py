@@ -24,7 +24,7 @@ from tests.engine import graph_gates, torch_kernels
 from tests.engine.conftest import Models
 from tests.engine.test_llama import CONFIGS, save
 from tests.engine.triton_bugs import BUGS, SMALL_BUGS, planted
-from tests.engine.triton_gates import same_as_gathered, same_gate, same_rotation_and_cache
+from tests.engine.triton_gates import same_as_gathered, same_gate, same_norm, same_rotation_and_cache
 from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
 
@@ -90,6 +90,12 @@ def test_gate(size: int, dtype: torch.dtype) -> None:
     same_gate(kernels.gated_silu, dtype, size)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 96, 256, 2500])
+def test_norm(size: int, dtype: torch.dtype) -> None:
+    same_norm(kernels.rms_norm, dtype, size)
+
+
 @pytest.mark.parametrize("bug", SMALL_BUGS)
 def test_gates_of_the_small_kernels_catch(bug: str, tmp_path: Path) -> None:
     wrong = planted(bug, tmp_path)
@@ -97,6 +103,7 @@ def test_gates_of_the_small_kernels_catch(bug: str, tmp_path: Path) -> None:
     def all_small_gates() -> None:
         same_rotation_and_cache(wrong.rotate_and_store, torch.float32, 16)
         same_gate(wrong.gated_silu, torch.float32, 21)
+        same_norm(wrong.rms_norm, torch.float32, 21)
 
     with pytest.raises(AssertionError):
         all_small_gates()
@@ -171,7 +178,7 @@ def taped(monkeypatch: Patch, on_the_cpu: None) -> None:
     monkeypatch.setattr(plan_module, "make_capture", TapeCapture)
     # Else Triton's launches, which torch does not see, would be missing from the tape.
     monkeypatch.setattr(kernels, "attend_rows", on_tape(kernels.attend_rows))
-    for name in ("rotate_and_store", "gated_silu"):
+    for name in ("rotate_and_store", "gated_silu", "rms_norm"):
         monkeypatch.setattr(kernels, name, getattr(torch_kernels, name))
 
 

@@ -16,8 +16,20 @@ from engine.runtime.cuda import kernels
 SHARED_MEMORY = 96 << 10
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 POINTERS = {"tables": "*i64", "first_tokens": "*i64", "counts": "*i64", "positions": "*i64", "slots": "*i64"}
-TENSORS = ("query", "keys", "values", "query_key", "value", "cos", "sin", "gate_up")
-FLOATS = {"log_sums": "*fp32", "shares": "*fp32", "scale": "fp32"}
+TENSORS = (
+    "query",
+    "keys",
+    "values",
+    "query_key",
+    "value",
+    "cos",
+    "sin",
+    "gate_up",
+    "x",
+    "weight",
+    "residual",
+)
+FLOATS = {"log_sums": "*fp32", "shares": "*fp32", "scale": "fp32", "eps": "fp32"}
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any], output: str) -> Any:
@@ -29,7 +41,7 @@ def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[s
         kernel,
         {name: types.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {place: what for place, what in aligned.items() if names[place[0]] != "scale"},
+        {place: what for place, what in aligned.items() if names[place[0]] not in ("scale", "eps")},
     )
     options = {"num_warps": 4, "num_stages": kernels.NUM_STAGES, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -69,6 +81,9 @@ def compile_small(capability: int, dtype: torch.dtype, size: int) -> None:
     check(compiled(kernels.rotate_and_store_head, capability, dtype, constants, own), capability, dtype, size)
     gate = {"SIZE": 11 * size, "TILE": kernels.GATE_TILE}
     check(compiled(kernels.gated_silu_part, capability, dtype, gate, own), capability, dtype, size)
+    norm = {"X_STRIDE": 33 * size, "HEADS": 1, "SIZE": 33 * size, "HAS_RESIDUAL": True}
+    norm["PADDED_SIZE"] = triton.next_power_of_2(33 * size)
+    check(compiled(kernels.rms_norm_row, capability, dtype, norm, own), capability, dtype, size)
 
 
 def check(made: Any, *what: Any) -> None:

@@ -120,6 +120,22 @@ def same_gate(
     close(gated, torch_kernels.gated_silu(before), dtype)
 
 
+def same_norm(
+    rms_norm: Callable[..., torch.Tensor], dtype: torch.dtype, size: int, tokens: int = 3, device: str = "cpu"
+) -> None:
+    """Of whole tokens, with a residual as well, and of heads that lie in something wider."""
+    torch.manual_seed(size)
+    x, residual = (torch.randn(tokens, size).to(device, dtype) for _ in range(2))
+    heads = torch.randn(tokens, 5, size).to(device, dtype)[:, :3]
+    one, many = (1 + torch.randn(size, device=device)).to(dtype), torch.randn(3, size, device=device)
+    for of in ((x, one, 1e-5), (x, one.float(), 0.5, residual), (heads, many.to(dtype), 1e-6)):
+        before = [part.clone() if isinstance(part, torch.Tensor) else part for part in of]
+        normed = rms_norm(*of)
+        assert (normed.shape, normed.dtype) == (of[0].shape, dtype)
+        close(normed, torch_kernels.rms_norm(*before), dtype)
+        assert torch.equal(of[0], before[0])
+
+
 def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
     """But for one rounding."""
     assert float((ours.float() - theirs.float()).abs().max()) <= TOLERANCES[dtype] * float(theirs.abs().max())

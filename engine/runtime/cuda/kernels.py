@@ -1,5 +1,5 @@
 """The kernels of a decoder's layer, in Triton: attention over the paged cache, rotary embedding with the
-write to it, and the MLP's gate.
+write to it, RMSNorm, and the MLP's gate.
 
 Attention gathers nothing. One program takes a row, one key-value head and a share of the row's keys, and
 computes all query heads that share them, with a running softmax in float32 (FlashAttention-2, arXiv
@@ -30,6 +30,9 @@ MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
 
 # Numbers of the MLP that one program gates.
 GATE_TILE = 1024
+
+# Numbers of a norm for each warp of a program, up to 8 warps.
+NORMED_BY_A_WARP = 256
 
 # What differs from pass to pass must not be compiled in: whatever is served is compiled at load.
 _VARIES = (
@@ -361,6 +364,57 @@ def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
     grid = tokens, triton.cdiv(size, GATE_TILE)
     with torch.cuda.device_of(gate_up):  # type: ignore[no-untyped-call]
         gated_silu_part[grid](output, gate_up, SIZE=size, TILE=GATE_TILE, num_warps=4)
+    return output
+
+
+@triton.jit
+def rms_norm_row(
+    output,  # [tokens, heads, size]
+    x,  # [tokens, heads, size], X_STRIDE numbers from one token to the next
+    weight,  # [heads, size]
+    residual,  # like output, if HAS_RESIDUAL
+    eps,
+    X_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    number = tl.arange(0, PADDED_SIZE)
+    is_number = number < SIZE
+    row = tl.load(x + token * X_STRIDE + head * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
+    scale = tl.load(weight + head * SIZE + number, mask=is_number, other=0.0).to(tl.float32)
+    normed = row * tl.rsqrt(tl.sum(row * row, 0) / SIZE + eps) * scale
+    place = (token * HEADS + head) * SIZE + number
+    if HAS_RESIDUAL:
+        normed += tl.load(residual + place, mask=is_number, other=0.0).to(tl.float32)
+    tl.store(output + place, normed.to(output.dtype.element_ty), mask=is_number)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """RMSNorm of ``x`` [tokens, size] by ``weight`` [size], or of [tokens, heads, size] by [heads, size],
+    heads and numbers contiguous; plus ``residual``, if there is one, contiguous. In float32 inside."""
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens, size = len(x), x.shape[-1]
+    heads = weight.numel() // size
+    padded_size = triton.next_power_of_2(size)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        rms_norm_row[tokens, heads](
+            output,
+            x,
+            weight,
+            x if residual is None else residual,
+            eps,
+            X_STRIDE=heads * size if x.dim() == 2 else x.stride(0),
+            HEADS=heads,
+            SIZE=size,
+            PADDED_SIZE=padded_size,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=min(8, max(1, padded_size // NORMED_BY_A_WARP)),
+        )
     return output
 
 

@@ -1,9 +1,10 @@
 """What a Llama-shaped layer does between its matrix products on a GPU, in Triton (``kernels``).
 
-Rotary embedding and the write to the cache are one launch, the gate of the MLP another, and attention reads
-keys where they lie. The kernels are used if triton is there, which torch's CUDA builds bring, and if
-attention computes what gathering computes: it is asked at load, for every shape of program that will be
-needed, which compiles them too. What the others do shows in the model's logits, which are compared as well.
+A norm is one launch, rotary embedding and the write to the cache another, the gate of the MLP a third, and
+attention reads keys where they lie. The kernels are used if triton is there, which torch's CUDA builds
+bring, and if attention computes what gathering computes: it is asked at load, for every shape of program
+that will be needed, which compiles them too. What the others do shows in the model's logits, which are
+compared as well.
 """
 
 import logging
@@ -19,7 +20,7 @@ from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, tab
 from engine.core.block_pool import BlockTable
 from engine.kv_cache import KVCache, LayerShape
 from engine.models.attention import AttentionCall, PagedAttention, attend_group
-from engine.models.layer_parts import Activation, AttentionShape, Rotary, TorchPointwise, split_heads
+from engine.models.layer_parts import Activation, AttentionShape, Norm, Rotary, TorchPointwise
 
 MAX_HEAD_SIZE = 256
 # The first with matrix units for bfloat16 and with copies that run beside the arithmetic.
@@ -60,6 +61,7 @@ class Kernels(Protocol):
     attend_rows: AttendRows
     rotate_and_store: Callable[..., None]
     gated_silu: Callable[[torch.Tensor], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor | None], torch.Tensor]
 
 
 class InPlaceAttention:
@@ -108,8 +110,11 @@ class CudaParts(TorchPointwise):
         self.angles = list(zip(*rotary.angles(batch.positions[0]), strict=True))
         self.attention = InPlaceAttention(kernels.attend_rows, batch, cache)
 
+    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return self.kernels.rms_norm(x, norm.weight, norm.eps, residual)
+
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
-        query_key, value = split_heads(shape, qkv)
+        query_key, value = self.split_heads(shape, qkv)
         keys, values = self.cache.keys[shape.layer], self.cache.values[shape.layer]
         angles = self.angles[shape.rotary]
         self.kernels.rotate_and_store(query_key, value, *angles, self.slots, keys, values)
