@@ -19,7 +19,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     vocab_size = weights.shape[-1]
     if rest := -vocab_size % CHUNK:
         weights = F.pad(weights, (0, rest))
-    chunks = weights.unflatten(-1, (-1, CHUNK))
+    chunks = weights.reshape(*weights.shape[:-1], weights.shape[-1] // CHUNK, CHUNK)
     ends = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
     goal = _below(uniforms[..., None] * ends[..., -1:], ends[..., -1:])
     chunk = torch.searchsorted(ends, goal, right=True).clamp(max=chunks.shape[-2] - 1)
