@@ -22,6 +22,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     chunks = weights.reshape(*weights.shape[:-1], weights.shape[-1] // CHUNK, CHUNK)
     ends = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
     goal = _below(uniforms[..., None] * ends[..., -1:], ends[..., -1:])
+    # Weights of NaN, which nobody looks at, must not lead out of the tensor.
     chunk = torch.searchsorted(ends, goal, right=True).clamp(max=chunks.shape[-2] - 1)
     begin = F.pad(ends, (1, 0)).gather(-1, chunk)
     members = chunks.gather(-2, chunk[..., None].expand(*chunk.shape, CHUNK)).squeeze(-2)
