@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-# Weights that are summed before they are looked at one by one.
+# Size of the parts of a vocabulary that ``inverse_cdf`` sums first.
 CHUNK = 256
 # Of more scores than these numpy finds the highest faster than torch, several times if they are many.
 MANY = 1 << 9
@@ -13,16 +13,16 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Token ids [...] drawn in proportion to ``weights`` [..., vocab], which need not sum to one.
 
     ``uniforms`` [...]: float64 in (0, 1). The sums run in float64, so that rare tokens of a large
-    vocabulary keep their share. A token of weight zero is never drawn. The chunk comes first, then the token
+    vocabulary keep their share. A token of weight zero is never drawn. A chunk is drawn first, then a token
     in it: a running sum over a whole vocabulary takes a GPU several times as long.
     """
-    vocab_size = weights.shape[-1]
-    if rest := -vocab_size % CHUNK:
+    if rest := -weights.shape[-1] % CHUNK:
         weights = F.pad(weights, (0, rest))
     chunks = weights.reshape(*weights.shape[:-1], weights.shape[-1] // CHUNK, CHUNK)
     ends = chunks.sum(-1, dtype=torch.float64).cumsum(-1)
-    goal = _below(uniforms[..., None] * ends[..., -1:], ends[..., -1:])
-    # Weights of NaN, which nobody looks at, must not lead out of the tensor.
+    total = ends[..., -1:]
+    goal = _below(uniforms[..., None] * total, total)
+    # ``clamp`` keeps ``gather`` within bounds for rows of NaN, whose ids are discarded.
     chunk = torch.searchsorted(ends, goal, right=True).clamp(max=chunks.shape[-2] - 1)
     begin = F.pad(ends, (1, 0)).gather(-1, chunk)
     members = chunks.gather(-2, chunk[..., None].expand(*chunk.shape, CHUNK)).squeeze(-2)
@@ -32,7 +32,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _below(goal: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Rounding must not lift the goal to the total, beyond which there is no id."""
+    """``goal``, but less than ``total``, to which rounding may have lifted it and where no id ends."""
     return torch.minimum(goal, total.nextafter(torch.zeros_like(total)))
 
 

@@ -34,12 +34,12 @@ SMALL_BUGS = {
         "number < SIZE\n    start = gate_up",
         "number < SIZE - 1\n    start = gate_up",
     ),
+    "gate and up are mixed up": ("start + SIZE + number", "start + number"),
     "the mean counts what pads a row": (" / SIZE + eps", " / PADDED_SIZE + eps"),
     "nothing keeps a norm from zero": (" / SIZE + eps", " / SIZE"),
     "heads lie side by side": ("x + token * X_STRIDE", "x + token * HEADS * SIZE"),
     "all heads have the first one's weights": ("weight + head * SIZE", "weight"),
     "a residual is scaled": ("normed += tl.load(residual", "normed *= tl.load(residual"),
-    "gate and up are mixed up": ("start + SIZE + number", "start + number"),
 }
 
 

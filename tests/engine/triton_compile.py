@@ -29,19 +29,20 @@ TENSORS = (
     "weight",
     "residual",
 )
-FLOATS = {"log_sums": "*fp32", "shares": "*fp32", "scale": "fp32", "eps": "fp32"}
+FLOATS = {"log_sums": "*fp32", "shares": "*fp32"}
+SCALARS = {"scale": "fp32", "eps": "fp32"}
 
 
 def compiled(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any], output: str) -> Any:
     names = kernel.arg_names
     tensors = dict.fromkeys(TENSORS, f"*{NAMES[dtype]}") | {"output": output}
-    types = POINTERS | FLOATS | tensors | dict.fromkeys(constants, "constexpr")
+    types = POINTERS | FLOATS | SCALARS | tensors | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in tensors or n in FLOATS}
     source = ASTSource(
         kernel,
         {name: types.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {place: what for place, what in aligned.items() if names[place[0]] not in ("scale", "eps")},
+        aligned,
     )
     options = {"num_warps": 4, "num_stages": kernels.NUM_STAGES, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -395,8 +395,9 @@ def rms_norm_row(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """RMSNorm of ``x`` [tokens, size] by ``weight`` [size], or of [tokens, heads, size] by [heads, size],
-    heads and numbers contiguous; plus ``residual``, if there is one, contiguous. In float32 inside."""
+    """RMSNorm of ``x`` [tokens, size], contiguous, by ``weight`` [size], or of [tokens, heads, size], heads
+    and numbers contiguous, by [heads, size]; plus ``residual``, if there is one, contiguous and of the same
+    shape. Sums in float32."""
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, size = len(x), x.shape[-1]
     heads = weight.numel() // size
