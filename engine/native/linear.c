@@ -8,6 +8,7 @@
 
 #include "kernels.h"
 #include "arena.h"
+#include "tiles.h"
 #include "vectors.h"
 
 /* Columns and rows of a product that are summed up together: as many as there are registers for. */
@@ -61,6 +62,9 @@ static __attribute__((noinline)) void finish(
 #define HAS_BFLOAT16 0
 #endif
 
+/* Pairs of bfloat16 numbers that a tile has of a row: there are a multiple of them, in all layers. */
+enum { PAIRS = TILE_BYTES_OF_ROW / 4 };
+
 /* Whether there are products of bfloat16 numbers. */
 int64_t multiplies_bfloat16(void) { return HAS_BFLOAT16; }
 
@@ -83,11 +87,11 @@ static inline ALWAYS vec add_products(vec sum, vec weight, const float *factor, 
 #endif
 }
 
-/* Rows x [rows, size] copied to others that begin ``stride`` numbers apart. */
+/* Rows x [rows, size] copied to others that begin ``stride`` numbers apart, or tile by tile. */
 typedef struct {
     float *to;
     const float *x;
-    int64_t size, stride;
+    int64_t size, stride, is_tiled;
 } Copy;
 
 static void copy_task(const void *arguments, int64_t row) {
@@ -95,18 +99,26 @@ static void copy_task(const void *arguments, int64_t row) {
     memcpy(of->to + row * of->stride, of->x + row * of->size, of->size * sizeof(float));
 }
 
-/* A row rounded to bfloat16, in pairs; the last one may have a zero in place of a number. */
+/* A row rounded to bfloat16, in pairs, with zeros up to a multiple of PAIRS. For tiles sixteen rows are together, PAIRS
+ * after PAIRS of each. */
 static void round_task(const void *arguments, int64_t row) {
     const Copy *of = arguments;
 #if HAS_BFLOAT16
-    const int64_t size = of->size;
+    enum { STEP = 2 * PAIRS };
+    const int64_t size = of->size, stride = of->stride, num_steps = (size + STEP - 1) / STEP;
     const float *x = of->x + row * size;
-    float *to = of->to + row * of->stride;
-    for (int64_t k = 0; k < size; k += LANES) {
-        const int64_t left = size - k < LANES ? size - k : LANES;
-        const __m512 part = _mm512_maskz_loadu_ps((__mmask16)((1 << left) - 1), x + k);
-        const __m256i pairs = (__m256i)_mm512_cvtneps_pbh(part);
-        _mm256_mask_storeu_epi32(to + k / 2, (__mmask8)((1 << (left + 1) / 2) - 1), pairs);
+    float *to = of->to + row * stride;
+    int64_t step = PAIRS;
+    if (of->is_tiled) {
+        to = of->to + row / TILE_ROWS * TILE_ROWS * stride + row % TILE_ROWS * PAIRS;
+        step = TILE_ROWS * PAIRS;
+    }
+    for (int64_t k = 0; k < num_steps; k++, x += STEP, to += step) {
+        const int64_t left = size - k * STEP;
+        const __mmask32 inputs = left < STEP ? (1u << left) - 1 : UINT32_MAX;
+        const __m512 first = _mm512_maskz_loadu_ps((__mmask16)inputs, x);
+        const __m512 second = _mm512_maskz_loadu_ps((__mmask16)(inputs >> LANES), x + LANES);
+        _mm512_storeu_ps(to, (__m512)_mm512_cvtne2ps_pbh(second, first));
     }
 #else
     (void)of, (void)row;
@@ -115,7 +127,7 @@ static void round_task(const void *arguments, int64_t row) {
 
 /* What a row is multiplied by at once: inputs, or pairs of them. */
 static inline int64_t num_factors(const Linear *linear) {
-    return linear->type == BFLOAT16 ? (linear->in_features + 1) / 2 : linear->in_features;
+    return linear->type == BFLOAT16 ? (linear->in_features + 2 * PAIRS - 1) / (2 * PAIRS) * PAIRS : linear->in_features;
 }
 
 /* A panel's columns for some rows, whose sums stay in registers; x [num_rows, factors], ``stride`` from row to row. */
@@ -160,12 +172,13 @@ static inline ALWAYS void multiply_rows(
     finish(linear, out, residual, kept[0], column, num_rows);
 }
 
-/* A product whose rows are in ``num_parts`` parts, and ``stride`` numbers from each other in ``x``. */
+/* A product whose rows are in ``num_parts`` parts, and ``stride`` numbers from each other in ``x``; ``number``: as
+ * ``shape_tiles`` has it. */
 typedef struct {
     const Linear *linear;
     float *out;
     const float *x, *residual;
-    int64_t rows, num_parts, stride;
+    int64_t rows, num_parts, stride, number;
 } Product;
 
 /* A panel's columns for all rows, part by part. */
@@ -196,6 +209,65 @@ static void multiply_task(const void *arguments, int64_t panel) {
     }
 }
 
+#if HAS_TILES
+/* Rows whose sums share the loads of weights: as many as there are tiles for. */
+enum { ROWS_OF_TILES = 2 * TILE_ROWS };
+static const TileShapes SHAPES = {
+    .palette = 1,
+    .row_bytes = { [0 ... 7] = TILE_BYTES_OF_ROW },
+    .rows = { [0 ... 7] = TILE_ROWS },
+};
+
+/* As ``multiply_rows``, with tiles: 0 to 3 are sums, 4 and 5 rows, 6 and 7 the panel's columns. */
+static inline ALWAYS void multiply_tiles(
+    const Linear *linear, float *out, const float *x, const float *residual, int64_t column, int64_t rows,
+    const int is_double) {
+    enum { STEP = PAIRS * PANEL };
+    const int64_t pairs = num_factors(linear);
+    const float *weights = (const float *)linear->weights + column * pairs, *second = x + TILE_ROWS * pairs;
+    vec sum[ROWS_OF_TILES][VECTORS];
+    CLEAR_TILE(0);
+    CLEAR_TILE(1);
+    if (is_double) CLEAR_TILE(2);
+    if (is_double) CLEAR_TILE(3);
+    for (int64_t k = 0; k < pairs; k += PAIRS, weights += STEP) {
+        for (int i = 0; i < STEP; i += CACHE_LINE / sizeof(float)) fetch_ahead(weights + i);
+        LOAD_TILE(6, weights, PANEL * sizeof(float));
+        LOAD_TILE(7, weights + LANES, PANEL * sizeof(float));
+        LOAD_TILE(4, x + k * TILE_ROWS, TILE_BYTES_OF_ROW);
+        ADD_BFLOAT16(0, 4, 6);
+        ADD_BFLOAT16(1, 4, 7);
+        if (is_double) {
+            LOAD_TILE(5, second + k * TILE_ROWS, TILE_BYTES_OF_ROW);
+            ADD_BFLOAT16(2, 5, 6);
+            ADD_BFLOAT16(3, 5, 7);
+        }
+    }
+    STORE_TILE(0, sum[0], sizeof sum[0]);
+    STORE_TILE(1, sum[0] + 1, sizeof sum[0]);
+    if (is_double) STORE_TILE(2, sum[TILE_ROWS], sizeof sum[0]);
+    if (is_double) STORE_TILE(3, sum[TILE_ROWS] + 1, sizeof sum[0]);
+    finish(linear, out, residual, sum[0], column, rows);
+}
+
+static void multiply_tiles_task(const void *arguments, int64_t panel) {
+    const Product *product = arguments;
+    const Linear *linear = product->linear;
+    const int64_t stride = product->stride, width = linear->out_features, column = panel * PANEL;
+    shape_tiles(&SHAPES, product->number);
+    for (int64_t row = 0; row < product->rows; row += ROWS_OF_TILES) {
+        const int64_t left = product->rows - row, count = left < ROWS_OF_TILES ? left : ROWS_OF_TILES;
+        const float *x = product->x + row * stride;
+        const float *residual = product->residual ? product->residual + row * width : NULL;
+        float *out = product->out + row * width;
+        if (count > TILE_ROWS) multiply_tiles(linear, out, x, residual, column, count, 1);
+        else multiply_tiles(linear, out, x, residual, column, count, 0);
+    }
+}
+#else
+#define multiply_tiles_task multiply_task
+#endif
+
 /* out [rows, out_features] = x [rows, in_features] times the weights, plus bias, plus residual or NULL,
  * which may be out itself. */
 void multiply(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows) {
@@ -205,20 +277,23 @@ void multiply(const Linear *linear, float *out, const float *x, const float *res
     }
     const int64_t size = linear->in_features, in = num_factors(linear), width = linear->out_features;
     const int64_t num_parts = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int is_crowded = in % CROWDING == 0 && rows >= CROWD;
+    const int is_tiled = linear->type == BFLOAT16 && has_tiles();
+    const int64_t num_kept = is_tiled ? (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS : rows;
+    const int is_crowded = !is_tiled && in % CROWDING == 0 && rows >= CROWD;
     const int64_t stride = is_crowded ? in + CACHE_LINE / (int64_t)sizeof(float) : in;
     if (is_crowded || linear->type == BFLOAT16) {
         static _Thread_local Arena arena;
-        if (!arena_reserve(&arena, arena_size(rows * stride, sizeof(float)))) {
+        if (!arena_reserve(&arena, arena_size(num_kept * stride, sizeof(float)))) {
             for (int64_t i = 0; i < rows * width; i++) out[i] = NAN; /* no memory: not a distribution */
             return;
         }
-        float *to = arena_alloc(&arena, rows * stride, sizeof(float));
-        run_task(linear->type == BFLOAT16 ? round_task : copy_task, &(Copy){ to, x, size, stride }, rows, rows * size);
+        float *to = arena_alloc(&arena, num_kept * stride, sizeof(float));
+        run_task(linear->type == BFLOAT16 ? round_task : copy_task, &(Copy){ to, x, size, stride, is_tiled }, rows,
+                 rows * size);
         x = to;
     }
-    run_task(multiply_task, &(Product){ linear, out, x, residual, rows, num_parts, stride },
-             (width + PANEL - 1) / PANEL, in * width * rows);
+    const Product product = { linear, out, x, residual, rows, num_parts, stride, next_product() };
+    run_task(is_tiled ? multiply_tiles_task : multiply_task, &product, (width + PANEL - 1) / PANEL, in * width * rows);
 }
 
 /* Columns of a Linear's weights together, panel by panel: what the weights must be laid out as. */

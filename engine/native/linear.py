@@ -23,6 +23,8 @@ CHUNK_WEIGHTS = 1 << 22
 
 # The layer that shows at load whether C computes what torch does: it fills neither panels nor vectors.
 PROBE_SHAPE, PROBE_ROWS, TOLERANCE = (45, 37), (1, 5, 14), 1e-5
+# Of these in bfloat16 there are a multiple in a layer, with zeros at the end (linear.c).
+PAIRED_INPUTS = 32
 # As in kernels.h.
 WEIGHT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -61,7 +63,7 @@ class NativeLinear:
         # Kept for as long as the structure points to them. Two bfloat16 numbers are one of 32 bits.
         self.weights = _pages.zeros(
             -(-self.out_features // panel),
-            -(-in_features // 2) if rounds else in_features,
+            -(-in_features // PAIRED_INPUTS) * PAIRED_INPUTS // 2 if rounds else in_features,
             panel,
             dtype=torch.int32 if rounds else self.dtype,
         )
@@ -70,7 +72,7 @@ class NativeLinear:
             for part in torch.split(weight, max(panel, CHUNK_WEIGHTS // in_features // panel * panel)):
                 # In its last type first: torch transposes fast where it need not convert.
                 if rounds:
-                    pairs = F.pad(part.bfloat16(), (0, in_features % 2)).view(torch.int32)
+                    pairs = F.pad(part.bfloat16(), (0, -in_features % PAIRED_INPUTS)).view(torch.int32)
                     self._store(column, pairs)
                 else:
                     self._store(column, part.float() if scale is None else (part.float() * scale).half())
