@@ -17,6 +17,7 @@ import re
 import statistics
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -154,9 +155,10 @@ class Bench:
     ) -> Block:
         url = variant.server.base_url
         before = await read_counters(self.session, url) or DraftCounters()
+        # Another block's prompts would be in the cache, for all variants but the first.
+        fields = {**variant.fields, "cache_salt": uuid.uuid4().hex}
         clients = [
-            requests(variant.model, self.prompts, variant.fields, key, client)
-            for client in range(num_clients)
+            requests(variant.model, self.prompts, fields, key, client) for client in range(num_clients)
         ]
         watch = CpuWatch(self.process_ids)
         window = await run_block(variant.server.port, clients, ramp_up=ramp_up, seconds=seconds)

@@ -44,6 +44,7 @@ class AttentionGroup:
     query_positions: torch.Tensor  # [rows, queries]
     first_slot: int = 0
     keys_are_padded: bool = False  # there may be more of them than even the longest row has
+    is_lone: bool = False  # one row, whose queries are its newest keys' tokens
 
     def bias(self, sliding_window: int | None, repeats: int, dtype: torch.dtype) -> torch.Tensor | None:
         """``mask`` as what is added to the scores: [rows, 1, repeats * queries, keys]. Made once a forward,
@@ -220,6 +221,7 @@ class ForwardBatch:
             key_slots=None if slots is None else send(slots, self.slots.device),
             query_positions=self.positions[:, first : first + length],
             first_slot=blocks[0] * self.block_size,
+            is_lone=True,
         )
 
     def _lengths(self) -> list[int]:

@@ -54,6 +54,8 @@ def build_engine(config: EngineConfig) -> EngineCore:
             torch.cuda.set_device(device)  # pinned memory, events and Triton take the current one
         # Sums of few rows and of many are then rounded alike, but for their order.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        # cuDNN prepares an attention kernel for every new length of a prompt, which takes tenths of a second.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     assert config.target is not None  # filled in by EngineConfig
     target = load_model(config.target, options)
     num_threads = config.num_threads or _num_threads(target)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
 from engine.batch import AttentionGroup, ForwardBatch
@@ -97,6 +98,9 @@ def attend_group(
     else:
         gathered = cache.gather(call.layer, group.key_slots)
         keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
+    is_plain = call.softcap is None and call.sinks is None
+    if is_plain and call.sliding_window is None and group.is_lone and _has_flash(query):
+        return attend_causally(query, keys, values, call.scaling)
     if group.query_index is not None:
         query = query[group.query_index]
     kv_heads = keys.shape[1]
@@ -105,7 +109,7 @@ def attend_group(
     query = query.view(group.rows, group.queries, kv_heads, shared, -1)
     query = query.permute(0, 2, 3, 1, 4).reshape(group.rows, kv_heads, shared * group.queries, -1)
     bias = group.bias(call.sliding_window, shared, query.dtype)
-    if call.softcap is None and call.sinks is None:
+    if is_plain:
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, scale=call.scaling)
     else:
         sinks = call.sinks
@@ -115,6 +119,22 @@ def attend_group(
     attended = attended.view(group.rows, kv_heads, shared, group.queries, -1).permute(0, 3, 1, 2, 4)
     output = attended.reshape(group.rows * group.queries, kv_heads * shared, -1).contiguous()
     return output if group.output_index is None else output[group.output_index]
+
+
+def _has_flash(query: torch.Tensor) -> bool:
+    return query.is_cuda and query.dtype.itemsize == 2
+
+
+def attend_causally(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Without a mask, which the flash kernel does not take. ``query`` [queries, heads, size] are the newest
+    tokens of ``keys`` and ``values`` [1, kv heads, keys, size]."""
+    causal = causal_lower_right(len(query), keys.shape[2])
+    attended = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None], keys, values, attn_mask=causal, scale=scaling, enable_gqa=True
+    )
+    return attended[0].transpose(0, 1)
 
 
 def attention_by_definition(

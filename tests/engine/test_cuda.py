@@ -4,6 +4,7 @@ The same gates as everywhere else, with engines on the device in float32, where 
 what bfloat16 does to a real pair's text is measured by ``benchmarks.gpu``, not asserted.
 """
 
+import random
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -20,13 +21,15 @@ from engine.messages import Generate, SamplingParams
 from engine.models.layer_parts import AttentionShape
 from engine.models.llama import Llama
 from engine.runtime.cuda.capture import CudaCapture
-from engine.runtime.cuda.layer_parts import find_kernels
+from engine.runtime.cuda.layer_parts import find_kernels, is_right
 from tests.engine import gates, graph_gates, test_distribution, triton_gates
 from tests.engine.conftest import Models
 from tests.engine.test_distribution import Pair, p_values, pair
+from tests.engine.test_gguf import CONFIGS
 from tests.engine.test_llama import save
 from tests.engine.test_round_graphs import PARAMS, STATIC
-from tests.models import make_engine, run_engine
+from tests.gguf_models import save_gguf
+from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 
 __all__ = ["pair"]  # a fixture
 
@@ -67,6 +70,39 @@ def test_greedy_text_is_the_cpus(models: Models) -> None:
     on_cpu = run_engine(make_engine(models.target, None), gates.PROMPTS, params)
     drafted = make_engine_here(models.target, models.close_draft, num_speculative_tokens=4)
     assert run_engine(drafted, gates.PROMPTS, params) == on_cpu
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_long_texts_are_the_same_with_drafts_and_on_a_cpu(block_size: int, tmp_path: Path) -> None:
+    """Thousands of tokens; the last prompt begins like the first, which is in the cache by then."""
+    target = save_random_llama(tmp_path / "target", seed=1, hidden=256, context=8192, std=0.1)
+    draft = save_perturbed(tmp_path / "draft", target, seed=2, noise=0.005)
+    lengths = {"max_model_len": 8000, "cache_memory": "256MiB", "block_size": block_size}
+    tokens = random.Random(1)
+    prompts = [[tokens.randrange(16) for _ in range(length)] for length in (6000, 3100, 1025, 7)]
+    prompts.append(prompts[0][:5000] + [3, 1, 2])
+    params = [
+        SamplingParams(max_tokens=200, temperature=temperature, seed=seed)
+        for seed, temperature in enumerate((0, 1, 0, 1, 0))
+    ]
+    arrivals = [0, 0, 20, 20, 120]
+    on_cpu = run_engine(make_engine(target, None, **lengths), prompts, params, arrivals)
+    plain = make_engine_here(target, None, **lengths)
+    assert run_engine(plain, prompts, params, arrivals) == on_cpu
+    drafted = make_engine_here(target, draft, **lengths, cuda_graph_seconds=20)
+    assert run_engine(drafted, prompts, params, arrivals) == on_cpu
+    assert drafted.stats.num_accepted_tokens > 200
+    assert graph_gates.graphs_of(drafted).num_replays
+
+
+@pytest.mark.parametrize("kind", ["Q5_1", "Q8_0"])
+def test_gguf_files_say_what_they_say_dequantised_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    target, draft = str(tmp_path / "target.gguf"), str(tmp_path / "draft.gguf")
+    save_gguf(Path(target), CONFIGS["qwen3"], kind)
+    save_gguf(Path(draft), CONFIGS["qwen3"], "Q4_0")
+    params = SamplingParams(max_tokens=60, temperature=0)
+    on_cpu = run_engine(make_engine(target, None), gates.PROMPTS, params)
+    assert run_engine(make_engine_here(target, draft), gates.PROMPTS, params) == on_cpu
 
 
 def test_the_target_as_its_own_draft_is_always_accepted(models: Models) -> None:
@@ -192,6 +228,31 @@ def test_the_kernel_attends_like_gathering(case: dict[str, Any], seed: int) -> N
     kernels = find_kernels([shape], torch.bfloat16, torch.device(DEVICE))
     assert kernels is not None
     triton_gates.same_as_gathered(kernels.attend_rows, seed, device=DEVICE, **case)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(8, 2), (6, 6)])
+@pytest.mark.parametrize("window", [None, 70])
+def test_long_chunks_attend_like_float64(
+    window: int | None, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    kernels = find_kernels([AttentionShape(0, 8, 2, 64, 0.125, None, None)], dtype, torch.device(DEVICE))
+    assert kernels is not None
+    for size in (64, 128):
+        shape = AttentionShape(0, *heads, size, 0.125, window, None)
+        for queries in (70, 500):
+            assert is_right(kernels.attend_rows, shape, dtype, torch.device(DEVICE), queries)
+
+
+def test_cudnn_prepares_nothing_for_a_prompt(models: Models) -> None:
+    core = make_engine_here(models.target, models.close_draft, dtype="bfloat16", max_num_batched_tokens=100)
+    params = SamplingParams(max_tokens=3, temperature=0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run_engine(core, [[1, 2, 3] * 50, [4, 5] * 60], params)
+    called = {event.key for event in profiler.key_averages()}
+    assert any("attention" in name for name in called)
+    assert not any("cudnn" in name for name in called)
 
 
 @needs_triton

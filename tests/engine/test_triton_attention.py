@@ -5,10 +5,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
+from engine.models import attention
 from engine.models.layer_parts import AttentionShape
 from engine.runtime.cuda import layer_parts
 from engine.runtime.cuda.layer_parts import find_kernels
@@ -32,6 +35,20 @@ def run(*arguments: str, **environment: str) -> None:
 def test_what_a_kernel_is_told(seed: int, window: int | None) -> None:
     """Without triton too: rows, tables and positions of ragged batches, and long chunks beside them."""
     same_as_gathered(torch_kernels.attend_rows, seed, window=window)
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (3, 3)])
+@pytest.mark.parametrize("alignment", [causal_lower_right, causal_upper_left])
+def test_long_chunks_without_a_mask(
+    alignment: Any, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 16 bits are attended on a GPU. Aligned by the first query and key, later chunks would be wrong."""
+    monkeypatch.setattr(attention, "_has_flash", lambda query: query.dtype == torch.float32)
+    monkeypatch.setattr(attention, "causal_lower_right", alignment)
+    shape = AttentionShape(0, *heads, 16, 0.25, None, None)
+    cpu = torch.device("cpu")
+    is_right = layer_parts.is_right(torch_kernels.attend_rows, shape, torch.float32, cpu, queries=100)
+    assert is_right == (alignment is causal_lower_right)
 
 
 @needs_triton
