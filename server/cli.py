@@ -4,6 +4,7 @@
 this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from prometheus_client import disable_created_metrics
 from pydantic_settings import BaseSettings
 
+from engine.openmp import spin_settings
 from server.client.worker_pool import WorkerFailedError
 from server.config import ConfigError, load_settings, read_options
 from server.help import command_help, serve_help
@@ -51,6 +53,7 @@ OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.update(spin_settings(os.environ))  # the command may load torch
     match arguments:
         case ["serve", *flags] if {"--help", "-h"} & set(flags):
             print(serve_help(), end="")

@@ -29,6 +29,7 @@ BORDER = (
     "engine.deep_stack",
     "engine.grammar_compiler",
     "engine.lifeline",
+    "engine.openmp",
     "engine.terminal",
     "engine.gguf_file",
 )

@@ -15,6 +15,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.lifeline import PARENT_VARIABLE
 from engine.messages import FromWorker, Heartbeat, Inbox, Shutdown, ToWorker, decode_from_worker, framed
+from engine.openmp import spin_settings
 from server.settings import ENV_PREFIX
 
 # How long to wait for the end of a dead worker's connection: a process that it left behind may hold it.
@@ -188,11 +189,6 @@ class WorkerProcess:
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without this server's settings: the worker gets its own by argument, and keys are none of them.
-
-    torch's OpenMP threads look for more work for microseconds before they sleep, unless ``environ`` says
-    otherwise. By default they do so for milliseconds, on processors that the engine's own threads need.
-    """
+    """Without this server's settings: the worker gets its own by argument, and keys are none of them."""
     kept = {name: value for name, value in environ.items() if not name.upper().startswith(ENV_PREFIX)}
-    spin = {} if {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() else {"GOMP_SPINCOUNT": "1000"}
-    return kept | spin | {PARENT_VARIABLE: str(os.getpid())}
+    return kept | spin_settings(environ) | {PARENT_VARIABLE: str(os.getpid())}

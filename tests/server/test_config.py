@@ -1,6 +1,7 @@
 """Where settings come from, which one wins, and how mistakes are reported."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,15 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         dash = "--[no-]" if field.annotation is bool else "--"
         assert shown.count(f"  {dash}{name.replace('_', '-')} ") == 1
     assert max(map(len, shown.splitlines())) <= 110
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}])
+def test_commands_that_load_torch_do_not_let_its_threads_spin(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    assert main([]) == 0
+    assert os.environ == (given or {"GOMP_SPINCOUNT": "1000"})
 
 
 def test_configuration_page_is_up_to_date() -> None:
