@@ -157,12 +157,18 @@ class _Reader:
 
 
 def load_pretrained_tokenizer(path: str) -> Any:
-    """transformers' tokenizer of a GGUF file, a folder or a hub id. Slow: imports transformers."""
+    """transformers' tokenizer of a GGUF file, a folder or a hub id. Slow: imports transformers.
+
+    ``OSError`` or ``ValueError`` if there is none.
+    """
     if is_gguf(path):
         return _gguf_tokenizer(path)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (TypeError, AssertionError, KeyError) as error:  # some classes rely on files that may be missing
+        raise ValueError(f"{path} has no tokenizer that can be loaded") from error
 
 
 def _gguf_tokenizer(path: str) -> Any:

@@ -1,11 +1,15 @@
-"""Settings of every test run: no network, no threads left behind by the tokenizers, examples that stay."""
+"""Settings of every test run: no network, no threads left behind by the tokenizers, none of torch's that
+spin, examples that stay."""
 
 import os
 
 from hypothesis import HealthCheck, settings
 
+from engine.openmp import spin_settings
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.update(spin_settings(os.environ))  # before torch is loaded
 
 # How long an example takes says how busy the machine is. Examples follow from the test alone, so that a
 # failure comes again; ``--hypothesis-profile default`` looks for others.

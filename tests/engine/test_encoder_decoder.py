@@ -103,17 +103,17 @@ def test_with_a_seed_the_draft_changes_nothing(pairs: dict[str, Pair], family: s
         assert run_engine(core, prompts(), params) == plain
 
 
+# Each family and each rule once: what they do together is in the greedy text of each family.
 @pytest.mark.parametrize(
     ("family", "verification"),
-    [("t5", "rejection"), ("t5", "block"), ("t5", "coupled"), ("bart", "rejection"), ("marian", "rejection")],
+    [("t5", "block"), ("bart", "rejection"), ("marian", "coupled")],
 )
 def test_sampled_is_the_targets(tiny_pairs: dict[str, Pair], family: str, verification: str) -> None:
     gates.sampled_is_the_targets(tiny_pairs[family], verification, in_flight=8, num_samples=2500)
 
 
-@pytest.mark.parametrize("family", ["t5", "bart", "marian"])
-def test_sampled_one_at_a_time(tiny_pairs: dict[str, Pair], family: str) -> None:
-    gates.sampled_is_the_targets(tiny_pairs[family], "rejection", in_flight=1, num_samples=1600)
+def test_sampled_one_at_a_time(tiny_pairs: dict[str, Pair]) -> None:
+    gates.sampled_is_the_targets(tiny_pairs["t5"], "rejection", in_flight=1, num_samples=1600)
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,6 @@ def test_planted_bug_is_caught(
     ("plant", "family"),
     [
         (everything_accepted, "t5"),
-        (recovered_from_the_target, "t5"),
         (recovered_from_the_target, "bart"),
         (prompt_read_partly, "t5"),
         (rules_forgotten, "marian"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as token_models
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams
@@ -369,6 +369,20 @@ def test_which_way_a_pair_gets(learnt: dict[str, str], models: Models, tmp_path:
     nameless = save_random_llama(tmp_path / "nameless", seed=1, vocab_size=2000)
     with pytest.raises(ModelLoadError, match="2000 tokens, the target's 16.*no"):
         make_engine(models.target, nameless)
+
+
+@pytest.mark.parametrize("error", [TypeError, AssertionError, KeyError, OSError])
+def test_a_tokenizer_that_fails_to_load_is_none(
+    error: type[Exception], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers' classes fail on missing files in their own ways, if the package they need is there."""
+
+    def fail(path: str) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    core = make_engine(models.target, models.close_draft)
+    assert isinstance(phases_of(core).proposer, DraftModelProposer)
 
 
 def test_the_server_names_the_draft(learnt: dict[str, str]) -> None:

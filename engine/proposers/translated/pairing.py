@@ -77,7 +77,7 @@ def load_tokenizer(path: str) -> Any | None:
     """None where there is none: models without text can be checked with token ids."""
     try:
         return load_pretrained_tokenizer(path)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return None
 
 
