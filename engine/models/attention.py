@@ -19,6 +19,9 @@ from engine.models.errors import ModelLoadError
 
 ATTENTION_NAME = "foretoken"
 
+# What torch's flash kernel is made for, in 16 bits.
+FLASH_CAPABILITY, MAX_FLASH_HEAD_SIZE = (8, 0), 256
+
 # What models hand to their attention function beside our own arguments, and what changes nothing here:
 # masks and packing are in our context, dropout is for training, and the weights are not asked for.
 WITHOUT_EFFECT = frozenset(
@@ -99,7 +102,7 @@ def attend_group(
         gathered = cache.gather(call.layer, group.key_slots)
         keys, values = (x.view(group.rows, -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
     is_plain = call.softcap is None and call.sinks is None
-    if is_plain and call.sliding_window is None and group.is_lone and _has_flash(query):
+    if is_plain and call.sliding_window is None and group.is_lone and _has_flash(query, values):
         return attend_causally(query, keys, values, call.scaling)
     if group.query_index is not None:
         query = query[group.query_index]
@@ -121,8 +124,11 @@ def attend_group(
     return output if group.output_index is None else output[group.output_index]
 
 
-def _has_flash(query: torch.Tensor) -> bool:
-    return query.is_cuda and query.dtype.itemsize == 2
+def _has_flash(query: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether torch's flash kernel is made for these, and for their device."""
+    size = query.shape[-1]
+    is_fit = query.is_cuda and query.dtype.itemsize == 2 and values.shape[-1] == size <= MAX_FLASH_HEAD_SIZE
+    return is_fit and torch.cuda.get_device_capability(query.device) >= FLASH_CAPABILITY
 
 
 def attend_causally(

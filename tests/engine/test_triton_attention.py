@@ -43,7 +43,7 @@ def test_long_chunks_without_a_mask(
     alignment: Any, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As 16 bits are attended on a GPU. Aligned by the first query and key, later chunks would be wrong."""
-    monkeypatch.setattr(attention, "_has_flash", lambda query: query.dtype == torch.float32)
+    monkeypatch.setattr(attention, "_has_flash", lambda query, values: query.dtype == torch.float32)
     monkeypatch.setattr(attention, "causal_lower_right", alignment)
     shape = AttentionShape(0, *heads, 16, 0.25, None, None)
     cpu = torch.device("cpu")
