@@ -5,12 +5,15 @@
 ``base`` is what calibration says of the passes. ``level`` is the machine's speed, for all rounds alike.
 ``correction`` is what calibration has not seen of an option. A round that takes longer than expected may have
 either reason; as in a Kalman filter, each of the two takes a share of the surprise by its uncertainty. An
-option that has hardly run moves its own correction, one that has often run moves the level.
+option that has hardly run moves its own correction, one that has often run moves the level. ``overhead`` is
+what the host takes in a step, and what the first round takes more than those behind it: it finds the caches
+full of what the host did, and the front end busy with what the step before has emitted.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 # Options: draft lengths from 0 to the maximum, and whatever has other drafts in it.
@@ -26,8 +29,9 @@ LEVEL_DRIFT, LEAST_CORRECTION = 0.001, 0.0003
 MAX_DEVIATIONS = 1.5
 # Share of a surprise by which the overhead moves, and where that is clipped.
 OVERHEAD_RATE, MAX_OVERHEAD_SURPRISE = 0.1, 0.5
-# Overhead of a step until it is measured: for each row, and for three more.
-HOST_SECONDS_PER_ROW = 3e-5
+# Overhead until it is measured, for each row and for three more: what the host takes, and what the first round
+# of a step takes more, which is never measured where rounds do not share steps.
+HOST_SECONDS_PER_ROW, FIRST_ROUND_SECONDS_PER_ROW = 3e-5, 3e-6
 
 
 class Curve:
@@ -88,6 +92,22 @@ class Shape(NamedTuple):
     draft_sizes: tuple[float, ...] = ()
 
 
+class Overhead:
+    """Seconds of a step by its number of rows, corrected by those that were measured."""
+
+    def __init__(self, seconds_per_row: float) -> None:
+        self._seconds_per_row = seconds_per_row
+        self._level = 0.0
+
+    def __call__(self, num_rows: int) -> float:
+        return math.exp(self._level) * self._seconds_per_row * (3 + num_rows)
+
+    def observe(self, num_rows: int, seconds: float) -> None:
+        surprise = math.log(max(seconds, 1e-6) / self(num_rows))
+        clipped = max(-MAX_OVERHEAD_SURPRISE, min(surprise, MAX_OVERHEAD_SURPRISE))
+        self._level += OVERHEAD_RATE * clipped
+
+
 class Costs:
     """``draft`` is None without a draft model. Rounds of less than half of ``step_seconds`` share steps."""
 
@@ -104,7 +124,8 @@ class Costs:
         self.is_calibrated = is_calibrated
         self.stored_per_row = 0.0  # tokens in the cache, set before each step
         self._level, self._level_variance = 0.0, FIRST_LEVEL
-        self._overhead_level = 0.0
+        self.host = Overhead(HOST_SECONDS_PER_ROW)
+        self.first_round = Overhead(FIRST_ROUND_SECONDS_PER_ROW)
         # By bucket of rows and option: the correction and its variance.
         self._corrections: dict[int, dict[int, tuple[float, float]]] = {}
 
@@ -124,18 +145,19 @@ class Costs:
         return math.exp(self._level + self._correction(num_rows, option)[0]) * base
 
     def overhead(self, num_rows: int) -> float:
-        """Expected seconds of a step outside its rounds."""
-        return math.exp(self._overhead_level) * HOST_SECONDS_PER_ROW * (3 + num_rows)
+        """Expected seconds of a step, however many rounds it has."""
+        return self.host(num_rows) + self.first_round(num_rows)
 
-    def rounds_per_step(self, model_seconds: float) -> float:
-        if 2 * model_seconds > self.step_seconds:
-            return 1.0
-        return min(self.step_seconds / model_seconds, MAX_ROUNDS)
+    def rounds_per_step(self, model_seconds: float, num_rows: int) -> float:
+        """A step begins another round while that would end in time, taking as long as the first one. The time
+        that is left then is half a round's on average."""
+        left = self.step_seconds - 2 * (model_seconds + self.first_round(num_rows))
+        return max(1.0, min(1.5 + left / model_seconds, MAX_ROUNDS))
 
     def seconds(self, shape: Shape) -> float:
         """Expected seconds of a round, with its share of the step's overhead."""
         seconds = self.model_seconds(shape)
-        return seconds + self.overhead(shape.num_rows) / self.rounds_per_step(seconds)
+        return seconds + self.overhead(shape.num_rows) / self.rounds_per_step(seconds, shape.num_rows)
 
     def catch_up_seconds(self, num_tokens: int) -> float:
         """Expected seconds in which the draft model computes what its cache misses."""
@@ -178,11 +200,21 @@ class Costs:
         measured = self._corrections.setdefault(self.bucket(shape.num_rows), {})
         measured[shape.option] = correction, max(variance, LEAST_CORRECTION)
 
-    def observe_overhead(self, num_rows: int, seconds: float) -> None:
-        """A step took ``seconds`` outside its rounds."""
-        surprise = math.log(max(seconds, 1e-6) / self.overhead(num_rows))
-        clipped = max(-MAX_OVERHEAD_SURPRISE, min(surprise, MAX_OVERHEAD_SURPRISE))
-        self._overhead_level += OVERHEAD_RATE * clipped
+    def observe_step(self, shape: Shape, first: float | None, later: Sequence[float], host: float) -> float:
+        """Seconds of a step's first round, or None if it did something else, too, of those behind it, and of
+        the host. Returns what a round takes without its share of the overhead."""
+        num_rows = shape.num_rows
+        self.host.observe(num_rows, host)
+        if later:
+            seconds = median(later)
+            if first is not None:
+                self.first_round.observe(num_rows, first - seconds)
+        else:
+            assert first is not None
+            # Alone, it does not say what of it is overhead.
+            seconds = max(first - self.first_round(num_rows), first / 2)
+        self.observe(shape, seconds)
+        return seconds
 
     def state(self) -> dict[str, object]:
         """Milliseconds, and the level as a factor."""

@@ -51,7 +51,7 @@ def make_terms(costs: Costs, plan: Plan, longest: int, drafts: bool) -> Terms:
         costs.model_seconds(Shape(num_rows, MIXED, num_drafted + length, sizes)) - before
         for length in range(longest + 1)
     ]
-    rounds = costs.rounds_per_step(costs.model_seconds(plan.shape))
+    rounds = costs.rounds_per_step(costs.model_seconds(plan.shape), num_rows)
     return Terms(plan.rate, before, seconds, costs.overhead(num_rows) * (1 - 1 / rounds))
 
 

@@ -251,10 +251,12 @@ class SpeculationPlanner:
     def _learn_all(self) -> None:
         """What has been observed since the last replan."""
         for step in self._observed:
-            round_seconds = [sum(one.seconds) for one in step.result.rounds] if step.is_timed else []
-            if sum([part.num_catch_up_tokens for part in step.rows]) > 2 * len(step.rows):
-                del round_seconds[:1]  # more than the token that an accepted draft leaves behind
-            self.policy.learn(step, self._learn(step), round_seconds)
+            first, later = None, list[float]()
+            if step.is_timed:
+                first, *later = [sum(one.seconds) for one in step.result.rounds]
+                if sum([part.num_catch_up_tokens for part in step.rows]) > 2 * len(step.rows):
+                    first = None  # more than the token that an accepted draft leaves behind
+            self.policy.learn(step, self._learn(step), first, later)
         self._observed.clear()
         for sequence in self._ended:
             self._rows.pop(sequence, None)

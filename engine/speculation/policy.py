@@ -10,7 +10,6 @@ Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the rou
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
 
 from engine.core.step import ScheduledSequence, StepResult
@@ -209,7 +208,7 @@ class Policy:
             return None
         plan = self.fixed(key[0], best.groups, options[place]) if length else self._scouts(best, missing())
         # A whole step: rounds behind the first ones of a step are faster, and the active plan has those.
-        num_rounds = int(self.costs.rounds_per_step(self.costs.model_seconds(plan.shape)))
+        num_rounds = int(self.costs.rounds_per_step(self.costs.model_seconds(plan.shape), key[0]))
         return Exploration(key, names[place], plan, max(FEW_ROUNDS, num_rounds))
 
     def _scouts(self, best: Best, missing: list[int]) -> Plan:
@@ -236,19 +235,15 @@ class Policy:
         if self.exploration is not None:
             self.exploration.rounds_left -= num_rounds
 
-    def learn(self, step: Observed, shape: Shape, round_seconds: list[float]) -> None:
-        """From a step since the last replan, before the next one. ``round_seconds``: of its rounds that say
-        something about rounds of this ``shape``."""
+    def learn(self, step: Observed, shape: Shape, first: float | None, later: Sequence[float]) -> None:
+        """From a step since the last replan, before the next one. Seconds of its ``first`` round and of the
+        ``later`` ones, if they say something about rounds of this ``shape``."""
         rounds, host_seconds = step.result.rounds, step.result.host_seconds
         seconds = step.result.seconds + host_seconds
         num_tokens = sum([sum(map(len, one.emitted)) for one in rounds])
-        if round_seconds:
-            # The first of several rounds finds the caches full of what the host did: that is overhead, too.
-            usual = median(round_seconds[1:] or round_seconds)
-            overhead = host_seconds + max(0.0, round_seconds[0] - usual)
-            self.costs.observe_overhead(shape.num_rows, overhead)
-            self.costs.observe(shape, usual)
-            self._count(step, num_tokens, seconds, usual)
+        if first is not None or later:
+            took = self.costs.observe_step(shape, first, later, host_seconds)
+            self._count(step, num_tokens, seconds, took)
         if (exploration := step.exploration) is not None:
             exploration.num_rounds += len(rounds)
             exploration.num_tokens += num_tokens
@@ -261,7 +256,7 @@ class Policy:
         num_drafted = sum([sum(one.num_drafted) for one in step.result.rounds])
         plain = self.costs.model_seconds(shape)
         overhead = max(0.0, seconds / num_rounds - took)
-        if self.costs.rounds_per_step(plain) > 1:
+        if self.costs.rounds_per_step(plain, shape.num_rows) > 1:
             overhead *= min(1.0, plain / took)
         rows = num_rounds * shape.num_rows
         plain_seconds = num_rounds * (plain + overhead) if num_drafted else seconds

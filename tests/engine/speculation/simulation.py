@@ -51,7 +51,8 @@ GPU = interpolate([(1, 1), (60, 1.02), (120, 2.0), (180, 3.0)])
 @dataclass(frozen=True)
 class Machine:
     """``unit`` seconds of a target pass over one token. ``step_seconds`` > 0: short rounds share steps, whose
-    first round takes ``cold`` times as long as the others."""
+    first round takes ``cold`` times as long as the others. ``busy``: units by which the first round of every
+    step takes longer."""
 
     name: str
     target: Shape
@@ -63,6 +64,7 @@ class Machine:
     host_per_row: float = 0.003
     step_seconds: float = 0.0
     cold: float = 1.0
+    busy: float = 0.0
 
     def score_seconds(self, size: float) -> float:
         return self.unit * self.target(size)
@@ -269,12 +271,12 @@ class Simulation:
 
     def _rounds(self, plan: StepPlan) -> tuple[list[Round], float, float]:
         rounds: list[Round] = []
-        total, expected = 0.0, 0.0
+        total, longest, expected = 0.0, 0.0, 0.0
         while len(rounds) < plan.max_rounds:
-            if rounds and total + total / len(rounds) > self.machine.step_seconds:
+            if rounds and total + longest > self.machine.step_seconds:
                 break
             one, seconds, tokens = self._round(plan, is_first=not rounds)
-            total, expected = total + seconds, expected + tokens
+            total, longest, expected = total + seconds, max(longest, seconds), expected + tokens
             rounds.append(one)
             if any(len(part.sequence) >= part.sequence.max_num_tokens for part in plan.rows):
                 break
@@ -325,6 +327,7 @@ class Simulation:
         if is_first and plan.max_rounds > 1:
             factor *= machine.cold
         drafting, scoring = drafting * factor, machine.score_seconds(num_scored) * factor
+        scoring += machine.unit * machine.busy if is_first else 0.0
         one.seconds = PhaseSeconds(drafting * self._noise(), scoring * self._noise(), 0.0)
         return one, drafting + scoring, expected
 
