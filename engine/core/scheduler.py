@@ -14,7 +14,7 @@ from itertools import count
 from engine.core.block_pool import BlockPool, BlockTable
 from engine.core.planning import DraftChoice, Planner
 from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import MAX_CATCH_UP_TOKENS, ScheduledSequence, StepPlan
+from engine.core.step import MAX_CATCH_UP_TOKENS, MAX_PROMPT_TOKENS, ScheduledSequence, StepPlan
 
 
 class Scheduler:
@@ -258,11 +258,15 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
     """Of the whole step. Bits, since a flag's own operators are slow in Python."""
-    bits = 0
+    bits = num_prompt_tokens = 0
     for part in scheduled:
         bits |= part.sequence.needs._value_
         if part.num_tokens > 1 or part.sequence.wants_prompt_logprobs:
             bits |= RowNeeds.PROMPT._value_
+            num_prompt_tokens += part.num_tokens
+            is_whole = part.completes and not part.sequence.wants_prompt_logprobs
+            if not is_whole or num_prompt_tokens > MAX_PROMPT_TOKENS:
+                bits |= RowNeeds.LONG_PROMPT._value_
         if part.sequence.matcher is not None:
             bits |= RowNeeds.MASK._value_
         if part.model_tokens:

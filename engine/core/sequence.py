@@ -23,7 +23,8 @@ class RowNeeds(Flag):
     supports all that the rows of a step need."""
 
     NONE = 0
-    PROMPT = auto()  # more known tokens than the pending one, or the log-probabilities of a prompt
+    PROMPT = auto()  # more known tokens than the pending one
+    LONG_PROMPT = auto()  # many of them, or only a part of them; or the log-probabilities of a prompt
     DRAFT_MODEL = auto()  # drafts from the draft model
     CATCH_UP = auto()  # its cache computes more than a few missing tokens first, or instead of a draft
     SAMPLING = auto()  # temperature above 0

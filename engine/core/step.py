@@ -14,6 +14,9 @@ from engine.messages import RoundTrace, TokenLogprob
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
 # in the same round.
 MAX_CATCH_UP_TOKENS = 32
+# Tokens of a step's prompts that such a pass takes: its working memory stays small, and what Python does in a
+# step counts little beside longer ones.
+MAX_PROMPT_TOKENS = 256
 
 
 @dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long

@@ -27,17 +27,19 @@ typedef struct {
 static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, int64_t draft_vocab) {
     static _Thread_local Arena arena;
     const int64_t rows = rounds->num_rows, drafts = rows * rounds->max_drafts, threads = get_num_threads();
-    int64_t num_blocks = 0, samples = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
+    int64_t num_blocks = 0, num_new = 0, samples = 0, uses_probs = 0, cuts = 0, uses_one_hot = 0;
     for (int64_t i = 0; i < rows; i++) {
         const Row *row = rounds->rows[i];
         const int is_sampled = row->rule != GREEDY;
         num_blocks += row->num_blocks + row->num_draft_blocks;
+        num_new += row->num_tokens - row->num_computed;
         samples |= is_sampled;
         cuts |= is_sampled && (row->top_k > 0 || row->top_p < 1.0f || row->min_p > 0.0f);
         uses_probs |= row->rule == REJECTION && (!row->draft_ids || rounds->constrain);
         uses_one_hot |= row->rule == REJECTION && (row->draft_ids || rounds->constrain);
     }
-    const int64_t num_tokens = rows * rounds->max_missed + rows + drafts;
+    const int64_t num_drafting = rows * (rounds->max_missed + 1), num_scoring = num_new + drafts;
+    const int64_t num_tokens = num_drafting > num_scoring ? num_drafting : num_scoring;
     const size_t integer = sizeof(int64_t), number = sizeof(float);
     const Piece pieces[] = {
         { (void **)&scratch->limit, rows, integer },
@@ -51,6 +53,7 @@ static int make_scratch(Scratch *scratch, const Rounds *rounds, int64_t vocab, i
         { (void **)&scratch->num_computed, rows, integer },
         { (void **)&scratch->span_first_block, rows, integer },
         { (void **)&scratch->active, rows, integer },
+        { (void **)&scratch->num_scored, rows, integer },
         { (void **)&scratch->first_scored, rows, integer },
         { (void **)&scratch->draft_ids, drafts, integer },
         { (void **)&scratch->token_ids, num_tokens, integer },
@@ -98,21 +101,24 @@ static int constrain_rows(const Rounds *rounds) {
     return 1;
 }
 
-/* The target's logits of every row's pending token and its drafts. */
+/* The target's logits of every row's pending token and its drafts, behind what its cache does not have yet. */
 static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) {
-    int64_t size = 0;
+    int64_t size = 0, num_logits = 0;
     for (int64_t i = 0; i < rounds->num_rows; i++) {
         const Row *row = rounds->rows[i];
-        const int64_t *drafts = scratch->draft_ids + i * rounds->max_drafts;
-        scratch->first_scored[i] = size;
-        scratch->query_lens[i] = 1 + scratch->num_drafted[i];
-        scratch->num_computed[i] = row->num_tokens - 1;
-        scratch->token_ids[size++] = row->token_ids[row->num_tokens - 1];
-        for (int64_t j = 0; j < scratch->num_drafted[i]; j++) scratch->token_ids[size++] = drafts[j];
+        const int64_t num_new = row->num_tokens - row->num_computed, num_drafted = scratch->num_drafted[i];
+        scratch->first_scored[i] = num_logits;
+        scratch->num_scored[i] = 1 + num_drafted;
+        scratch->query_lens[i] = num_new + num_drafted;
+        scratch->num_computed[i] = row->num_computed;
+        copy_ids(scratch->token_ids + size, row->token_ids + row->num_computed, num_new);
+        copy_ids(scratch->token_ids + size + num_new, scratch->draft_ids + i * rounds->max_drafts, num_drafted);
+        size += num_new + num_drafted;
+        num_logits += 1 + num_drafted;
     }
     const NewTokens new = {
         .num_spans = rounds->num_rows, .num_tokens = scratch->query_lens, .num_stored = scratch->num_computed,
-        .num_logits = scratch->query_lens, .first_block = scratch->first_block,
+        .num_logits = scratch->num_scored, .first_block = scratch->first_block,
         .token_ids = scratch->token_ids, .blocks = scratch->blocks,
     };
     return decode(target, &new, scratch->logits);
@@ -208,6 +214,7 @@ static int append(const Rounds *rounds, const Scratch *scratch, int64_t i, int64
     }
     if (row->draft_ids) row->num_draft_tokens = 0;
     row->num_tokens += num_accepted + 1;
+    row->num_computed = row->num_tokens - 1;
     for (int64_t j = 0; j <= num_accepted; j++) count_token(row, emitted[j]);
     for (int64_t j = 0; j <= num_accepted; j++)
         for (int64_t stop = 0; stop < row->num_stops; stop++)

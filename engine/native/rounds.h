@@ -10,10 +10,11 @@
 /* Verification rules, and with them how a row's drafts are drawn. */
 enum { GREEDY, COUPLED, REJECTION };
 
-/* A sequence that decodes; serves in many calls. */
+/* A sequence that decodes, or will have done so when the call's first round is over; serves in many calls. */
 typedef struct {
     /* These follow the rounds. */
     int64_t num_tokens;           /* the last one is pending: in no cache yet */
+    int64_t num_computed;         /* tokens in the target's cache: of a prompt any number, else all but that one */
     int64_t num_draft_computed;   /* tokens in the draft model's cache */
     int64_t num_distinct;         /* entries of distinct_ids and counts */
     int64_t num_counted;          /* tokens that they count */
@@ -75,6 +76,7 @@ typedef struct {
     int64_t *ones, *query_lens, *num_computed, *span_first_block;
     int64_t *token_ids;           /* [tokens of a pass] */
     int64_t *active;              /* rows that draft on */
+    int64_t *num_scored;          /* tokens with logits: the pending one and the drafts */
     int64_t *first_scored;        /* of a row's logits */
     float *logits;                /* [tokens scored, vocab] */
     float *draft_logits;          /* [num_rows, vocab of the draft model] */

@@ -98,6 +98,7 @@ class NativeRow:
         first draft, the pending one included: 0 if it does not draft in the first round."""
         sequence, row = self._sequence, self.row
         num_tokens = len(sequence.token_ids)
+        row.num_computed = num_tokens - part.num_tokens
         if num_tokens != self._num_tokens:
             self._take_in(sequence.token_ids)
         if sequence.target_blocks.block_ids != self._block_ids:

@@ -5,7 +5,9 @@ the plan stands for several rounds, they share a step. Each of them emits what i
 the phases emit, bit for bit. What C does not support goes by phases.
 """
 
+import time
 from array import array
+from collections.abc import Callable
 from ctypes import byref
 from typing import Any
 
@@ -31,12 +33,14 @@ MAX_LOGITS_BYTES = 64 << 20
 class NativeRunner:
     """``can_sample``: C samples as torch does (``native_backend``). No round begins that would probably end
     later than ``step_seconds`` after the step's first one has begun. ``max_draft_len``: the longest sequence
-    that the draft model can hold. ``phases`` runs all other steps."""
+    that the draft model can hold. ``prefill`` stores a step's prompts in the draft model's cache; None where
+    only phases do that. ``phases`` runs all other steps."""
 
     def __init__(
         self,
         target: NativeDecoder,
         draft: NativeDecoder | None,
+        prefill: Callable[[list[ScheduledSequence]], None] | None,
         phases: Runner,
         can_sample: bool,
         step_seconds: float,
@@ -44,22 +48,35 @@ class NativeRunner:
     ) -> None:
         self.target = target
         self.draft = draft
+        self.prefill = prefill
         self.phases = phases
         self.step_seconds = step_seconds
         self.max_draft_len = max_draft_len
         self.supports = RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK | RowNeeds.LOGPROBS
         if draft is not None:
             self.supports |= RowNeeds.DRAFT_MODEL
+        if prefill is not None:
+            self.supports |= RowNeeds.PROMPT
         if can_sample:
             self.supports |= RowNeeds.SAMPLING
         self._rows: dict[Sequence, NativeRow] = {}  # of the last step
 
     def run(self, plan: StepPlan) -> StepResult:
+        rounds: list[Round] = []
         if plan.needs in self.supports:
-            rounds = self.run_rounds(plan)
-            if rounds:
-                return StepResult(rounds)
-        return self.phases.run(plan)
+            rounds = self.run_rounds(plan) if plan.is_decode_only else self._run_with_prompts(plan)
+        return StepResult(rounds) if rounds else self.phases.run(plan)
+
+    def _run_with_prompts(self, plan: StepPlan) -> list[Round]:
+        """Prompts are rows whose first pass brings more tokens; the draft model has stored them before."""
+        assert self.prefill is not None
+        started = time.perf_counter()
+        self.prefill(plan.scheduled)
+        took = time.perf_counter() - started
+        rounds = self.run_rounds(plan)
+        for first in rounds[:1]:
+            first.seconds = first.seconds._replace(draft=first.seconds.draft + took)
+        return rounds
 
     def run_rounds(self, plan: StepPlan) -> list[Round]:
         """Up to ``plan.max_rounds``, until a row ends. An empty list if the first could not be verified, as

@@ -60,6 +60,11 @@ class DraftModelProposer:
             active = [row for row in active if lengths[row] > position + 1]
         return Drafts(token_ids, probs, lengths)
 
+    def prefill(self, scheduled: list[ScheduledSequence]) -> None:
+        """Of prompts alone what ``propose`` stores."""
+        prompts = [part for part in scheduled if part.num_tokens > 1]
+        self._forward(self._known([span for part in prompts if (span := self._catch_up(part)) is not None]))
+
     def _catch_up(self, part: ScheduledSequence) -> Span | None:
         """What the draft is to store in its first pass: of a prompt all that the target will have stored
         after this step, of a decoding sequence what it missed while other sources drafted or none did."""

@@ -23,12 +23,14 @@ MAX_STEPS = 200
 @dataclass
 class RowPlan:
     """A sequence, and what it asks for in each step. ``draft_ids``: drafts from outside, by the length of its
-    output. ``num_missing``: tokens that the draft model has not computed at the start."""
+    output. ``num_missing``: tokens that the draft model has not computed at the start. ``num_uncomputed``:
+    of the prompt, by either model."""
 
     params: SamplingParams
     prompt: list[int]
     num_draft_tokens: int = 3
     num_missing: int = 0
+    num_uncomputed: int = 1
     draft_ids: dict[int, list[int]] = field(default_factory=dict)
     mask_seed: int | None = None
     max_num_tokens: int = 60
@@ -114,7 +116,7 @@ class Side:
         self._reserve(sequence, 0)
         if row.mask_seed is not None:
             sequence.matcher = RandomMasks(row.mask_seed, self.models[0].vocab_size)  # type: ignore[assignment]
-        num_known = len(row.prompt) - 1
+        num_known = len(row.prompt) - row.num_uncomputed
         for model, table, count in zip(
             self.models, _tables(sequence), (num_known, num_known - row.num_missing), strict=True
         ):
@@ -136,6 +138,9 @@ class Side:
             needs |= part.sequence.needs
             if part.num_draft_tokens and not part.draft_ids:
                 needs |= RowNeeds.DRAFT_MODEL
+            if part.num_tokens > 1:
+                needs |= RowNeeds.PROMPT
+                max_rounds = 1
             if part.sequence.matcher is not None:
                 needs |= RowNeeds.MASK
             self._reserve(part.sequence, max_rounds * (part.num_draft_tokens + 1))
@@ -143,6 +148,8 @@ class Side:
 
     def _part(self, sequence: Sequence) -> ScheduledSequence:
         row, length = self.rows[sequence], len(sequence)
+        if sequence.num_uncomputed_tokens > 1:
+            return ScheduledSequence(sequence, sequence.num_uncomputed_tokens, True)
         part = ScheduledSequence(sequence, 1, True)
         part.draft_ids = row.draft_ids.get(length - len(row.prompt), [])
         part.source = "ngram" if part.draft_ids else "draft_model"

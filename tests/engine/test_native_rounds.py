@@ -22,8 +22,9 @@ from engine.native.threads import set_num_threads
 from engine.sampling.adjust import History, adjust_logits
 from tests.engine.native_pair import LONG, make_twins, native_runner, save_pair
 from tests.engine.native_rounds import RandomMasks, RowPlan, Side, compare, make_sequence
+from tests.engine.planners import phases_of
 from tests.engine.test_native import plant
-from tests.models import make_engine, save_perturbed, save_random_llama
+from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -100,6 +101,15 @@ KINDS: dict[str, list[RowPlan]] = {
     "some drafts from outside": [
         replace(row, draft_ids=given(number, range(number % 3, 30, 1 + number)))
         for number, row in enumerate(each_with(frequency_penalty=0.37))
+    ],
+    "prompts": [replace(row, num_uncomputed=len(row.prompt)) for row in rows_of(ALL)],
+    "some prompts": [
+        replace(row, num_uncomputed=max(1, len(row.prompt) * (number % 2)))
+        for number, row in enumerate(each_with(logprobs=1, logit_bias=BIAS, **PENALTIES))
+    ],
+    "ends of prompts under masks": [
+        replace(row, num_uncomputed=min(3, len(row.prompt)), mask_seed=number)
+        for number, row in enumerate(rows_of(ALL))
     ],
     "everything at once": [
         RowPlan(with_params(GREEDY, logprobs=1, **PENALTIES), PROMPTS[0], 5),
@@ -234,6 +244,22 @@ def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
     assert len(one_step(tmp_path, row, step_seconds=0.0)[2]) == 1
 
 
+def test_prompts_are_rows_of_a_round(tmp_path: Path) -> None:
+    runner, _, rounds = one_step(tmp_path, RowPlan(GREEDY, [1, 2, 3], num_uncomputed=3))
+    assert [one.num_accepted for one in rounds] == [[0]]
+    assert isinstance(runner.phases, CountingPhases)
+    assert runner.phases.plans == []
+
+
+def test_prompts_that_the_draft_model_does_not_follow_are_noticed(tmp_path: Path) -> None:
+    """The bug: they are in the target's cache alone."""
+    pair = save_pair(tmp_path)
+    ours, theirs = (Side(make_engine(*pair), KINDS["prompts"]) for _ in range(2))
+    ours.native.prefill = lambda scheduled: None
+    with pytest.raises(AssertionError):
+        compare(ours, theirs, 1)
+
+
 def test_what_it_does_not_support_goes_by_phases(tmp_path: Path) -> None:
     cases = [
         (RowPlan(with_params(GREEDY, trace=True), [1, 2, 3]), {}),
@@ -251,9 +277,11 @@ def test_what_it_does_not_support_goes_by_phases(tmp_path: Path) -> None:
 def test_it_supports_what_its_models_and_draws_do(tmp_path: Path) -> None:
     core = make_engine(*save_pair(tmp_path))
     whole = native_runner(core)
-    lone = NativeRunner(whole.target, None, whole.phases, False, LONG, 0)
-    assert whole.supports & ~lone.supports == RowNeeds.DRAFT_MODEL | RowNeeds.SAMPLING
-    assert not whole.supports & (RowNeeds.TRACE | RowNeeds.PROMPT | RowNeeds.CATCH_UP | RowNeeds.BLOCK_RULE)
+    lone = NativeRunner(whole.target, None, None, whole.phases, False, LONG, 0)
+    assert whole.supports & ~lone.supports == RowNeeds.DRAFT_MODEL | RowNeeds.SAMPLING | RowNeeds.PROMPT
+    assert not whole.supports & (
+        RowNeeds.TRACE | RowNeeds.LONG_PROMPT | RowNeeds.CATCH_UP | RowNeeds.BLOCK_RULE
+    )
 
 
 def test_a_row_with_log_probabilities_bounds_the_rounds_by_memory(
@@ -417,12 +445,55 @@ def test_an_aborted_request_is_gone_after_its_step(tmp_path: Path) -> None:
     assert core.scheduler.target_pool.usage == 0
 
 
+def spied_needs(monkeypatch: pytest.MonkeyPatch, runner: Any, name: str) -> list[RowNeeds]:
+    """Of the steps that a method is called with, from now on."""
+    honest, seen = getattr(runner, name), []
+
+    def spy(plan: StepPlan) -> Any:
+        seen.append(plan.needs)
+        return honest(plan)
+
+    monkeypatch.setattr(runner, name, spy)
+    return seen
+
+
+def test_long_prompts_and_parts_of_them_go_by_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those whose log-probabilities are asked for; all others are rows of a round."""
+    monkeypatch.setattr("engine.core.scheduler.MAX_PROMPT_TOKENS", 20)
+    native, phased = make_twins(*save_pair(tmp_path), max_num_batched_tokens=30)
+    by_phases, in_c = (
+        spied_needs(monkeypatch, *one) for one in ((phases_of(native), "run"), (native.runner, "run_rounds"))
+    )
+    prompts = [[number, *range(length)] for number, length in enumerate((5, 8, 3, 2, 35))]
+    params = [
+        GREEDY,
+        COUPLED,
+        with_params(GREEDY, prompt_logprobs=1),
+        with_params(GREEDY, max_tokens=3),
+        GREEDY,
+    ]
+    texts = [
+        run_engine(core, prompts, shortened(params), arrivals=[0, 0, 0, 4, 0]) for core in (native, phased)
+    ]
+    assert texts[0] == texts[1]
+    # Three prompts, one of them with log-probabilities, beside a part of the last one; its other parts.
+    assert len(by_phases) >= 2
+    assert all(RowNeeds.LONG_PROMPT in needs for needs in by_phases)
+    assert any(RowNeeds.PROMPT in needs for needs in in_c)
+    assert not any(RowNeeds.LONG_PROMPT in needs for needs in in_c)
+
+
 # Planted bugs: what is right, what is wrong, and rows that show it.
 BUGS = {
     "scores a token behind": (
-        "num_computed[i] = row->num_tokens - 1;",
-        "num_computed[i] = row->num_tokens - 2;",
+        "num_computed[i] = row->num_computed;",
+        "num_computed[i] = row->num_computed - 1;",
         "greedy",
+    ),
+    "computes another part of a prompt": (
+        "row->token_ids + row->num_computed, num_new",
+        "row->token_ids, num_new",
+        "ends of prompts under masks",
     ),
     "another row's table": ("->first_block[i] = size;", "->first_block[i] = 0;", "greedy"),
     "another row's draft table": ("first_draft_block[i] = size;", "first_draft_block[i] = 0;", "greedy"),
