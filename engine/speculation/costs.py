@@ -29,8 +29,8 @@ LEVEL_DRIFT, LEAST_CORRECTION = 0.001, 0.0003
 MAX_DEVIATIONS = 1.5
 # Share of a surprise by which the overhead moves, and where that is clipped.
 OVERHEAD_RATE, MAX_OVERHEAD_SURPRISE = 0.1, 0.5
-# Overhead until it is measured, for each row and for three more: what the host takes, and what the first round
-# of a step takes more, which is never measured where rounds do not share steps.
+# Overhead until it is measured, for each row and for three more: what the host takes, and what the first
+# round of a step takes more, which is never measured where rounds do not share steps.
 HOST_SECONDS_PER_ROW, FIRST_ROUND_SECONDS_PER_ROW = 3e-5, 3e-6
 
 

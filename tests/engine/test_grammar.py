@@ -1,6 +1,7 @@
 """Constrained output: its distribution under every rule, with and without drafts, and its bookkeeping."""
 
 from collections.abc import Callable
+from ctypes import memmove
 from dataclasses import replace
 from typing import Any
 
@@ -125,25 +126,32 @@ def test_a_grammar_starts_exactly_behind_its_tokens(after: list[int]) -> None:
                 assert found == naive[num_emitted : num_emitted + num_drafted + 1]
 
 
+def change_masks(patch: Patch, change: Callable[[Matcher, torch.Tensor, list[int]], torch.Tensor]) -> None:
+    """What phases and C write alike: the masks behind all drafts, changed."""
+    honest = Matcher.write_masks
+
+    def write_masks(self: Matcher, address: int, draft_ids: list[int], first: int = 0) -> bool:
+        masks = torch.empty(len(draft_ids) + 1, self.mask_words, dtype=torch.int32)
+        if not honest(self, masks.data_ptr(), draft_ids):
+            return False
+        wanted = change(self, masks, draft_ids)[first:].contiguous()
+        memmove(address, wanted.data_ptr(), wanted.nbytes)
+        return True
+
+    patch.setattr(Matcher, "write_masks", write_masks)
+
+
 def mask_off_by_one_position(patch: Patch) -> None:
-    honest = Matcher.masks
-
-    def masks(self: Matcher, draft_ids: list[int], first: int = 0) -> torch.Tensor:
-        return honest(self, draft_ids).roll(-1, 0)[first:].contiguous()
-
-    patch.setattr(Matcher, "masks", masks)
+    change_masks(patch, lambda self, masks, draft_ids: masks.roll(-1, 0))
 
 
 def matcher_not_rolled_back(patch: Patch) -> None:
-    honest = Matcher.masks
-
-    def masks(self: Matcher, draft_ids: list[int], first: int = 0) -> torch.Tensor:
-        found = honest(self, draft_ids, first)
+    def change(self: Matcher, masks: torch.Tensor, draft_ids: list[int]) -> torch.Tensor:
         self._look_ahead(draft_ids)
         self._ahead.clear()
-        return found
+        return masks
 
-    patch.setattr(Matcher, "masks", masks)
+    change_masks(patch, change)
 
 
 def known_draft_counted_as_drawn(patch: Patch) -> None:
@@ -159,15 +167,13 @@ def known_draft_counted_as_drawn(patch: Patch) -> None:
 
 def mask_after_termination(patch: Patch) -> None:
     """The parser, which has nothing after an end, is asked for a mask there."""
-    honest = Matcher.masks
 
-    def masks(self: Matcher, draft_ids: list[int], first: int = 0) -> torch.Tensor:
-        found = honest(self, draft_ids)
+    def change(self: Matcher, masks: torch.Tensor, draft_ids: list[int]) -> torch.Tensor:
         if END in draft_ids:
-            found[draft_ids.index(END) + 1 :] = 0
-        return found[first:].contiguous()
+            masks[draft_ids.index(END) + 1 :] = 0
+        return masks
 
-    patch.setattr(Matcher, "masks", masks)
+    change_masks(patch, change)
     patch.setattr(Matcher, "_before_end", lambda self, token_ids: token_ids)
 
 
