@@ -108,7 +108,7 @@ class Round:
 @dataclass(slots=True)
 class StepResult:
     """``rounds``: at least one, if the plan has rows; only in the last one may a row end. ``prompt_seconds``:
-    of a step without rows. ``host_seconds``: what the step took besides, known once it is committed."""
+    of prompts, outside rounds. ``host_seconds``: what the step took besides, known once it is committed."""
 
     rounds: list[Round]
     prompt_seconds: PhaseSeconds | None = None

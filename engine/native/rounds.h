@@ -10,7 +10,7 @@
 /* Verification rules, and with them how a row's drafts are drawn. */
 enum { GREEDY, COUPLED, REJECTION };
 
-/* A sequence that decodes, or will have done so when the call's first round is over; serves in many calls. */
+/* A sequence that decodes, or whose prompt ends in the call's first round; serves in many calls. */
 typedef struct {
     /* These follow the rounds. */
     int64_t num_tokens;           /* the last one is pending: in no cache yet */

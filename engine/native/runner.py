@@ -62,21 +62,18 @@ class NativeRunner:
         self._rows: dict[Sequence, NativeRow] = {}  # of the last step
 
     def run(self, plan: StepPlan) -> StepResult:
-        rounds: list[Round] = []
-        if plan.needs in self.supports:
-            rounds = self.run_rounds(plan) if plan.is_decode_only else self._run_with_prompts(plan)
-        return StepResult(rounds) if rounds else self.phases.run(plan)
+        if plan.needs not in self.supports:
+            return self.phases.run(plan)
+        prompt_seconds = None if plan.is_decode_only else self._prefill_prompts(plan)
+        rounds = self.run_rounds(plan)
+        return StepResult(rounds, prompt_seconds) if rounds else self.phases.run(plan)
 
-    def _run_with_prompts(self, plan: StepPlan) -> list[Round]:
-        """Prompts are rows whose first pass brings more tokens; the draft model has stored them before."""
+    def _prefill_prompts(self, plan: StepPlan) -> PhaseSeconds:
+        """The draft model stores prompts before they are rows, whose first pass brings more tokens."""
         assert self.prefill is not None
         started = time.perf_counter()
         self.prefill(plan.scheduled)
-        took = time.perf_counter() - started
-        rounds = self.run_rounds(plan)
-        for first in rounds[:1]:
-            first.seconds = first.seconds._replace(draft=first.seconds.draft + took)
-        return rounds
+        return PhaseSeconds(time.perf_counter() - started, 0.0, 0.0)
 
     def run_rounds(self, plan: StepPlan) -> list[Round]:
         """Up to ``plan.max_rounds``, until a row ends. An empty list if the first could not be verified, as

@@ -32,8 +32,7 @@ class DraftModelProposer:
     def propose(self, scheduled: list[ScheduledSequence], sampler: Sampler) -> Drafts:
         completing = [part for part in scheduled if part.completes]
         lengths = [part.num_draft_tokens if part.source == self.name else 0 for part in completing]
-        spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]
-        logits = self._forward(self._known(spans))
+        logits = self._first_pass(scheduled)
         num_positions = max(lengths, default=0)
         if num_positions == 0:
             return Drafts.empty(len(lengths), sampler.device)
@@ -62,8 +61,11 @@ class DraftModelProposer:
 
     def prefill(self, scheduled: list[ScheduledSequence]) -> None:
         """Of prompts alone what ``propose`` stores."""
-        prompts = [part for part in scheduled if part.num_tokens > 1]
-        self._forward(self._known([span for part in prompts if (span := self._catch_up(part)) is not None]))
+        self._first_pass([part for part in scheduled if part.num_tokens > 1])
+
+    def _first_pass(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+        spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]
+        return self._forward(self._known(spans))
 
     def _catch_up(self, part: ScheduledSequence) -> Span | None:
         """What the draft is to store in its first pass: of a prompt all that the target will have stored

@@ -461,9 +461,8 @@ def test_long_prompts_and_parts_of_them_go_by_phases(tmp_path: Path, monkeypatch
     """And those whose log-probabilities are asked for; all others are rows of a round."""
     monkeypatch.setattr("engine.core.scheduler.MAX_PROMPT_TOKENS", 20)
     native, phased = make_twins(*save_pair(tmp_path), max_num_batched_tokens=30)
-    by_phases, in_c = (
-        spied_needs(monkeypatch, *one) for one in ((phases_of(native), "run"), (native.runner, "run_rounds"))
-    )
+    by_phases = spied_needs(monkeypatch, phases_of(native), "run")
+    in_c = spied_needs(monkeypatch, native.runner, "run_rounds")
     prompts = [[number, *range(length)] for number, length in enumerate((5, 8, 3, 2, 35))]
     params = [
         GREEDY,
