@@ -192,13 +192,14 @@ class Costs:
         level = self._level_variance
         total = level + variance + NOISE
         most = MAX_DEVIATIONS * math.sqrt(total)
-        # Rounds take longer for many reasons, but much less than expected only if the estimate is too high.
-        gain = min(surprise, most) / total if surprise > -most else surprise / (2 * (level + variance))
+        gain = max(-most, min(surprise, most)) / total
         self._level += gain * level
         self._level_variance = level - level * level / total + LEVEL_DRIFT
         variance, correction = variance - variance * variance / total, correction + gain * variance
         measured = self._corrections.setdefault(self.bucket(shape.num_rows), {})
-        measured[shape.option] = correction, max(variance, LEAST_CORRECTION)
+        # Mixed rounds are of many kinds: what one of them took says little about the next one or the level.
+        least = FIRST_CORRECTION if shape.option == MIXED else LEAST_CORRECTION
+        measured[shape.option] = correction, max(variance, least)
 
     def observe_step(self, shape: Shape, first: float | None, later: Sequence[float], host: float) -> float:
         """Seconds of a step's first round, or None if it did something else, too, of those behind it, and of

@@ -14,7 +14,7 @@ from engine.core.step import PhaseSeconds, Round, RowNeeds, ScheduledSequence, S
 from engine.proposers.ngram import NgramProposer
 from engine.speculation import lookups
 from engine.speculation.acceptance import Acceptance
-from engine.speculation.costs import MAX_LENGTH, Costs, PassCosts, Shape
+from engine.speculation.costs import MAX_LENGTH, MIXED, Costs, PassCosts, Shape
 from engine.speculation.planner import SpeculationPlanner
 from tests.engine.speculation.simulation import (
     MACHINES,
@@ -343,6 +343,21 @@ def test_estimates_of_what_does_not_run_do_not_drift() -> None:
             for growth in range(10):
                 costs.observe(shape, seconds * (0.92 + 0.016 * growth))
     assert costs.model_seconds(shapes[2]) == pytest.approx(true[2], rel=0.12)
+
+
+def test_mixed_rounds_do_not_spoil_what_is_known_of_the_others() -> None:
+    """Phases of plain and of mixed rounds, whose drafts come from elsewhere than they did at first."""
+    costs = Costs(PassCosts({1: 1.0, 64: 2.0}), PassCosts({1: 0.1, 64: 0.2}))
+    plain, drafting, mixed = Shape(16, 0), Shape(16, 1, 16, (16,)), Shape(16, MIXED, 16, (16,))
+    for phase in range(40):
+        for number in range(100):
+            costs.observe(plain, 1.3)
+            if number % 20 == 0 and phase < 10:
+                costs.observe(drafting, 1.7)
+        for _ in range(100):
+            costs.observe(mixed, 2.0 if phase < 10 else 1.2)
+    ratio = costs.model_seconds(drafting) / costs.model_seconds(plain)
+    assert ratio == pytest.approx(1.7 / 1.3, rel=0.05)
 
 
 def test_sources_without_a_model_of_theirs_cost_nothing() -> None:
