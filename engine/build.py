@@ -13,7 +13,6 @@ from engine.core.block_pool import BlockPool
 from engine.core.engine import EngineCore
 from engine.core.planning import AUTO_LIMITS, Lookup
 from engine.core.scheduler import Scheduler
-from engine.core.step import ScheduledSequence
 from engine.messages import Method
 from engine.models.base import Model
 from engine.models.encoder_decoder import EncoderDecoderModel
@@ -156,18 +155,10 @@ def _native_runner(
     config: EngineConfig, target: NativeDecoder, phases: PhaseRunner, max_draft_len: int
 ) -> NativeRunner:
     draft, proposer = None, phases.proposer
-    # A proposer that is not C's follows prompts by phases.
-    prefill: Callable[[list[ScheduledSequence]], None] | None = None
-    if proposer is None:
-        prefill = _nothing_to_prefill
-    elif isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.fast_pass, NativeDecoder):
-        draft, prefill = proposer.model.fast_pass, proposer.prefill
+    if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.fast_pass, NativeDecoder):
+        draft = proposer.model.fast_pass
     can_sample = isinstance(phases.make_backend(), NativeBackend)
-    return NativeRunner(target, draft, prefill, phases, can_sample, config.step_seconds, max_draft_len)
-
-
-def _nothing_to_prefill(scheduled: list[ScheduledSequence]) -> None:
-    """No model drafts."""
+    return NativeRunner(target, draft, proposer, phases, can_sample, config.step_seconds, max_draft_len)
 
 
 def _proposer(

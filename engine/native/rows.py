@@ -29,7 +29,8 @@ def integers(length: int) -> "array[int]":
 
 
 class NativeRow:
-    """``address`` is that of ``row``. Arrays are kept as long as ``row`` points to them."""
+    """``address`` is that of ``row``. Arrays are kept as long as ``row`` points to them. Its sequence is not:
+    a row ends with it."""
 
     __slots__ = (
         "_block_ids",
@@ -42,8 +43,9 @@ class NativeRow:
         "_draft_ids",
         "_drafted",
         "_masks",
+        "_matcher",
+        "_num_prompt_tokens",
         "_num_tokens",
-        "_sequence",
         "_token_ids",
         "_uses_model",
         "address",
@@ -55,7 +57,7 @@ class NativeRow:
         params = sequence.params
         stop_ids = array("q", sorted(sequence.stop_token_ids))
         bias_ids, biases = array("q", params.logit_bias), array("f", params.logit_bias.values())
-        self._sequence = sequence
+        self._num_prompt_tokens, self._matcher = sequence.num_prompt_tokens, sequence.matcher
         self._constants = stop_ids, bias_ids, biases
         self._token_ids = integers(sequence.max_num_tokens)
         self._num_tokens = 0  # in that array
@@ -91,16 +93,16 @@ class NativeRow:
         self._distinct_ids: array[int] | None = None
         self._counts: array[int] | None = None
         if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
-            self._count_tokens()
+            self._count_tokens(sequence)
 
     def update(self, part: ScheduledSequence) -> int:
         """For the sequence's ``part`` in a step; returns how many tokens the draft model computes before its
         first draft, the pending one included: 0 if it does not draft in the first round."""
-        sequence, row = self._sequence, self.row
+        sequence, row = part.sequence, self.row
         num_tokens = len(sequence.token_ids)
         row.num_computed = num_tokens - part.num_tokens
         if num_tokens != self._num_tokens:
-            self._take_in(sequence.token_ids)
+            self._take_in(sequence)
         if sequence.target_blocks.block_ids != self._block_ids:
             self._set_blocks(sequence.target_blocks.block_ids)
         if part.draft_ids or self._draft_ids is not None:
@@ -115,9 +117,9 @@ class NativeRow:
         num_computed = row.num_draft_computed = sequence.draft_blocks.num_computed_tokens
         return num_tokens - num_computed if drafts_first else 0
 
-    def commit(self) -> list[int]:
+    def commit(self, sequence: Sequence) -> list[int]:
         """What C has emitted. The sequence's tables count what the caches hold of its tokens now."""
-        sequence, row, first = self._sequence, self.row, self._num_tokens
+        row, first = self.row, self._num_tokens
         self._num_tokens = end = row.num_tokens
         sequence.target_blocks.num_computed_tokens = end - 1
         if self._uses_model:
@@ -126,7 +128,7 @@ class NativeRow:
 
     def begin_masks(self, part: ScheduledSequence, max_drafts: int) -> None:
         """Of the step's first round; ``max_drafts``: the most in any."""
-        matcher, row = self._sequence.matcher, self.row
+        matcher, row = self._matcher, self.row
         if matcher is None:
             return
         num_words = (max_drafts + 1) * matcher.mask_words
@@ -138,12 +140,10 @@ class NativeRow:
 
     def begin_round(self, part: ScheduledSequence) -> None:
         """After what C has emitted: tokens that the grammar forces, or those of the draft model."""
-        sequence, row = self._sequence, self.row
-        matcher = sequence.matcher
+        matcher, row = self._matcher, self.row
         assert matcher is not None
-        matcher.advance(
-            self._token_ids[sequence.num_prompt_tokens + matcher.num_read : row.num_tokens].tolist()
-        )
+        first = self._num_prompt_tokens + matcher.num_read
+        matcher.advance(self._token_ids[first : row.num_tokens].tolist())
         draft_ids = matcher.forced(part.max_forced)
         self._set_draft_ids(draft_ids)
         row.num_draft_tokens = len(draft_ids) or part.model_tokens
@@ -158,7 +158,7 @@ class NativeRow:
 
     def _write_masks(self, draft_ids: list[int], first: int = 0) -> None:
         """Behind ``first`` of the drafts, and behind each one more."""
-        row, matcher = self.row, self._sequence.matcher
+        row, matcher = self.row, self._matcher
         assert matcher is not None
         if first == 0:
             self._drafted, row.num_masked = draft_ids[:], 0
@@ -167,18 +167,19 @@ class NativeRow:
                 memset(row.mask, -1, WORD_BYTES * row.mask_words * first)
             row.num_masked = len(draft_ids) + 1
 
-    def _take_in(self, token_ids: list[int]) -> None:
+    def _take_in(self, sequence: Sequence) -> None:
         """Tokens that C has not emitted. What a sequence has never changes."""
+        token_ids = sequence.token_ids
         num_tokens = len(token_ids)
         first = min(self._num_tokens, num_tokens)
         self._token_ids[first:num_tokens] = array("q", token_ids[first:])
         self._num_tokens = self.row.num_tokens = num_tokens
         if self.row.num_counted > num_tokens:
-            self._count_tokens()
+            self._count_tokens(sequence)
 
-    def _count_tokens(self) -> None:
+    def _count_tokens(self, sequence: Sequence) -> None:
         """The text so far; C goes on from there."""
-        sequence, row = self._sequence, self.row
+        row = self.row
         counts = Counter(sequence.token_ids)
         self._distinct_ids, self._counts = (integers(sequence.max_num_tokens) for _ in range(2))
         self._distinct_ids[: len(counts)] = array("q", counts)

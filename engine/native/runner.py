@@ -7,9 +7,9 @@ the phases emit, bit for bit. What C does not support goes by phases.
 
 import time
 from array import array
-from collections.abc import Callable
 from ctypes import byref
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -21,6 +21,7 @@ from engine.native.decoder import NativeDecoder
 from engine.native.headers import Constrain
 from engine.native.library import Rounds
 from engine.native.rows import INTEGER_BYTES, NativeRow, address, integers
+from engine.proposers.base import Proposer
 from engine.runtime.base import Runner
 from engine.sampling.logprobs import token_logprobs
 
@@ -33,14 +34,14 @@ MAX_LOGITS_BYTES = 64 << 20
 class NativeRunner:
     """``can_sample``: C samples as torch does (``native_backend``). No round begins that would probably end
     later than ``step_seconds`` after the step's first one has begun. ``max_draft_len``: the longest sequence
-    that the draft model can hold. ``prefill`` stores a step's prompts in the draft model's cache; None where
-    only phases do that. ``phases`` runs all other steps."""
+    that the draft model can hold. ``proposer`` stores prompts for the draft model, also for one that C does
+    not run (``draft`` is None). ``phases`` runs all other steps."""
 
     def __init__(
         self,
         target: NativeDecoder,
         draft: NativeDecoder | None,
-        prefill: Callable[[list[ScheduledSequence]], None] | None,
+        proposer: Proposer | None,
         phases: Runner,
         can_sample: bool,
         step_seconds: float,
@@ -48,18 +49,17 @@ class NativeRunner:
     ) -> None:
         self.target = target
         self.draft = draft
-        self.prefill = prefill
+        self.proposer = proposer
         self.phases = phases
         self.step_seconds = step_seconds
         self.max_draft_len = max_draft_len
-        self.supports = RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK | RowNeeds.LOGPROBS
+        self.supports = RowNeeds.PROMPT | RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK
+        self.supports |= RowNeeds.LOGPROBS
         if draft is not None:
             self.supports |= RowNeeds.DRAFT_MODEL
-        if prefill is not None:
-            self.supports |= RowNeeds.PROMPT
         if can_sample:
             self.supports |= RowNeeds.SAMPLING
-        self._rows: dict[Sequence, NativeRow] = {}  # of the last step
+        self._rows: WeakKeyDictionary[Sequence, NativeRow] = WeakKeyDictionary()
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.needs not in self.supports:
@@ -70,19 +70,15 @@ class NativeRunner:
 
     def _prefill_prompts(self, plan: StepPlan) -> PhaseSeconds:
         """The draft model stores prompts before they are rows, whose first pass brings more tokens."""
-        assert self.prefill is not None
         started = time.perf_counter()
-        self.prefill(plan.scheduled)
+        if self.proposer is not None:
+            self.proposer.prefill(plan.scheduled)
         return PhaseSeconds(time.perf_counter() - started, 0.0, 0.0)
 
     def run_rounds(self, plan: StepPlan) -> list[Round]:
         """Up to ``plan.max_rounds``, until a row ends. An empty list if the first could not be verified, as
         logits were no distribution or there was no memory: nothing has happened then but in the caches."""
-        known = self._rows
-        self._rows = {
-            part.sequence: known.get(part.sequence) or NativeRow(part.sequence) for part in plan.rows
-        }
-        rows = list(self._rows.values())
+        rows = [self._rows.get(part.sequence) or self._add(part.sequence) for part in plan.rows]
         num_missing = max(row.update(part) for row, part in zip(rows, plan.rows, strict=True))
         if num_missing > MAX_GROUPED_QUERIES:
             return []
@@ -112,7 +108,8 @@ class NativeRunner:
             rows[number].row.logits = None
         if num_done == 0:
             return []
-        rounds = results.rounds([row.commit() for row in rows], num_done)
+        emitted = [row.commit(part.sequence) for row, part in zip(rows, plan.rows, strict=True)]
+        rounds = results.rounds(emitted, num_done)
         if RowNeeds.MASK in plan.needs:
             for number, one in enumerate(rounds):
                 one.sources = [
@@ -122,6 +119,10 @@ class NativeRunner:
         if logits:
             _add_logprobs(rounds, logits, plan.rows)
         return rounds
+
+    def _add(self, sequence: Sequence) -> NativeRow:
+        row = self._rows[sequence] = NativeRow(sequence)
+        return row
 
     def _keep_logits(
         self, plan: StepPlan, rows: list[NativeRow], num_rounds: int, max_drafts: int

@@ -19,3 +19,6 @@ class Proposer(Protocol):
         ``num_draft_tokens`` is how many tokens to draft for it at most, decided before anything is drawn.
         Rows whose ``source`` is another proposer's name get none.
         """
+
+    def prefill(self, scheduled: list[ScheduledSequence]) -> None:
+        """Store a step's prompts, as ``propose`` does, where no phase drafts for them."""

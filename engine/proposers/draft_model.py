@@ -60,7 +60,6 @@ class DraftModelProposer:
         return Drafts(token_ids, probs, lengths)
 
     def prefill(self, scheduled: list[ScheduledSequence]) -> None:
-        """Of prompts alone what ``propose`` stores."""
         self._first_pass([part for part in scheduled if part.num_tokens > 1])
 
     def _first_pass(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 from engine.core.engine import EngineCore
 from engine.native.decoder import NativeDecoder
 from engine.native.runner import NativeRunner
-from engine.proposers.draft_model import DraftModelProposer
 from tests.engine.planners import FixedPlanner, phases_of, use_planner
 from tests.models import make_engine, save_perturbed, save_random_llama
 
@@ -30,10 +29,7 @@ def native_runner(core: EngineCore, step_seconds: float = LONG, max_draft_len: i
     assert isinstance(target, NativeDecoder)
     assert draft is None or isinstance(draft, NativeDecoder)
     phases = phases_of(core)
-    proposer = phases.proposer
-    assert proposer is None or isinstance(proposer, DraftModelProposer)
-    prefill = (lambda scheduled: None) if proposer is None else proposer.prefill
-    return NativeRunner(target, draft, prefill, phases, True, step_seconds, max_draft_len)
+    return NativeRunner(target, draft, phases.proposer, phases, True, step_seconds, max_draft_len)
 
 
 def make_twins(

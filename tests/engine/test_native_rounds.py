@@ -255,7 +255,7 @@ def test_prompts_that_the_draft_model_does_not_follow_are_noticed(tmp_path: Path
     """The bug: they are in the target's cache alone."""
     pair = save_pair(tmp_path)
     ours, theirs = (Side(make_engine(*pair), KINDS["prompts"]) for _ in range(2))
-    ours.native.prefill = lambda scheduled: None
+    ours.native.proposer = None
     with pytest.raises(AssertionError):
         compare(ours, theirs, 1)
 
@@ -278,7 +278,7 @@ def test_it_supports_what_its_models_and_draws_do(tmp_path: Path) -> None:
     core = make_engine(*save_pair(tmp_path))
     whole = native_runner(core)
     lone = NativeRunner(whole.target, None, None, whole.phases, False, LONG, 0)
-    assert whole.supports & ~lone.supports == RowNeeds.DRAFT_MODEL | RowNeeds.SAMPLING | RowNeeds.PROMPT
+    assert whole.supports & ~lone.supports == RowNeeds.DRAFT_MODEL | RowNeeds.SAMPLING
     assert not whole.supports & (
         RowNeeds.TRACE | RowNeeds.LONG_PROMPT | RowNeeds.CATCH_UP | RowNeeds.BLOCK_RULE
     )

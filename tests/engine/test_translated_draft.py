@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.core.engine import EngineCore
 from engine.messages import Generate, SamplingParams
 from engine.models.errors import ModelLoadError
+from engine.native.runner import NativeRunner
 from engine.proposers.draft_model import DraftModelProposer
 from engine.proposers.translated.draft_text import DraftText
 from engine.proposers.translated.proposer import TranslatedDraftProposer
@@ -206,6 +207,19 @@ def test_ended_and_aborted_sequences_leave_nothing_behind(learnt: dict[str, str]
     gc.collect()
     assert len(proposer._states) == 0
     assert proposer.pool.usage == 0
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_prompts_are_stored_beside_rounds_in_c(
+    learnt: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = make_engine(learnt["coarse"], learnt["fine"], num_speculative_tokens="auto")
+    assert isinstance(core.runner, NativeRunner)
+    monkeypatch.setattr(core.runner.phases, "run", None)
+    core.add(Generate("a", [5, 60, 61], SamplingParams(max_tokens=9, temperature=0)))
+    core.step()
+    (state,) = proposer_of(core)._states.values()
+    assert state.draft_text.ids == state.stored
 
 
 def test_a_text_longer_than_the_drafts_context_goes_on_undrafted(learnt: dict[str, str]) -> None:

@@ -108,6 +108,9 @@ class TranslatedDraftProposer:
             drafted[row.index] = self._translate(row)
         return known_drafts(drafted, sampler.device)
 
+    def prefill(self, scheduled: list[ScheduledSequence]) -> None:
+        self._catch_up([part for part in scheduled if part.num_tokens > 1], completing=[])
+
     def _catch_up(
         self, scheduled: list[ScheduledSequence], completing: list[ScheduledSequence]
     ) -> list[_Row]:
