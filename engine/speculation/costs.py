@@ -201,9 +201,9 @@ class Costs:
         least = FIRST_CORRECTION if shape.option == MIXED else LEAST_CORRECTION
         measured[shape.option] = correction, max(variance, least)
 
-    def observe_step(self, shape: Shape, first: float | None, later: Sequence[float], host: float) -> float:
+    def observe_step(self, shape: Shape, first: float | None, later: Sequence[float], host: float) -> None:
         """Seconds of a step's first round, or None if it did something else, too, of those behind it, and of
-        the host. Returns what a round takes without its share of the overhead."""
+        the host."""
         num_rows = shape.num_rows
         self.host.observe(num_rows, host)
         if later:
@@ -215,7 +215,6 @@ class Costs:
             # Alone, it does not say what of it is overhead.
             seconds = max(first - self.first_round(num_rows), first / 2)
         self.observe(shape, seconds)
-        return seconds
 
     def state(self) -> dict[str, object]:
         """Milliseconds, and the level as a factor."""

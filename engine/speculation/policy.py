@@ -242,24 +242,20 @@ class Policy:
         seconds = step.result.seconds + host_seconds
         num_tokens = sum([sum(map(len, one.emitted)) for one in rounds])
         if first is not None or later:
-            took = self.costs.observe_step(shape, first, later, host_seconds)
-            self._count(step, num_tokens, seconds, took)
+            self.costs.observe_step(shape, first, later, host_seconds)
+            self._count(step, shape, num_tokens, seconds)
         if (exploration := step.exploration) is not None:
             exploration.num_rounds += len(rounds)
             exploration.num_tokens += num_tokens
             exploration.seconds += seconds
 
-    def _count(self, step: Observed, num_tokens: int, seconds: float, took: float) -> None:
-        """For the report. A plain round in place of one that drafted has the same share of overhead, if they
-        share steps of a given time, else the same overhead."""
-        shape, num_rounds = step.best.plain.shape, len(step.result.rounds)
+    def _count(self, step: Observed, shape: Shape, num_tokens: int, seconds: float) -> None:
+        """For the report: a step of rounds of ``shape``, and as many plain ones."""
         num_drafted = sum([sum(one.num_drafted) for one in step.result.rounds])
-        plain = self.costs.model_seconds(shape)
-        overhead = max(0.0, seconds / num_rounds - took)
-        if self.costs.rounds_per_step(plain, shape.num_rows) > 1:
-            overhead *= min(1.0, plain / took)
-        rows = num_rounds * shape.num_rows
-        plain_seconds = num_rounds * (plain + overhead) if num_drafted else seconds
+        rows = len(step.result.rounds) * shape.num_rows
+        plain_seconds = seconds
+        if num_drafted:
+            plain_seconds *= self.costs.seconds(step.best.plain.shape) / self.costs.seconds(shape)
         now = num_tokens, seconds, rows, plain_seconds, rows, num_drafted
         self._report = [
             REPORT_DECAY * before + value for before, value in zip(self._report, now, strict=True)
