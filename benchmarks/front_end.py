@@ -13,27 +13,21 @@ are processes of their own. ``--baseline`` is another checkout, measured in alte
 
 import argparse
 import asyncio
-import os
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
 
 from benchmarks.common import machine, note, print_table, warn_if_busy, write_json
 from benchmarks.http_load import LoadError, post, run_load
+from benchmarks.online import ROOT, running_server
+from loadtest.client import BenchmarkError
 
-ROOT = Path(__file__).parent.parent
-SERVER = Path(__file__).with_name("server_with_worker.py")
 MODEL = "foretoken-demo"
 START_SECONDS = 60.0
 
@@ -79,31 +73,20 @@ class FrontEnd(NamedTuple):
 @contextmanager
 def front_end(checkout: Path, *worker_options: str) -> Iterator[FrontEnd]:
     """The server of a checkout on a free port, ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with subprocess.Popen(
-        [sys.executable, str(SERVER), "--port", str(port), "--", "instant_worker.py", *worker_options],
-        env={**os.environ, "PYTHONPATH": str(checkout)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        try:
-            wait_until_ready(port, process)
-            yield FrontEnd(port, psutil.Process(process.pid))
-        finally:
-            process.send_signal(signal.SIGINT)
+    with running_server({}, checkout, worker=("instant_worker.py", *worker_options)) as server:
+        wait_until_ready(server.port)
+        yield FrontEnd(server.port, psutil.Process(server.process_id))
 
 
-def wait_until_ready(port: int, process: "subprocess.Popen[bytes]") -> None:
+def wait_until_ready(port: int) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
             with urlopen(f"http://127.0.0.1:{port}/ready"):
                 return
-        except (URLError, OSError):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"The server did not start: {' '.join(map(str, process.args))}") from None
+        except OSError:
+            if time.monotonic() > deadline:
+                raise BenchmarkError("the server was not ready in time") from None
             time.sleep(0.1)
 
 
@@ -190,8 +173,8 @@ def main() -> None:
     checkouts = {"this": ROOT} | ({"baseline": arguments.baseline.resolve()} if arguments.baseline else {})
     try:
         runs = run(checkouts, arguments)
-    except LoadError as error:
-        raise SystemExit(f"The server did not answer as expected: {error}") from None
+    except (BenchmarkError, LoadError) as error:
+        raise SystemExit(f"benchmarks.front_end: error: {error}") from None
     rows = table(runs)
     print("  ".join(f"{key}: {value}" for key, value in about.items()))
     print_table(rows, "Front end: medians; CPU in microseconds of the front-end process for each")

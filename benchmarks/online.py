@@ -5,6 +5,7 @@ own process) and stops it afterwards, and ``--offline`` runs the same prompts th
 without the server, in alternation with the load, to show what HTTP, text and the second process cost.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ from pydantic import Field
 from pydantic_settings import CliApp, SettingsConfigDict
 
 from benchmarks.common import OfflineRun, note, print_table
+from engine.lifeline import PR_SET_PDEATHSIG
 from loadtest.client import BenchmarkError
 from loadtest.command import Bench, Load, document, draw, loads, open_bench, show
 from loadtest.generator import new_session
@@ -74,7 +76,8 @@ class Server(NamedTuple):
 def running_server(
     settings: Mapping[str, Any], checkout: Path = ROOT, worker: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """``foretoken serve`` of a checkout on a free port, once it is open; models may still be loading.
+    """``foretoken serve`` of a checkout on a free port, once it is open; models may still be loading. It ends
+    with this process, however that ends (Linux).
 
     ``worker``: name of another worker's script, and its arguments (``benchmarks.server_with_worker``).
     """
@@ -88,7 +91,9 @@ def running_server(
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
     with (
         tempfile.TemporaryFile() as log,
-        subprocess.Popen(command, cwd=checkout, env=environment, stdout=log, stderr=log) as process,
+        subprocess.Popen(
+            command, cwd=checkout, env=environment, stdout=log, stderr=log, preexec_fn=end_with_parent
+        ) as process,
     ):
         try:
             while not is_open(port):
@@ -100,6 +105,11 @@ def running_server(
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
+
+
+def end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def is_open(port: int) -> bool:

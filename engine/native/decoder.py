@@ -79,14 +79,14 @@ class NativeDecoder:
         cos, sin = weights.rotary.table
         embeddings = weights.embeddings
         if isinstance(embeddings, QuantisedEmbeddings):
-            hidden_size, embedding_type = embeddings.hidden_size, embeddings.embedding_type
+            embedding_type = embeddings.embedding_type
         else:
-            hidden_size, embedding_type = embeddings.shape[1], WEIGHT_TYPES[embeddings.dtype]
+            embedding_type = WEIGHT_TYPES[embeddings.dtype]
         # Kept as long as C has their addresses.
         self._kept = attention, in_c, weights, cache
         self.decoder = Decoder(
             num_layers=len(attention),
-            hidden_size=hidden_size,
+            hidden_size=len(weights.norm.weight),
             block_size=cache.block_size,
             num_angles=cos.shape[1],
             rotary_size=cos.shape[2],

@@ -100,10 +100,6 @@ class QuantisedEmbeddings:
         self.blocks = blocks
 
     @property
-    def hidden_size(self) -> int:
-        return self.blocks.in_features
-
-    @property
     def embedding_type(self) -> int:
         """As in ``Decoder``."""
         return QUANTISED + self.blocks.type
