@@ -70,7 +70,7 @@ class Exploration:
     """Some rounds of another plan than the active one."""
 
     key: tuple[int, int]
-    name: tuple[int, int]  # bucket of rows, option
+    option: int
     plan: Plan
     rounds_left: int
     num_rounds: int = 0
@@ -202,14 +202,13 @@ class Policy:
         options = [0, length + 1, length - 1] if length else [PAUSED]
         if length == MAX_LENGTH:
             options.remove(length + 1)
-        names = [(self.costs.bucket(key[0]), option) for option in options]
-        place = 0 if self._repeats else self.explorer.next(names, self._now)
+        place = 0 if self._repeats else self.explorer.next(options, self._now)
         if place is None:
             return None
         plan = self.fixed(key[0], best.groups, options[place]) if length else self._scouts(best, missing())
         # A whole step: rounds behind the first ones of a step are faster, and the active plan has those.
         num_rounds = int(self.costs.rounds_per_step(self.costs.model_seconds(plan.shape), key[0]))
-        return Exploration(key, names[place], plan, max(FEW_ROUNDS, num_rounds))
+        return Exploration(key, options[place], plan, max(FEW_ROUNDS, num_rounds))
 
     def _scouts(self, best: Best, missing: list[int]) -> Plan:
         """The best drafting length while drafting is off, for the rows whose caches are up to date within
@@ -272,9 +271,9 @@ class Policy:
         # At most what the rounds would have taken otherwise: what a busy moment spoils is soon tried again.
         lost = min(lost, num_rounds * best.active.seconds)
         if best.active.length:
-            self.explorer.charge(exploration.name, lost, OPTION_SHARE, self._now)
+            self.explorer.charge(exploration.option, lost, OPTION_SHARE, self._now)
             return
-        self.explorer.charge(exploration.name, lost, PAUSED_SHARE, self._now)
+        self.explorer.charge(exploration.option, lost, PAUSED_SHARE, self._now)
         # All rows together must emit more than plain ones in the time of a round in which all draft.
         num_rows, num_scouts = plan.shape.num_rows, plan.shape.draft_sizes[0]
         accepted = (exploration.num_tokens / num_rounds - num_rows) / num_scouts * best.groups.total()
