@@ -20,10 +20,12 @@ from typing import NamedTuple
 MAX_LENGTH, MIXED = 8, 9
 # The most rounds that share a step.
 MAX_ROUNDS = 16
+# Tokens of prompts that share a pass, about.
+PROMPT_PASS = 64
 # Variances of logarithms of seconds: a measured round's; the level's and a correction's at start; what every
 # measurement adds to the level's; and the least of a correction.
 NOISE, FIRST_LEVEL, FIRST_CORRECTION = 0.02, 1.0, 0.04
-LEVEL_DRIFT, LEAST_CORRECTION = 0.001, 0.0003
+LEVEL_DRIFT, LEAST_CORRECTION = 0.001, 0.001
 # Standard deviations at which a surprise, the logarithm of measured over expected seconds, is clipped: a
 # process that was descheduled says nothing about its model.
 MAX_DEVIATIONS = 1.5
@@ -162,6 +164,10 @@ class Costs:
     def catch_up_seconds(self, num_tokens: int) -> float:
         """Expected seconds in which the draft model computes what its cache misses."""
         return math.exp(self._level) * self.draft(num_tokens)
+
+    def draft_prompt_seconds(self, num_tokens: float) -> float:
+        """Expected seconds in which the draft model computes ``num_tokens`` of prompts, passes of many."""
+        return self.catch_up_seconds(PROMPT_PASS) * num_tokens / PROMPT_PASS
 
     @staticmethod
     def bucket(num_rows: int) -> int:

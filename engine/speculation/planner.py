@@ -241,8 +241,13 @@ class SpeculationPlanner:
         is_timed = plan.is_decode_only and len(rows) == len(self._decoding)
         assert self.policy.best is not None
         option = MIXED if self._is_mixed else self.policy.plan.shape.option
+        num_prompt_tokens = 0
+        if not plan.is_decode_only:
+            num_prompt_tokens = sum([part.num_tokens for part in plan.scheduled if part.num_tokens > 1])
         self._observed.append(
-            Observed(rows, result, is_timed, option, self.policy.best, self.policy.exploration)
+            Observed(
+                rows, result, is_timed, num_prompt_tokens, option, self.policy.best, self.policy.exploration
+            )
         )
         seconds = result.seconds
         self._now += seconds

@@ -20,12 +20,12 @@ from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 # Seconds between replans, and rounds of an exploration: a single one is timed to a tenth only, and the first
 # of a step finds cold caches. At first, and after a large change, replans come after 4, 8, 16, ... rounds.
 REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
-# Factors that drafting must gain over the rate of none, since prompts beside it and a busy front end cost it
-# more than rounds show, and another length over that of the active one.
-DRAFT_GAIN, CHANGE_GAIN = 1.03, 1.01
+# Factors that drafting must gain over the rate of none, since a busy front end costs it more than rounds say,
+# and another length over that of the active one.
+DRAFT_GAIN, CHANGE_GAIN = 1.01, 1.01
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
 CATCH_UP_ROUNDS = 64
-# Decay per step of the sums behind the reported rates.
+# Decay per step of the sums behind the reported rates, and of those of prompts and emitted tokens.
 REPORT_DECAY = 0.98
 # The option that is explored while drafting is off: whether drafting pays again, with whatever length.
 PAUSED = -1
@@ -80,11 +80,12 @@ class Exploration:
 
 class Observed(NamedTuple):
     """A step that is still to be learned from. ``is_timed``: its rounds tell what rounds of its rows cost.
-    ``option``, ``best`` and ``exploration`` as they were."""
+    ``num_prompt_tokens`` were computed beside them. ``option``, ``best`` and ``exploration`` as they were."""
 
     rows: list[ScheduledSequence]
     result: StepResult
     is_timed: bool
+    num_prompt_tokens: int
     option: int
     best: Best
     exploration: Exploration | None
@@ -107,6 +108,7 @@ class Policy:
         self._repeats = False
         # Emitted tokens and their seconds, those of plain rounds instead, rows, and drafted tokens.
         self._report = [0.0] * 6
+        self._num_prompt_tokens = self._num_emitted = 0.0
 
     def choose(self, num_rows: int, groups: Sequence[Group], missing: Callable[[], list[int]]) -> Plan:
         """For a step of ``num_rows``. The draft model may draft for one row of each of the ``groups``;
@@ -188,11 +190,16 @@ class Policy:
     def fixed(
         self, num_rows: int, groups: Counter[Group], length: int, num_scouts: int | None = None
     ) -> Plan:
-        """All rows of ``groups``, or ``num_scouts`` of them, draft ``length`` tokens."""
+        """All rows of ``groups``, or ``num_scouts`` of them, draft ``length`` tokens. For as many tokens as a
+        round emits, other requests bring prompts, which the draft model computes, too."""
         num_drafting = groups.total() if num_scouts is None else num_scouts
         shape = Shape(num_rows, length, num_drafting * length, (num_drafting,) * length)
         accepted = sum([count * group.acceptance.expected(length) for group, count in groups.items()])
-        return Plan(shape, length, num_rows + accepted, self.costs.seconds(shape))
+        num_tokens, seconds = num_rows + accepted, self.costs.seconds(shape)
+        if length and self._num_emitted:
+            num_prompt_tokens = num_tokens * self._num_prompt_tokens / self._num_emitted
+            seconds += self.costs.draft_prompt_seconds(num_prompt_tokens)
+        return Plan(shape, length, num_tokens, seconds)
 
     def _explore(
         self, key: tuple[int, int], best: Best, missing: Callable[[], list[int]]
@@ -240,6 +247,8 @@ class Policy:
         rounds, host_seconds = step.result.rounds, step.result.host_seconds
         seconds = step.result.seconds + host_seconds
         num_tokens = sum([sum(map(len, one.emitted)) for one in rounds])
+        self._num_prompt_tokens = REPORT_DECAY * self._num_prompt_tokens + step.num_prompt_tokens
+        self._num_emitted = REPORT_DECAY * self._num_emitted + num_tokens
         if first is not None or later:
             self.costs.observe_step(shape, first, later, host_seconds)
             self._count(step, shape, num_tokens, seconds)
@@ -277,7 +286,7 @@ class Policy:
         # All rows together must emit more than plain ones in the time of a round in which all draft.
         num_rows, num_scouts = plan.shape.num_rows, plan.shape.draft_sizes[0]
         accepted = (exploration.num_tokens / num_rounds - num_rows) / num_scouts * best.groups.total()
-        full = self.costs.seconds(self.fixed(num_rows, best.groups, plan.length).shape)
+        full = self.fixed(num_rows, best.groups, plan.length).seconds
         self._repeats = num_rows + accepted > DRAFT_GAIN * rate * full
 
     def state(self) -> dict[str, object]:
