@@ -20,9 +20,9 @@ from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 # Seconds between replans, and rounds of an exploration: a single one is timed to a tenth only, and the first
 # of a step finds cold caches. At first, and after a large change, replans come after 4, 8, 16, ... rounds.
 REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
-# Factors that drafting must gain over the rate of none, since a busy front end costs it more than rounds say,
+# Factor that drafting must gain over the rate of none, since a busy front end costs it more than rounds say,
 # and another length over that of the active one.
-DRAFT_GAIN, CHANGE_GAIN = 1.01, 1.01
+LEAST_GAIN = 1.01
 # Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
 CATCH_UP_ROUNDS = 64
 # Decay per step of the sums behind the reported rates, and of those of prompts and emitted tokens.
@@ -179,9 +179,9 @@ class Policy:
         plans = [plain, *(self.fixed(num_rows, groups, length) for length in range(1, MAX_LENGTH + 1))]
         drafting = max(plans[1:], key=lambda plan: plan.rate)
         before = self._length or 0
-        rates = [DRAFT_GAIN * plain.rate, *(plan.rate for plan in plans[1:])]
+        rates = [LEAST_GAIN * plain.rate, *(plan.rate for plan in plans[1:])]
         found = max(range(len(plans)), key=rates.__getitem__)
-        needed = CHANGE_GAIN * rates[before]
+        needed = LEAST_GAIN * rates[before]
         if before == 0:
             catch_up = self.costs.catch_up_seconds(sum(missing())) / CATCH_UP_ROUNDS
             needed *= 1 + catch_up / plans[found].seconds
@@ -287,7 +287,7 @@ class Policy:
         num_rows, num_scouts = plan.shape.num_rows, plan.shape.draft_sizes[0]
         accepted = (exploration.num_tokens / num_rounds - num_rows) / num_scouts * best.groups.total()
         full = self.fixed(num_rows, best.groups, plan.length).seconds
-        self._repeats = num_rows + accepted > DRAFT_GAIN * rate * full
+        self._repeats = num_rows + accepted > LEAST_GAIN * rate * full
 
     def state(self) -> dict[str, object]:
         """For ``GET /speculation``: builtins."""
