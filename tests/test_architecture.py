@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "speculation": BASE | {"core", "speculation"},
     "sampling": BASE | DEVICE | {"sampling", "deep_stack", "grammar_compiler"},
     "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool", "runtime.cuda.layer_parts"},
-    "native": BASE | DEVICE | {"native", "core", "sampling", "models", "runtime.base"},
+    "native": BASE | DEVICE | {"native", "core", "sampling", "models", "proposers.base", "runtime.base"},
     "proposers": BASE | DEVICE | {"core", "proposers", "sampling", "models"},
     "runtime": BASE | DEVICE | {"core", "runtime", "sampling", "proposers", "models", "speculation"},
 }
