@@ -40,7 +40,7 @@ from benchmarks.common import (
     warn_if_busy,
 )
 from benchmarks.http_load import LoadError
-from benchmarks.online import ROOT, Server, running_server
+from benchmarks.online import ROOT, Server, running_server, until_ready
 from benchmarks.pairs import BUNDLED, Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import panels
 from benchmarks.request_mix import requests
@@ -56,7 +56,7 @@ BEST = "best"
 NUM_PROMPTS = 64
 # The default policy learns while it runs.
 DEFAULT_WARM_UP_FACTOR = 2.0
-START_SECONDS, IDLE_SECONDS = 600.0, 60.0
+IDLE_SECONDS = 60.0
 # Other checkouts may use the gauges' names before they became the field's.
 _IN_WORK = re.compile(r"^foretoken_(?:num_)?requests_(?:running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
@@ -179,17 +179,6 @@ class Bench:
             async with self.session.get(f"http://127.0.0.1:{server.port}/metrics") as response:
                 in_work = [float(number) for number in _IN_WORK.findall(await response.text())]
             num_idle = num_idle + 1 if in_work == [0.0, 0.0] else 0
-
-
-async def until_ready(session: aiohttp.ClientSession, server: Server) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        async with session.get(f"http://127.0.0.1:{server.port}/ready") as response:
-            if response.status == 200:
-                return
-        if time.monotonic() > deadline:
-            raise BenchmarkError(f"the server was not ready after {START_SECONDS:g} seconds")
-        await asyncio.sleep(0.2)
 
 
 async def measure(

@@ -14,22 +14,21 @@ are processes of their own. ``--baseline`` is another checkout, measured in alte
 import argparse
 import asyncio
 import statistics
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.request import urlopen
 
+import aiohttp
 import psutil
 
 from benchmarks.common import machine, note, print_table, warn_if_busy, write_json
 from benchmarks.http_load import LoadError, post, run_load
-from benchmarks.online import ROOT, running_server
+from benchmarks.online import ROOT, Server, running_server, until_ready
 from loadtest.client import BenchmarkError
+from loadtest.generator import new_session
 
 MODEL = "foretoken-demo"
-START_SECONDS = 60.0
 
 ONE_TOKEN = post(
     "/v1/completions", {"model": MODEL, "prompt": "Once upon a time, there was a fox.", "max_tokens": 1}
@@ -74,20 +73,13 @@ class FrontEnd(NamedTuple):
 def front_end(checkout: Path, *worker_options: str) -> Iterator[FrontEnd]:
     """The server of a checkout on a free port, ready."""
     with running_server({}, checkout, worker=("instant_worker.py", *worker_options)) as server:
-        wait_until_ready(server.port)
+        asyncio.run(wait_until_ready(server))
         yield FrontEnd(server.port, psutil.Process(server.process_id))
 
 
-def wait_until_ready(port: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            with urlopen(f"http://127.0.0.1:{port}/ready"):
-                return
-        except OSError:
-            if time.monotonic() > deadline:
-                raise BenchmarkError("the server was not ready in time") from None
-            time.sleep(0.1)
+async def wait_until_ready(server: Server) -> None:
+    async with new_session("none", timeout=60.0) as session:
+        await until_ready(session, server)
 
 
 def requests_per_second(server: FrontEnd, concurrency: int, total: int) -> Cost:
@@ -173,7 +165,7 @@ def main() -> None:
     checkouts = {"this": ROOT} | ({"baseline": arguments.baseline.resolve()} if arguments.baseline else {})
     try:
         runs = run(checkouts, arguments)
-    except (BenchmarkError, LoadError) as error:
+    except (BenchmarkError, LoadError, aiohttp.ClientError) as error:
         raise SystemExit(f"benchmarks.front_end: error: {error}") from None
     rows = table(runs)
     print("  ".join(f"{key}: {value}" for key, value in about.items()))

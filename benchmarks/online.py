@@ -5,7 +5,7 @@ own process) and stops it afterwards, and ``--offline`` runs the same prompts th
 without the server, in alternation with the load, to show what HTTP, text and the second process cost.
 """
 
-import ctypes
+import asyncio
 import os
 import signal
 import socket
@@ -20,12 +20,13 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import aiohttp
 import uvloop
 from pydantic import Field
 from pydantic_settings import CliApp, SettingsConfigDict
 
 from benchmarks.common import OfflineRun, note, print_table
-from engine.lifeline import PR_SET_PDEATHSIG
+from engine.lifeline import end_with_parent
 from loadtest.client import BenchmarkError
 from loadtest.command import Bench, Load, document, draw, loads, open_bench, show
 from loadtest.generator import new_session
@@ -34,6 +35,7 @@ from loadtest.options import BenchOptions
 from loadtest.report import save
 
 ROOT = Path(__file__).parent.parent
+START_SECONDS = 600.0
 SERVER_WITH_WORKER = Path(__file__).with_name("server_with_worker.py")
 
 
@@ -107,9 +109,15 @@ def running_server(
             process.wait(30)
 
 
-def end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+async def until_ready(session: aiohttp.ClientSession, server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        async with session.get(f"http://127.0.0.1:{server.port}/ready") as response:
+            if response.status == 200:
+                return
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"the server was not ready after {START_SECONDS:g} seconds")
+        await asyncio.sleep(0.2)
 
 
 def is_open(port: int) -> bool:

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 
 import aiohttp
 
-from benchmarks.defaults import NUM_PROMPTS, Bench, Variant, process_ids, until_ready
-from benchmarks.online import running_server
+from benchmarks.defaults import NUM_PROMPTS, Bench, Variant, process_ids
+from benchmarks.online import running_server, until_ready
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
 from engine.config import BUNDLED_PAIR
 from loadtest.command import find_model

@@ -73,6 +73,11 @@ class StepPlan:
         """No prompt takes part: the step's duration is that of its rounds."""
         return RowNeeds.PROMPT not in self.needs
 
+    @property
+    def prompts(self) -> list[ScheduledSequence]:
+        """Scheduled sequences that have more to compute than a pending token."""
+        return [part for part in self.scheduled if part.num_tokens > 1]
+
 
 class PhaseSeconds(NamedTuple):
     """Wall time of a round."""

@@ -53,8 +53,9 @@ class NativeRunner:
         self.phases = phases
         self.step_seconds = step_seconds
         self.max_draft_len = max_draft_len
-        self.supports = RowNeeds.PROMPT | RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK
-        self.supports |= RowNeeds.LOGPROBS
+        self.supports = (
+            RowNeeds.PROMPT | RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK | RowNeeds.LOGPROBS
+        )
         if draft is not None:
             self.supports |= RowNeeds.DRAFT_MODEL
         if can_sample:
@@ -72,7 +73,7 @@ class NativeRunner:
         """The draft model stores prompts before they are rows, whose first pass brings more tokens."""
         started = time.perf_counter()
         if self.proposer is not None:
-            self.proposer.prefill(plan.scheduled)
+            self.proposer.prefill(plan.prompts)
         return PhaseSeconds(time.perf_counter() - started, 0.0, 0.0)
 
     def run_rounds(self, plan: StepPlan) -> list[Round]:

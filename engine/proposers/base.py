@@ -20,5 +20,5 @@ class Proposer(Protocol):
         Rows whose ``source`` is another proposer's name get none.
         """
 
-    def prefill(self, scheduled: list[ScheduledSequence]) -> None:
-        """Store a step's prompts, as ``propose`` does, where no phase drafts for them."""
+    def prefill(self, prompts: list[ScheduledSequence]) -> None:
+        """Store a step's ``prompts``, as ``propose`` does, where no phase drafts for them."""

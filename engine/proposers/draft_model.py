@@ -59,8 +59,8 @@ class DraftModelProposer:
             active = [row for row in active if lengths[row] > position + 1]
         return Drafts(token_ids, probs, lengths)
 
-    def prefill(self, scheduled: list[ScheduledSequence]) -> None:
-        self._first_pass([part for part in scheduled if part.num_tokens > 1])
+    def prefill(self, prompts: list[ScheduledSequence]) -> None:
+        self._first_pass(prompts)
 
     def _first_pass(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 MAX_LENGTH, MIXED = 8, 9
 # The most rounds that share a step.
 MAX_ROUNDS = 16
-# Tokens of prompts that share a pass, about.
+# Tokens of prompts that share a pass of the draft model, about.
 PROMPT_PASS = 64
 # Variances of logarithms of seconds: a measured round's; the level's and a correction's at start; what every
 # measurement adds to the level's; and the least of a correction.

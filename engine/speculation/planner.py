@@ -241,13 +241,8 @@ class SpeculationPlanner:
         is_timed = plan.is_decode_only and len(rows) == len(self._decoding)
         assert self.policy.best is not None
         option = MIXED if self._is_mixed else self.policy.plan.shape.option
-        num_prompt_tokens = 0
-        if not plan.is_decode_only:
-            num_prompt_tokens = sum([part.num_tokens for part in plan.scheduled if part.num_tokens > 1])
         self._observed.append(
-            Observed(
-                rows, result, is_timed, num_prompt_tokens, option, self.policy.best, self.policy.exploration
-            )
+            Observed(plan, result, is_timed, option, self.policy.best, self.policy.exploration)
         )
         seconds = result.seconds
         self._now += seconds
@@ -259,7 +254,8 @@ class SpeculationPlanner:
             first, later = None, list[float]()
             if step.is_timed:
                 first, *later = [sum(one.seconds) for one in step.result.rounds]
-                if sum([part.num_catch_up_tokens for part in step.rows]) > 2 * len(step.rows):
+                rows = step.plan.rows
+                if sum([part.num_catch_up_tokens for part in rows]) > 2 * len(rows):
                     first = None  # more than the token that an accepted draft leaves behind
             self.policy.learn(step, self._learn(step), first, later)
         self._observed.clear()
@@ -270,13 +266,13 @@ class SpeculationPlanner:
     def _learn(self, step: Observed) -> Shape:
         """Verdicts on the draft model; returns the rounds' shape as they were planned, with the drafts that
         were forced in them. A row that only caught up has drafted nothing, and teaches nothing."""
-        rounds, option = step.result.rounds, step.option
-        if not any(part.max_num_drafts for part in step.rows):
-            return Shape(len(step.rows), option)
+        rows, rounds, option = step.plan.rows, step.result.rounds, step.option
+        if not any(part.max_num_drafts for part in rows):
+            return Shape(len(rows), option)
         drafting: list[tuple[int, float]] = []  # tokens of the draft model, and in which share of the rounds
         num_known = 0.0
         verdicts: dict[Group, Counter[tuple[int, int]]] = {}
-        for place, part in enumerate(step.rows):
+        for place, part in enumerate(rows):
             drafts = [(one.num_drafted[place], one.num_accepted[place]) for one in rounds]
             by_model = drafts if part.source == "draft_model" else []
             if rounds[0].sources is not None:
@@ -295,7 +291,7 @@ class SpeculationPlanner:
             group.acceptance.learn_all(counts)
         longest = max([length for length, _ in drafting])
         sizes = [sum([share for length, share in drafting if length > i]) for i in range(longest)]
-        return Shape(len(step.rows), MIXED if num_known else option, sum(sizes) + num_known, tuple(sizes))
+        return Shape(len(rows), MIXED if num_known else option, sum(sizes) + num_known, tuple(sizes))
 
     def _judge(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
         """Verdicts on what look-ups have offered."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.core.step import ScheduledSequence, StepResult
+from engine.core.step import StepPlan, StepResult
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
 from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
@@ -80,12 +80,11 @@ class Exploration:
 
 class Observed(NamedTuple):
     """A step that is still to be learned from. ``is_timed``: its rounds tell what rounds of its rows cost.
-    ``num_prompt_tokens`` were computed beside them. ``option``, ``best`` and ``exploration`` as they were."""
+    ``option``, ``best`` and ``exploration`` as they were."""
 
-    rows: list[ScheduledSequence]
+    plan: StepPlan
     result: StepResult
     is_timed: bool
-    num_prompt_tokens: int
     option: int
     best: Best
     exploration: Exploration | None
@@ -247,7 +246,8 @@ class Policy:
         rounds, host_seconds = step.result.rounds, step.result.host_seconds
         seconds = step.result.seconds + host_seconds
         num_tokens = sum([sum(map(len, one.emitted)) for one in rounds])
-        self._num_prompt_tokens = REPORT_DECAY * self._num_prompt_tokens + step.num_prompt_tokens
+        num_prompt_tokens = sum([part.num_tokens for part in step.plan.prompts])
+        self._num_prompt_tokens = REPORT_DECAY * self._num_prompt_tokens + num_prompt_tokens
         self._num_emitted = REPORT_DECAY * self._num_emitted + num_tokens
         if first is not None or later:
             self.costs.observe_step(shape, first, later, host_seconds)

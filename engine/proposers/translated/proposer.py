@@ -108,8 +108,8 @@ class TranslatedDraftProposer:
             drafted[row.index] = self._translate(row)
         return known_drafts(drafted, sampler.device)
 
-    def prefill(self, scheduled: list[ScheduledSequence]) -> None:
-        self._catch_up([part for part in scheduled if part.num_tokens > 1], completing=[])
+    def prefill(self, prompts: list[ScheduledSequence]) -> None:
+        self._catch_up(prompts, completing=[])
 
     def _catch_up(
         self, scheduled: list[ScheduledSequence], completing: list[ScheduledSequence]
