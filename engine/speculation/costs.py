@@ -29,8 +29,8 @@ LEVEL_DRIFT, LEAST_CORRECTION = 0.001, 0.001
 # Standard deviations at which a surprise, the logarithm of measured over expected seconds, is clipped: a
 # process that was descheduled says nothing about its model.
 MAX_DEVIATIONS = 1.5
-# Share of a surprise by which the overhead moves, and where that is clipped.
-OVERHEAD_RATE, MAX_OVERHEAD_SURPRISE = 0.1, 0.5
+# Share of a surprise by which the overhead moves; a surprise counts as 1 at most.
+OVERHEAD_RATE = 0.05
 # Overhead until it is measured, for each row and for three more: what the host takes, and what the first
 # round of a step takes more, which is never measured where rounds do not share steps.
 HOST_SECONDS_PER_ROW, FIRST_ROUND_SECONDS_PER_ROW = 3e-5, 3e-6
@@ -106,8 +106,7 @@ class Overhead:
 
     def observe(self, num_rows: int, seconds: float) -> None:
         surprise = math.log(max(seconds, 1e-6) / self(num_rows))
-        clipped = max(-MAX_OVERHEAD_SURPRISE, min(surprise, MAX_OVERHEAD_SURPRISE))
-        self._level += OVERHEAD_RATE * clipped
+        self._level += OVERHEAD_RATE * max(-1.0, min(surprise, 1.0))
 
 
 class Costs:

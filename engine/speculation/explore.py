@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-# Share of the time that may be lost by exploring one option beside the active one; by trying whether drafting
-# pays while it is off; and by reading texts that may repeat themselves.
-OPTION_SHARE, PAUSED_SHARE, READ_SHARE = 0.0015, 0.005, 0.002
+# Share of the time that may be lost by exploring one option, reading texts that may repeat themselves
+# included; and by trying whether drafting pays while it is off.
+OPTION_SHARE, PAUSED_SHARE = 0.0015, 0.005
 # Seconds between two explorations of the same option, at least.
 MIN_WAIT = 0.25
 

@@ -17,7 +17,7 @@ from engine.core import sequence as core
 from engine.core.planning import Lookup
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.costs import MIXED, Costs, Shape
-from engine.speculation.explore import READ_SHARE, Explorer
+from engine.speculation.explore import OPTION_SHARE, Explorer
 from engine.speculation.policy import Group, Plan
 
 # Python seconds of reading a token, and of asking once, about.
@@ -138,7 +138,7 @@ def start_some(idle: Iterable[RowLookup], explorer: Explorer, now: float) -> Non
         if lookup.retry_at > len(lookup.sequence.token_ids) or start_if_it_pays(lookup):
             continue
         if explorer.next([lookup.source.name], now) is not None:
-            explorer.charge(lookup.source.name, lookup.start(), READ_SHARE, now)
+            explorer.charge(lookup.source.name, lookup.start(), OPTION_SHARE, now)
 
 
 def _charge(group: Group, seconds: float) -> None:
