@@ -62,12 +62,11 @@ class SpeculationPlanner:
         self._ended: list[Sequence] = []
         self._terms: dict[object, Terms] = {}  # since the last replan
         self._terms_of = 0
-        # Of the last choice: sequences that decode; rows that may draft, and how many of them by the policy;
-        # whether not all drafts are the policy's; whether some are known already; whether rows look something
-        # up; whether they neither do that nor draft; tokens to draft.
+        # Of the last choice: sequences that decode; rows that may draft; whether not all drafts are the
+        # policy's; whether some are known already; whether rows look something up; whether they neither do
+        # that nor draft; tokens to draft.
         self._decoding: list[Sequence] = []
         self._chosen: list[Row] = []
-        self._num_drafting = 0
         self._is_mixed = self._is_known = self._has_asked = self._is_idle = False
         self._num_chosen = 0
 
@@ -77,8 +76,7 @@ class SpeculationPlanner:
 
     def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
         choices = dict.fromkeys(decoding, NO_DRAFT)
-        key = len(decoding), self._num_drafting
-        if self._is_idle and decoding == self._decoding and not self.policy.is_due(key):
+        if self._is_idle and decoding == self._decoding and not self.policy.is_due():
             return choices  # most steps while drafting is off: the long way would find the same
         rows = [self._rows.get(sequence) or self._add(sequence) for sequence in decoding if sequence.sources]
         self._decoding, self._chosen, self._num_chosen = decoding, rows, 0
@@ -89,20 +87,20 @@ class SpeculationPlanner:
             return choices
         num_rows = len(decoding)
         self.costs.stored_per_row = sum([len(sequence.token_ids) for sequence in decoding]) / num_rows
-        drafting = [row for row in rows if row.uses_model and not row.fixed_length]
-        self._num_drafting = len(drafting)
-        if self.policy.is_due((num_rows, len(drafting))):
+        drafting = {row.sequence: row.group for row in rows if row.uses_model and not row.fixed_length}
+        if self.policy.is_due():
             self._learn_all()
             idle = [lookup for row in rows for lookup in row.lookups if not lookup.is_asked]
             start_some(idle, self._explorer, self._now)
         plan = self.policy.choose(
-            num_rows, [row.group for row in drafting], lambda: [self._num_missing(row) for row in drafting]
+            num_rows, drafting, lambda: [self._num_missing(sequence) for sequence in drafting]
         )
         if plan.length:
-            self._draft(drafting, plan, choices)
+            for sequence in drafting if plan.scouts is None else plan.scouts:
+                choices[sequence] = self._choice(sequence, plan.length)
         for row in rows:
             if row.fixed_length and row.uses_model:
-                choices[row.sequence] = self._choice(row, row.fixed_length)
+                choices[row.sequence] = self._choice(row.sequence, row.fixed_length)
                 self._is_mixed = True
         asked = [(row, lookup) for row in rows for lookup in row.lookups if self._is_asked(lookup)]
         if asked:
@@ -120,7 +118,7 @@ class SpeculationPlanner:
         if not (sequence.fixed_draft_length and "draft_model" in sequence.sources):
             return NO_DRAFT
         row = self._rows.get(sequence) or self._add(sequence)
-        return self._choice(row, row.fixed_length)
+        return self._choice(sequence, row.fixed_length)
 
     def prefills_draft(self, sequence: Sequence) -> bool:
         return sequence.fixed_draft_length or self.policy.expects_drafts
@@ -147,24 +145,16 @@ class SpeculationPlanner:
                     start_if_it_pays(lookup)
         return row
 
-    def _draft(self, drafting: list[Row], plan: Plan, choices: dict[Sequence, DraftChoice]) -> None:
-        """The policy's plan, as far as each row may go."""
-        for place, row in enumerate(drafting):
-            if plan.scouts is None or place in plan.scouts:
-                choices[row.sequence] = self._choice(row, plan.length)
-
-    def _choice(self, row: Row, length: int) -> DraftChoice:
-        """A draft of the draft model. A round emits one token more than it drafts."""
-        sequence = row.sequence
+    def _choice(self, sequence: Sequence, length: int) -> DraftChoice:
+        """A draft of the draft model, as far as it may go. A round emits one token more than it drafts."""
         num_known = len(sequence.token_ids)
         num_tokens = min(length, sequence.max_num_tokens - num_known - 1, self.max_draft_len - num_known)
         if num_tokens <= 0:
             return NO_DRAFT
-        return DraftChoice("draft_model", num_tokens, self._num_missing(row))
+        return DraftChoice("draft_model", num_tokens, self._num_missing(sequence))
 
-    def _num_missing(self, row: Row) -> int:
+    def _num_missing(self, sequence: Sequence) -> int:
         """Tokens that the draft model's cache misses, the pending one apart."""
-        sequence = row.sequence
         if not self.tracks_draft_cache:
             return 0
         return max(0, len(sequence.token_ids) - 1 - sequence.draft_blocks.num_computed_tokens)

@@ -8,10 +8,12 @@ Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the rou
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
+from engine.core import sequence as core
 from engine.core.step import StepPlan, StepResult
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
@@ -23,7 +25,8 @@ REPLAN_SECONDS, FEW_ROUNDS = 0.2, 4
 # Factor that drafting must gain over the rate of none, since a busy front end costs it more than rounds say,
 # and another length over that of the active one.
 LEAST_GAIN = 1.01
-# Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date.
+# Rounds in which starting to draft must earn what it takes to bring the draft model's cache up to date, and
+# the most that explore whether it would.
 CATCH_UP_ROUNDS = 64
 # Decay per step of the sums behind the reported rates, and of those of prompts and emitted tokens.
 REPORT_DECAY = 0.98
@@ -41,15 +44,18 @@ class Group:
         self.lookup_balance = 0.0  # seconds that look-ups have saved lately
 
 
+Rows = Mapping[core.Sequence, Group]
+
+
 class Plan(NamedTuple):
-    """``length`` tokens for each row that may draft, or for the ``scouts`` alone (by place among those).
-    Expected are ``tokens`` of all rows in the ``seconds`` of a round."""
+    """``length`` tokens for each row that may draft, or for the ``scouts`` alone. Expected are ``tokens`` of
+    all rows in the ``seconds`` of a round."""
 
     shape: Shape
     length: int
     tokens: float
     seconds: float
-    scouts: frozenset[int] | None = None
+    scouts: frozenset[core.Sequence] | None = None
 
     @property
     def rate(self) -> float:
@@ -67,15 +73,15 @@ class Best(NamedTuple):
 
 @dataclass(slots=True)
 class Exploration:
-    """Some rounds of another plan than the active one."""
+    """Some rounds with another length than the active plan's, for all rows or the ``scouts``. They have lost
+    ``lost`` seconds against the active plan."""
 
-    key: tuple[int, int]
     option: int
-    plan: Plan
+    length: int
+    scouts: frozenset[core.Sequence] | None
     rounds_left: int
     num_rounds: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
+    lost: float = 0.0
 
 
 class Observed(NamedTuple):
@@ -97,6 +103,7 @@ class Policy:
         self.costs = costs
         self.explorer = Explorer()
         self.best: Best | None = None  # of the last step
+        self.plan: Plan  # of the last step: the active one of ``best``, or what is explored
         self._length: int | None = None  # of the active plan of the last step with rows that may draft
         self.exploration: Exploration | None = None
         self.num_replans = 0
@@ -104,34 +111,28 @@ class Policy:
         self._now = 0.0  # seconds of all steps
         self._num_rounds, self._seconds = 0, 0.0  # since the last replan
         self._interval = FEW_ROUNDS  # rounds until the next one
-        self._repeats = False
         # Emitted tokens and their seconds, those of plain rounds instead, rows, and drafted tokens.
         self._report = [0.0] * 6
         self._num_prompt_tokens = self._num_emitted = 0.0
 
-    def choose(self, num_rows: int, groups: Sequence[Group], missing: Callable[[], list[int]]) -> Plan:
-        """For a step of ``num_rows``. The draft model may draft for one row of each of the ``groups``;
-        ``missing`` counts the tokens that its cache misses of them, the pending ones apart."""
-        key = num_rows, len(groups)
-        if self.is_due(key):
+    def choose(self, num_rows: int, rows: Rows, missing: Callable[[], list[int]]) -> Plan:
+        """For a step of ``num_rows``. The draft model may draft for ``rows``, each of a group; ``missing``
+        counts the tokens that its cache misses of them, the pending ones apart."""
+        key = num_rows, len(rows)
+        if self.is_due():
             if self.exploration is not None:
                 self._settle(self.exploration)
-            self._replan(key, groups, missing)
+            self._replan(key, rows, missing)
         best = self._best_by_rows.get(key)
         if best is None:
-            best = self._best_by_rows[key] = self._find_best(num_rows, Counter(groups), missing)
+            best = self._best_by_rows[key] = self._find_best(num_rows, Counter(rows.values()), missing)
         if best.active.length and self._length == 0:
             # Between replans drafting ends but does not start: else, as rows come and go, the draft model's
             # cache would be brought up to date for a few rounds at a time.
             best = best._replace(active=best.plain)
         self._use(best)
-        return best.active if self.exploration is None else self.exploration.plan
-
-    @property
-    def plan(self) -> Plan:
-        """Of the last step."""
-        assert self.best is not None
-        return self.best.active if self.exploration is None else self.exploration.plan
+        self.plan = best.active if self.exploration is None else self._explored(self.exploration, best, rows)
+        return self.plan
 
     @property
     def max_rounds(self) -> int:
@@ -143,27 +144,26 @@ class Policy:
         """Whether the draft model should compute prompts along with the target."""
         return self._length != 0
 
-    def is_due(self, key: tuple[int, int]) -> bool:
-        """Whether ``choose`` replans for this number of rows and of those that may draft."""
+    def is_due(self) -> bool:
+        """Whether ``choose`` replans."""
+        if self._num_rounds >= FEW_ROUNDS and self._seconds >= REPLAN_SECONDS:
+            return True
         if self.exploration is not None:
-            return self.exploration.rounds_left <= 0 or self.exploration.key != key
-        is_late = self._num_rounds >= FEW_ROUNDS and self._seconds >= REPLAN_SECONDS
-        return is_late or self._num_rounds >= self._interval
+            return self.exploration.rounds_left <= 0
+        return self._num_rounds >= self._interval
 
-    def _replan(
-        self, key: tuple[int, int], groups: Sequence[Group], missing: Callable[[], list[int]]
-    ) -> None:
+    def _replan(self, key: tuple[int, int], rows: Rows, missing: Callable[[], list[int]]) -> None:
         before = self._length or 0
         self._best_by_rows.clear()
-        best = self._best_by_rows[key] = self._find_best(key[0], Counter(groups), missing)
+        best = self._best_by_rows[key] = self._find_best(key[0], Counter(rows.values()), missing)
         self._use(best)
         now = self._length or 0
         is_large = abs(now - before) > 1 or (now == 0) != (before == 0)
         self._interval = FEW_ROUNDS if is_large else 2 * self._interval
         self._num_rounds, self._seconds = 0, 0.0
         self.num_replans += 1
-        if groups:
-            self.exploration = self._explore(key, best, missing)
+        if rows:
+            self.exploration = self._explore(best, rows, missing)
 
     def _use(self, best: Best) -> None:
         self.best = best
@@ -200,37 +200,53 @@ class Policy:
             seconds += self.costs.draft_prompt_seconds(num_prompt_tokens)
         return Plan(shape, length, num_tokens, seconds)
 
-    def _explore(
-        self, key: tuple[int, int], best: Best, missing: Callable[[], list[int]]
-    ) -> Exploration | None:
+    def _explore(self, best: Best, rows: Rows, missing: Callable[[], list[int]]) -> Exploration | None:
         """What to explore from now on, if something is due."""
         length = best.active.length
         options = [0, length + 1, length - 1] if length else [PAUSED]
         if length == MAX_LENGTH:
             options.remove(length + 1)
-        place = 0 if self._repeats else self.explorer.next(options, self._now)
+        place = self.explorer.next(options, self._now)
         if place is None:
             return None
-        plan = self.fixed(key[0], best.groups, options[place]) if length else self._scouts(best, missing())
+        option, scouts, catch_up = options[place], None, 0.0
+        if not length:
+            scouts, catch_up = self._scouts(best, rows, missing())
+        exploration = Exploration(option, option if length else best.drafting.length, scouts, FEW_ROUNDS)
+        plan = self._explored(exploration, best, rows)
         # A whole step: rounds behind the first ones of a step are faster, and the active plan has those.
-        num_rounds = int(self.costs.rounds_per_step(self.costs.model_seconds(plan.shape), key[0]))
-        return Exploration(key, options[place], plan, max(FEW_ROUNDS, num_rounds))
+        num_rounds = self.costs.rounds_per_step(self.costs.model_seconds(plan.shape), plan.shape.num_rows)
+        if not length:
+            # Until it has lost as much again as it takes to bring caches up to date, which so teaches more.
+            lost = plan.seconds - plan.tokens / best.plain.rate
+            is_close = lost * CATCH_UP_ROUNDS <= catch_up
+            num_rounds = max(num_rounds, CATCH_UP_ROUNDS if is_close else catch_up / lost)
+        exploration.rounds_left = max(FEW_ROUNDS, int(num_rounds))
+        return exploration
 
-    def _scouts(self, best: Best, missing: list[int]) -> Plan:
-        """The best drafting length while drafting is off, for the rows whose caches are up to date within
-        about a round, or the nearest one."""
-        num_rows, length = best.plain.shape.num_rows, best.drafting.length
+    def _scouts(self, best: Best, rows: Rows, missing: list[int]) -> tuple[frozenset[core.Sequence], float]:
+        """While drafting is off: the rows whose caches are up to date within about a round, or the nearest
+        one; and seconds that this takes."""
         for group in best.groups:
             group.acceptance.forget()
-        places = sorted(range(len(missing)), key=missing.__getitem__)
-        num_scouts, num_missing = 0, 0
-        for place in places:
-            longer = num_missing + missing[place]
-            if num_scouts and self.costs.catch_up_seconds(longer) > best.plain.seconds:
+        scouts, seconds, num_missing = list[core.Sequence](), 0.0, 0
+        for num, row in sorted(zip(missing, rows, strict=True), key=itemgetter(0)):
+            num_missing += num
+            longer = self.costs.catch_up_seconds(num_missing)
+            if scouts and longer > best.plain.seconds:
                 break
-            num_scouts, num_missing = num_scouts + 1, longer
-        scouts = None if num_scouts == len(places) else frozenset(places[:num_scouts])
-        return self.fixed(num_rows, best.groups, length, num_scouts)._replace(scouts=scouts)
+            scouts.append(row)
+            seconds = longer
+        return frozenset(scouts), seconds
+
+    def _explored(self, exploration: Exploration, best: Best, rows: Rows) -> Plan:
+        """What is explored, for these ``rows``."""
+        scouts = frozenset(rows if exploration.scouts is None else exploration.scouts.intersection(rows))
+        if not scouts:
+            exploration.rounds_left = 1  # all have ended: the last round
+            return best.active
+        plan = self.fixed(best.plain.shape.num_rows, best.groups, exploration.length, len(scouts))
+        return plan._replace(scouts=scouts)
 
     def observe(self, num_rounds: int, seconds: float) -> None:
         """A step of the plan has run."""
@@ -253,9 +269,9 @@ class Policy:
             self.costs.observe_step(shape, first, later, host_seconds)
             self._count(step, shape, num_tokens, seconds)
         if (exploration := step.exploration) is not None:
+            usual = step.best.active
             exploration.num_rounds += len(rounds)
-            exploration.num_tokens += num_tokens
-            exploration.seconds += seconds
+            exploration.lost += seconds - num_tokens * self.costs.seconds(usual.shape) / usual.tokens
 
     def _count(self, step: Observed, shape: Shape, num_tokens: int, seconds: float) -> None:
         """For the report: a step of rounds of ``shape``, and as many plain ones."""
@@ -270,24 +286,14 @@ class Policy:
         ]
 
     def _settle(self, exploration: Exploration) -> None:
-        """An exploration has ended: learn its costs, and charge what it lost."""
-        best, plan, num_rounds = self.best, exploration.plan, exploration.num_rounds
-        self.exploration, self._repeats = None, False
-        if best is None or num_rounds == 0:
+        """An exploration has ended: charge what it lost."""
+        self.exploration = None
+        if self.best is None or exploration.num_rounds == 0:
             return
-        rate = best.active.tokens / self.costs.seconds(best.active.shape)
-        lost = exploration.seconds - exploration.num_tokens / rate
         # At most what the rounds would have taken otherwise: what a busy moment spoils is soon tried again.
-        lost = min(lost, num_rounds * best.active.seconds)
-        if best.active.length:
-            self.explorer.charge(exploration.option, lost, OPTION_SHARE, self._now)
-            return
-        self.explorer.charge(exploration.option, lost, PAUSED_SHARE, self._now)
-        # All rows together must emit more than plain ones in the time of a round in which all draft.
-        num_rows, num_scouts = plan.shape.num_rows, plan.shape.draft_sizes[0]
-        accepted = (exploration.num_tokens / num_rounds - num_rows) / num_scouts * best.groups.total()
-        full = self.fixed(num_rows, best.groups, plan.length).seconds
-        self._repeats = num_rows + accepted > LEAST_GAIN * rate * full
+        lost = min(exploration.lost, exploration.num_rounds * self.best.active.seconds)
+        share = PAUSED_SHARE if exploration.option == PAUSED else OPTION_SHARE
+        self.explorer.charge(exploration.option, lost, share, self._now)
 
     def state(self) -> dict[str, object]:
         """For ``GET /speculation``: builtins."""

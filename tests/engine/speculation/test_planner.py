@@ -185,6 +185,27 @@ def test_a_choice_does_not_outlive_its_exploration(monkeypatch: pytest.MonkeyPat
     assert max(rounds_left for _, rounds_left in explored) == 16
 
 
+def test_rows_may_come_and_go_while_the_same_ones_scout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has brought their caches up to date is lost if the exploration ends with the number of rows, or
+    if others, whose caches are not, draft in their place."""
+    planner = auto(SMALL)
+    honest, explored = planner.choose, dict[int, list[tuple[int, set[Sequence]]]]()
+
+    def choose(decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
+        choices = honest(decoding)
+        if planner.policy.exploration is not None:
+            scouts = {sequence for sequence, choice in choices.items() if choice.num_tokens}
+            explored.setdefault(planner.policy.explorer.num_explored, []).append((len(decoding), scouts))
+        return choices
+
+    monkeypatch.setattr(planner, "choose", choose)
+    Simulation(SMALL, planner, always(0.4), lambda now: 15 + int(50 * now) % 2).run(20.0)
+    assert sum(len({num_rows for num_rows, _ in steps}) > 1 for steps in explored.values()) > 3
+    for steps in explored.values():
+        for (_, before), (_, now) in zip(steps, steps[1:], strict=False):
+            assert now <= before
+
+
 REPEATED = list(range(40))
 
 
