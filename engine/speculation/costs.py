@@ -13,7 +13,7 @@ full of what the host did, and the front end busy with what the step before has 
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import geometric_mean
 from typing import NamedTuple
 
 # Options: draft lengths from 0 to the maximum, and whatever has other drafts in it.
@@ -212,7 +212,8 @@ class Costs:
         num_rows = shape.num_rows
         self.host.observe(num_rows, host)
         if later:
-            seconds = median(later)
+            # Not the median: of few rounds, not of many, that has in it what other processes take.
+            seconds = geometric_mean(later)
             if first is not None:
                 self.first_round.observe(num_rows, first - seconds)
         else:

@@ -389,6 +389,24 @@ def test_few_explorations_mend_what_many_rounds_taught() -> None:
     assert ratio == pytest.approx(2.2 / 1.3, rel=0.02)
 
 
+def test_steps_of_few_rounds_seem_no_slower_than_those_of_many() -> None:
+    """Now and then another process takes the processor for a while, from rounds of all kinds alike."""
+    costs = Costs(PassCosts({1: 1e-3, 64: 1e-2}), PassCosts({1: 1e-4, 64: 1e-3}))
+    plain, drafting = Shape(16, 0), Shape(16, 1, 16, (16,))
+    rng = random.Random(1)
+
+    def seconds(usual: float) -> float:
+        return usual * math.exp(rng.gauss(0, 0.03)) + (5e-3 if rng.random() < 40 * usual else 0.0)
+
+    ratios = []
+    for number in range(3000):
+        costs.observe_step(plain, None, [seconds(3.5e-3) for _ in range(4)], 1e-4)
+        costs.observe_step(drafting, None, [seconds(6e-3)], 1e-4)
+        if number > 1000:
+            ratios.append(costs.model_seconds(drafting) / costs.model_seconds(plain))
+    assert sum(ratios) / len(ratios) == pytest.approx(6 / 3.5, rel=0.04)  # 1.06 by the median of a step's rounds
+
+
 def test_mixed_rounds_do_not_spoil_what_is_known_of_the_others() -> None:
     """Phases of plain and of mixed rounds, whose drafts come from elsewhere than they did at first."""
     costs = Costs(PassCosts({1: 1.0, 64: 2.0}), PassCosts({1: 0.1, 64: 0.2}))
