@@ -404,7 +404,7 @@ def test_steps_of_few_rounds_seem_no_slower_than_those_of_many() -> None:
         costs.observe_step(drafting, None, [seconds(6e-3)], 1e-4)
         if number > 1000:
             ratios.append(costs.model_seconds(drafting) / costs.model_seconds(plain))
-    assert sum(ratios) / len(ratios) == pytest.approx(6 / 3.5, rel=0.04)  # 1.06 by the median of a step's rounds
+    assert sum(ratios) / len(ratios) == pytest.approx(6 / 3.5, rel=0.04)  # the median: 1.06 of it
 
 
 def test_mixed_rounds_do_not_spoil_what_is_known_of_the_others() -> None:
