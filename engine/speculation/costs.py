@@ -13,7 +13,7 @@ full of what the host did, and the front end busy with what the step before has 
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from statistics import geometric_mean
+from statistics import fmean
 from typing import NamedTuple
 
 # Options: draft lengths from 0 to the maximum, and whatever has other drafts in it.
@@ -212,8 +212,8 @@ class Costs:
         num_rows = shape.num_rows
         self.host.observe(num_rows, host)
         if later:
-            # Not the median: of few rounds, not of many, that has in it what other processes take.
-            seconds = geometric_mean(later)
+            # The geometric mean: a median of few rounds has in it what other processes take, of many not.
+            seconds = math.exp(fmean([math.log(max(one, 1e-9)) for one in later]))
             if first is not None:
                 self.first_round.observe(num_rows, first - seconds)
         else:

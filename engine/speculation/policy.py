@@ -44,6 +44,7 @@ class Group:
         self.lookup_balance = 0.0  # seconds that look-ups have saved lately
 
 
+# Sequences that may draft, and what is known of their like.
 Rows = Mapping[core.Sequence, Group]
 
 

@@ -407,6 +407,13 @@ def test_steps_of_few_rounds_seem_no_slower_than_those_of_many() -> None:
     assert sum(ratios) / len(ratios) == pytest.approx(6 / 3.5, rel=0.04)  # the median: 1.06 of it
 
 
+def test_rounds_that_a_coarse_clock_does_not_see_are_learned_from() -> None:
+    costs = Costs(PassCosts({1: 1e-3, 64: 1e-2}))
+    before = costs.model_seconds(Shape(4, 0))
+    costs.observe_step(Shape(4, 0), 0.0, [0.0, 1e-6], 0.0)
+    assert 0 < costs.model_seconds(Shape(4, 0)) < before
+
+
 def test_mixed_rounds_do_not_spoil_what_is_known_of_the_others() -> None:
     """Phases of plain and of mixed rounds, whose drafts come from elsewhere than they did at first."""
     costs = Costs(PassCosts({1: 1.0, 64: 2.0}), PassCosts({1: 0.1, 64: 0.2}))
