@@ -287,12 +287,12 @@ static inline ALWAYS void attend_queries(
         for (int64_t i = 0; i < size; i++) outs[row][i] /= total[row];
 }
 
-/* Items: for each of ``split`` parts of the heads, the parts of each span's queries. */
+/* Items: for each of ``split`` parts of the heads, the parts of each span's queries, at most ``queries`` of them. */
 typedef struct {
     const Spans *spans;
     const Layer *layer;
     const int64_t *first_part; /* [num_spans + 1] */
-    int64_t split;
+    int64_t split, queries;
     float *qkv, *out;
 } Attention;
 
@@ -309,9 +309,9 @@ static void attend_task(const void *arguments, int64_t item) {
     const int64_t num_parts = of->first_part[spans->num_spans], part = item % num_parts, heads = item / num_parts;
     int64_t span = 0;
     while (of->first_part[span + 1] <= part) span++;
-    const int64_t query = (part - of->first_part[span]) * QUERIES;
+    const int64_t query = (part - of->first_part[span]) * of->queries;
     const int64_t left = spans->first_token[span + 1] - spans->first_token[span] - query;
-    const int64_t num_queries = left < QUERIES ? left : QUERIES;
+    const int64_t num_queries = left < of->queries ? left : of->queries;
     const int64_t first = heads * layer->num_kv_heads / of->split;
     const int64_t end = (heads + 1) * layer->num_kv_heads / of->split;
     /* Of many queries, the scores of one kv head at a time stay in the processor's first cache. */
@@ -331,18 +331,25 @@ static void attend_task(const void *arguments, int64_t item) {
 /* Stores the new tokens and attends: qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], whose
  * queries are normed and rotated in place; out [num_tokens, num_heads, head_size]. */
 void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
+    /* Heads are shared out only where there are fewer spans than threads; and where these cannot have equally many, each
+     * span's queries, too. Later parts of a prompt take longer than earlier ones: items are by heads first, so that each
+     * thread has some of both. */
+    const int64_t threads = get_num_threads(), num_heads = layer->num_kv_heads;
+    int64_t split = (threads + spans->num_spans - 1) / spans->num_spans, queries = QUERIES;
+    if (split > 1 && num_heads % split) {
+        const int64_t shared = (spans->num_tokens + threads - 1) / threads;
+        if (shared < queries) queries = shared;
+        split = num_heads;
+    }
+    if (split > num_heads) split = num_heads;
     int64_t first_part[spans->num_spans + 1], num_scores = 0;
     first_part[0] = 0;
     for (int64_t span = 0; span < spans->num_spans; span++) {
         const int64_t num_queries = spans->first_token[span + 1] - spans->first_token[span];
-        first_part[span + 1] = first_part[span] + (num_queries + QUERIES - 1) / QUERIES;
+        first_part[span + 1] = first_part[span] + (num_queries + queries - 1) / queries;
         num_scores += num_queries * (spans->num_stored[span] + num_queries);
     }
-    /* Heads are shared out only where there are fewer spans than threads. Later parts of a prompt take longer than
-     * earlier ones: items are by heads first, so that each thread has some of both. */
-    int64_t split = (get_num_threads() + spans->num_spans - 1) / spans->num_spans;
-    if (split > layer->num_kv_heads) split = layer->num_kv_heads;
-    const Attention attention = { spans, layer, first_part, split, qkv, out };
+    const Attention attention = { spans, layer, first_part, split, queries, qkv, out };
     const int64_t width = (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
     run_task(place_task, &attention, spans->num_tokens, spans->num_tokens * width * 4);
     /* A score and its share of the values take as long as eight times its multiplications in a product. */

@@ -95,16 +95,18 @@ static int is_finished(const Share *own) {
     return atomic_load(&num_unfinished) == 0;
 }
 
-/* Does chunks until none is left: those of its own share, which are the same from pass to pass, then those of others. */
+/* Does chunks until none is left: those of its own share, which are the same from pass to pass, then those of others.
+ * They are counted when all are done, since that counter's cache line would go from core to core with every chunk. */
 static void take_part(int64_t thread) {
     const int64_t sharing = now.num_shares;
+    int64_t num_done = 0;
     for (int64_t i = 0; i < sharing; i++) {
-        for (int64_t chunk; (chunk = take_chunk((thread + i) % sharing)) >= 0;) {
+        for (int64_t chunk; (chunk = take_chunk((thread + i) % sharing)) >= 0; num_done++) {
             const int64_t end = (chunk + 1) * now.count / now.num_chunks;
             for (int64_t item = chunk * now.count / now.num_chunks; item < end; item++) now.task(now.arguments, item);
-            if (atomic_fetch_sub(&num_unfinished, 1) == 1) wake(&shares[0]);
         }
     }
+    if (num_done && atomic_fetch_sub(&num_unfinished, num_done) == num_done) wake(&shares[0]);
 }
 
 static void *help(void *number) {

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from ctypes import byref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,13 @@ def kernels() -> NativeKernels:
     return NativeKernels(loaded)
 
 
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    set_num_threads(before)
+
+
 def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
     """Blocks are dealt out in a random order, and some tables own more than they use."""
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).tolist()
@@ -124,23 +133,20 @@ def check_attention(
     torch.testing.assert_close(stored_by_us, stored, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (40, 4096)])
 def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: NativeKernels) -> None:
     shape = SHAPES["a head for each"]
     rotary: Any = TableOfAngles(shape.head_size, has_table=True)
     both = [make(make_batch([(3, 1)]), make_cache(shape), rotary) for make in (TorchParts, kernels)]
-    before = torch.get_num_threads()
     set_num_threads(threads)
-    try:
-        x = torch.randn(rows, 2 * size) * torch.logspace(-3, 2, rows)[:, None]
-        norm = Norm(torch.rand(2 * size) + 0.5, 1e-6)
-        normed = [parts.norm(norm, x) for parts in both]
-        added = [parts.norm(norm, x, x.flip(0)) for parts in both]
-        gated = [[parts.gate(activation, x.clone()) for activation in ACTIVATIONS] for parts in both]
-        capped = [parts.cap(x.clone(), 20.0) for parts in both]
-    finally:
-        set_num_threads(before)
+    x = torch.randn(rows, 2 * size) * torch.logspace(-3, 2, rows)[:, None]
+    norm = Norm(torch.rand(2 * size) + 0.5, 1e-6)
+    normed = [parts.norm(norm, x) for parts in both]
+    added = [parts.norm(norm, x, x.flip(0)) for parts in both]
+    gated = [[parts.gate(activation, x.clone()) for activation in ACTIVATIONS] for parts in both]
+    capped = [parts.cap(x.clone(), 20.0) for parts in both]
     torch.testing.assert_close(normed[1], normed[0], rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(added[1], added[0], rtol=2e-6, atol=1e-5)
     torch.testing.assert_close(gated[1][0], gated[0][0], rtol=2e-6, atol=1e-30)
@@ -188,13 +194,15 @@ def test_a_row_does_not_depend_on_the_others(
         assert torch.equal(linear.add_to(residual[:rows], x[:rows]), alone[:rows])
 
 
+@pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attention_does_not_depend_on_the_chunk(shape: AttentionShape, kernels: NativeKernels) -> None:
-    """To the last bit, also of prompts that are cut."""
+    """To the last bit, also of prompts that are cut, and however threads share heads and queries."""
     rotary: Any = TableOfAngles(shape.head_size, has_table=True)
     qkv = torch.randn(100, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size)
     attended = []
-    for size in (1, 5, 12, MAX_GROUPED_QUERIES, 100):
+    for threads, size in product((1, 2, 5), (1, 5, 12, MAX_GROUPED_QUERIES, 100)):
+        set_num_threads(threads)
         cache, parts = make_cache(shape), []
         for start in range(0, 100, size):
             chunk = qkv[start : start + size].clone()
