@@ -334,14 +334,13 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
     /* Heads are shared out only where there are fewer spans than threads; and where these cannot have equally many, each
      * span's queries, too. Later parts of a prompt take longer than earlier ones: items are by heads first, so that each
      * thread has some of both. */
-    const int64_t threads = get_num_threads(), num_heads = layer->num_kv_heads;
+    const int64_t threads = get_num_threads();
     int64_t split = (threads + spans->num_spans - 1) / spans->num_spans, queries = QUERIES;
-    if (split > 1 && num_heads % split) {
-        const int64_t shared = (spans->num_tokens + threads - 1) / threads;
-        if (shared < queries) queries = shared;
-        split = num_heads;
+    if (layer->num_kv_heads % split) {
+        const int64_t of_thread = (spans->num_tokens + threads - 1) / threads;
+        if (of_thread < queries) queries = of_thread;
+        split = layer->num_kv_heads;
     }
-    if (split > num_heads) split = num_heads;
     int64_t first_part[spans->num_spans + 1], num_scores = 0;
     first_part[0] = 0;
     for (int64_t span = 0; span < spans->num_spans; span++) {

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.native import library
+from engine.native.threads import set_num_threads
 from tests.models import save_perturbed, save_random_llama
 
 # To compile takes a second, or minutes on a machine that is busy; the engine would go on without its kernels.
@@ -83,6 +84,13 @@ def needs_compiler() -> None:
 def one_thread() -> None:
     """Products this small only wait for a second thread."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_thread_afterwards() -> Iterator[None]:
+    """For tests that set another number, themselves or by an engine's ``num_threads``."""
+    yield
+    set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

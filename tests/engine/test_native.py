@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from ctypes import byref
 from itertools import product
 from pathlib import Path
@@ -76,13 +75,6 @@ def kernels() -> NativeKernels:
     return NativeKernels(loaded)
 
 
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    set_num_threads(before)
-
-
 def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
     """Blocks are dealt out in a random order, and some tables own more than they use."""
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(4)).tolist()
@@ -133,7 +125,7 @@ def check_attention(
     torch.testing.assert_close(stored_by_us, stored, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.usefixtures("one_thread_afterwards")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (40, 4096)])
 def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: NativeKernels) -> None:
@@ -194,7 +186,7 @@ def test_a_row_does_not_depend_on_the_others(
         assert torch.equal(linear.add_to(residual[:rows], x[:rows]), alone[:rows])
 
 
-@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.usefixtures("one_thread_afterwards")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attention_does_not_depend_on_the_chunk(shape: AttentionShape, kernels: NativeKernels) -> None:
     """To the last bit, also of prompts that are cut, and however threads share heads and queries."""

@@ -190,25 +190,22 @@ def test_without_drafts_there_is_no_residual(native: NativeBackend) -> None:
     assert torch.equal(drawn, TORCH().inverse_cdf(target[:, 0], uniforms[:, 0]))
 
 
+@pytest.mark.usefixtures("one_thread_afterwards")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_does_not_depend_on_its_neighbours(native: NativeBackend, threads: int) -> None:
     """Bit for bit, whether alone or one of 40, and by however many threads."""
     rows = [GRID[i % len(GRID)] for i in range(40)]
     logits = random_logits(40, 3, 2053)
     seeds = torch.arange(40)
-    before = torch.get_num_threads()
     set_num_threads(threads)
-    try:
-        probs = native.probs(logits, SamplingTensors.build(rows, CPU))
-        ids = native.gumbel_argmax(probs, seeds, seeds, 2)
-        set_num_threads(1)
-        for i in range(40):
-            for j in range(3):
-                lone = native.probs(logits[i : i + 1, j : j + 1], SamplingTensors.build([rows[i]], CPU))
-                assert torch.equal(lone[0, 0], probs[i, j])
-                assert native.gumbel_argmax(lone, seeds[i : i + 1], seeds[i : i + 1], 2 + j) == ids[i, j]
-    finally:
-        set_num_threads(before)
+    probs = native.probs(logits, SamplingTensors.build(rows, CPU))
+    ids = native.gumbel_argmax(probs, seeds, seeds, 2)
+    set_num_threads(1)
+    for i in range(40):
+        for j in range(3):
+            lone = native.probs(logits[i : i + 1, j : j + 1], SamplingTensors.build([rows[i]], CPU))
+            assert torch.equal(lone[0, 0], probs[i, j])
+            assert native.gumbel_argmax(lone, seeds[i : i + 1], seeds[i : i + 1], 2 + j) == ids[i, j]
 
 
 # --- through the sampler

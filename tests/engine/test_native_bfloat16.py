@@ -61,6 +61,7 @@ def test_products_are_those_of_rounded_numbers(
     assert ((linear(x) - exact).abs() <= 2.01 * ROUNDING * sizes + 3e-6).all()
 
 
+@pytest.mark.usefixtures("one_thread_afterwards")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("out", "size"), [(576, 192), (33, 3), (100, 35), (2000, 512)])
 def test_a_row_does_not_depend_on_the_others(out: int, size: int, threads: int, library: CDLL) -> None:
@@ -68,13 +69,9 @@ def test_a_row_does_not_depend_on_the_others(out: int, size: int, threads: int, 
     linear = NativeLinear(library, [torch.randn(out, size) * 0.02], torch.randn(out), None, rounds=True)
     x, residual = torch.randn(100, size), torch.randn(100, out)
     alone = torch.cat([linear.add_to(residual[i : i + 1], x[i : i + 1]) for i in range(100)])
-    before = torch.get_num_threads()
     set_num_threads(threads)
-    try:
-        for rows in (*range(1, 31), 64, 100):
-            assert torch.equal(linear.add_to(residual[:rows], x[:rows]), alone[:rows])
-    finally:
-        set_num_threads(before)
+    for rows in (*range(1, 31), 64, 100):
+        assert torch.equal(linear.add_to(residual[:rows], x[:rows]), alone[:rows])
 
 
 def test_broken_and_extreme_numbers_are_not_hidden(library: CDLL) -> None:

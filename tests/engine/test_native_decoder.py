@@ -50,18 +50,16 @@ def rounds_of(runner: ModelRunner) -> tuple[list[torch.Tensor], list[torch.Tenso
     return logits, [*runner.cache.keys, *runner.cache.values]
 
 
+@pytest.mark.usefixtures("one_thread_afterwards")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "follows the length" not in name])
 def test_whole_passes_are_their_parts(name: str, threads: int, tmp_path: Path) -> None:
     model = make_engine(save(CONFIGS[name], tmp_path), None).target.model
     runner = ModelRunner.build(model, 40, BLOCK_SIZE)
     set_num_threads(threads)
-    try:
-        assert isinstance(runner.fast_pass, NativeDecoder)
-        whole = rounds_of(runner)
-        parts = rounds_of(ModelRunner(model, KVCache(model.layers, 40, BLOCK_SIZE, model.dtype)))
-    finally:
-        set_num_threads(1)
+    assert isinstance(runner.fast_pass, NativeDecoder)
+    whole = rounds_of(runner)
+    parts = rounds_of(ModelRunner(model, KVCache(model.layers, 40, BLOCK_SIZE, model.dtype)))
     for ours, theirs in zip(whole, parts, strict=True):
         assert all(map(torch.equal, ours, theirs))
 

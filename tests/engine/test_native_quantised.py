@@ -1,7 +1,5 @@
 """Quantised weights in C: gguf's numbers to the bit, and rows that do not depend on each other."""
 
-from collections.abc import Iterator
-
 import gguf
 import numpy as np
 import pytest
@@ -19,11 +17,9 @@ MOST_ROWS = 27  # more than two passes over the weights
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
+def threads(request: pytest.FixtureRequest, one_thread_afterwards: None) -> int:
     set_num_threads(request.param)
-    yield request.param
-    set_num_threads(before)
+    return int(request.param)
 
 
 def inputs(rows: int, seed: int = 3) -> torch.Tensor:

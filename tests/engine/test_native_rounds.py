@@ -18,7 +18,6 @@ from engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from engine.native import library
 from engine.native.rows import NativeRow
 from engine.native.runner import NativeRunner
-from engine.native.threads import set_num_threads
 from engine.sampling.adjust import History, adjust_logits
 from tests.engine.native_pair import LONG, make_twins, native_runner, save_pair
 from tests.engine.native_rounds import RandomMasks, RowPlan, Side, compare, make_sequence
@@ -166,18 +165,15 @@ def test_sequences_outgrow_the_draft_model(kind: str, tmp_path: Path) -> None:
     assert lengths.count(0) > len(lengths) / 4
 
 
+@pytest.mark.usefixtures("one_thread_afterwards")
 @pytest.mark.parametrize("kind", ["of all rules", "all adjustments", "everything at once"])
 def test_several_threads_and_a_wide_vocabulary(kind: str, tmp_path: Path) -> None:
     """As many rows and tokens as make C draw them on all threads."""
     target = save_random_llama(tmp_path / "target", seed=1, vocab_size=3967, hidden=64, std=0.2)
     draft = save_perturbed(tmp_path / "draft", target, seed=2, noise=0.01)
     rows = [replace(row, max_num_tokens=len(row.prompt) + 12) for row in KINDS[kind]]
-    set_num_threads(2)
-    try:
-        ours, theirs = (Side(make_engine(target, draft, num_threads=2), rows) for _ in range(2))
-        rounds = compare(ours, theirs, 3)
-    finally:
-        set_num_threads(1)
+    ours, theirs = (Side(make_engine(target, draft, num_threads=2), rows) for _ in range(2))
+    rounds = compare(ours, theirs, 3)
     assert sum(map(sum, (one.num_accepted for one in rounds))) > 0
 
 
@@ -360,13 +356,13 @@ ENGINES = {
 }
 
 
+@pytest.mark.usefixtures("one_thread_afterwards")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("kind", ENGINES)
 def test_engines_report_the_same(kind: str, threads: int, tmp_path: Path) -> None:
     native, phased = make_twins(*save_pair(tmp_path), num_threads=threads, max_num_batched_tokens=64)
     params = shortened(ENGINES[kind])
     (ours, our_steps), (theirs, their_steps) = (run(core, params) for core in (native, phased))
-    set_num_threads(1)
     assert ours == theirs
     assert native.stats.drafts == phased.stats.drafts
     assert native.stats.draft_tokens_per_position == phased.stats.draft_tokens_per_position

@@ -2,26 +2,18 @@
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from engine.native import library
-from engine.native.threads import set_num_threads
 from tests.engine.test_native import plant
 
 Task = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 MUCH_WORK = 1 << 40
 
-pytestmark = pytest.mark.usefixtures("needs_compiler")
-
-
-@pytest.fixture(autouse=True)
-def one_thread_afterwards() -> Iterator[None]:
-    yield
-    set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("needs_compiler", "one_thread_afterwards")
 
 
 def done_items(num_threads: int, count: int, work: int = MUCH_WORK) -> Counter[tuple[int, int]]:
