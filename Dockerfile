@@ -1,10 +1,10 @@
 # syntax=docker/dockerfile:1
-# Targets: cpu (default) and cuda.   docker build --target cuda -t foretoken:cuda .
+# Targets: cpu (default) and cuda.   docker build --target cuda -t truedraft:cuda .
 # The base must have Debian's Python 3.11 or newer in apt. TORCH_INDEX is where the CPU build of torch is found.
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS python
-ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PATH=/opt/foretoken/bin:$PATH
+ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PATH=/opt/truedraft/bin:$PATH
 # The compiler stays in the image: kernels are compiled for the machine's own processor at the first start.
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -16,7 +16,7 @@ FROM python AS builder
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3-venv \
     && rm -rf /var/lib/apt/lists/* \
-    && python3 -m venv /opt/foretoken
+    && python3 -m venv /opt/truedraft
 WORKDIR /src
 COPY pyproject.toml constraints.txt ./
 RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
@@ -30,31 +30,31 @@ RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.t
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY . .
 # The kernels for any processor with AVX2, used where nothing can be compiled, such as in a read-only container.
-RUN pip install --no-cache-dir --no-deps . && python -P -m engine.native.library
+RUN pip install --no-cache-dir --no-deps . && python -P -m truedraft.engine.native.library
 
 FROM builder AS build-cuda
 # PyPI's torch for Linux brings the CUDA libraries along; the host needs the driver and NVIDIA's container toolkit.
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY . .
-RUN pip install --no-cache-dir --no-deps . && python -P -m engine.native.library
+RUN pip install --no-cache-dir --no-deps . && python -P -m truedraft.engine.native.library
 
 FROM python AS runtime
-RUN groupadd --system --gid 10001 foretoken \
-    && useradd --system --uid 10001 --gid 10001 --create-home foretoken \
-    && install --directory --owner foretoken --group foretoken /cache
+RUN groupadd --system --gid 10001 truedraft \
+    && useradd --system --uid 10001 --gid 10001 --create-home truedraft \
+    && install --directory --owner truedraft --group truedraft /cache
 # Downloaded models and compiled kernels.
 # hadolint ignore=DL3064
 ENV HF_HOME=/cache/huggingface XDG_CACHE_HOME=/cache TRITON_CACHE_DIR=/cache/triton \
-    FORETOKEN_HOST=0.0.0.0 FORETOKEN_PORT=8000
+    TRUEDRAFT_HOST=0.0.0.0 TRUEDRAFT_PORT=8000
 VOLUME /cache
-WORKDIR /home/foretoken
+WORKDIR /home/truedraft
 USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 # Liveness. /ready is for load balancers: loading a large model takes minutes.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['FORETOKEN_PORT']}/health\", timeout=4)"]
-ENTRYPOINT ["foretoken"]
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['TRUEDRAFT_PORT']}/health\", timeout=4)"]
+ENTRYPOINT ["truedraft"]
 CMD ["serve"]
 
 FROM runtime AS cuda
@@ -66,7 +66,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3-dev \
     && rm -rf /var/lib/apt/lists/*
 USER 10001:10001
-COPY --from=build-cuda /opt/foretoken /opt/foretoken
+COPY --from=build-cuda /opt/truedraft /opt/truedraft
 
 FROM runtime AS cpu
-COPY --from=build-cpu /opt/foretoken /opt/foretoken
+COPY --from=build-cpu /opt/truedraft /opt/truedraft

@@ -1,5 +1,5 @@
 # Everything here runs from a fresh checkout; it needs Python 3.11 or newer with venv, and nothing else.
-# Settings reach the server through the environment: FORETOKEN_PORT=8001 FORETOKEN_TARGET=path make serve
+# Settings reach the server through the environment: TRUEDRAFT_PORT=8001 TRUEDRAFT_TARGET=path make serve
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,8 +19,8 @@ help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
 		while IFS='|' read -r target what; do printf '%-20s %s\n' "$$target" "$$what"; done
 
-serve: install ## Install if needed, then serve on 127.0.0.1:8000 (settings: FORETOKEN_* variables)
-	@exec $(VENV)/bin/foretoken serve
+serve: install ## Install if needed, then serve on 127.0.0.1:8000 (settings: TRUEDRAFT_* variables)
+	@exec $(VENV)/bin/truedraft serve
 
 test: install-dev ## Install if needed, then run all tests (PYTEST_ARGS="-k name" narrows them)
 	@exec $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_ARGS)
@@ -70,11 +70,11 @@ check-docker: ## Run the Dockerfile's steps in a fresh Debian root, then its ser
 # sanitizers the compiler takes 40 s on a quiet machine, so the engine's own limit is lifted.
 check-native: install-dev ## Build the C kernels without warnings, then test them under AddressSanitizer and UBSan (gcc)
 	@cache=$$(mktemp -d) && trap 'rm -rf $$cache' EXIT && export XDG_CACHE_HOME=$$cache && \
-	CC='gcc -Wall -Wextra -Werror' $(VENV)/bin/python -c 'from engine.native.library import load_library; assert load_library()' && \
+	CC='gcc -Wall -Wextra -Werror' $(VENV)/bin/python -c 'from truedraft.engine.native.library import load_library; assert load_library()' && \
 	export CC='gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all' && \
 	export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" && \
 	export ASAN_OPTIONS=detect_leaks=0 && \
-	$(VENV)/bin/python -c 'from engine.native import library; library.TIMEOUT_SECONDS = 900; assert library.load_library()' && \
+	$(VENV)/bin/python -c 'from truedraft.engine.native import library; library.TIMEOUT_SECONDS = 900; assert library.load_library()' && \
 	$(VENV)/bin/python -m pytest -q -k 'not noticed and not caught and not compiler' $(NATIVE_TESTS)
 
 check-wheel: $(SHIP_VENV)/.installed ## Build wheel and sdist, install the wheel elsewhere and use it there
@@ -88,25 +88,25 @@ install-dev: $(VENV)/.installed-dev
 
 # The stamps are written last, so an interrupted installation is done again.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "==> Installing Foretoken and what it needs into $(VENV) (the first time takes minutes)"
+	@echo "==> Installing Truedraft and what it needs into $(VENV) (the first time takes minutes)"
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "==> Installing Foretoken with its test tools into $(VENV) (the first time takes minutes)"
+	@echo "==> Installing Truedraft with its test tools into $(VENV) (the first time takes minutes)"
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.installed $@
 
 # The clients need older releases of huggingface-hub and others than those in constraints.txt.
 $(CLIENTS_VENV)/.installed: pyproject.toml constraints.txt tests/clients/requirements.txt | $(CLIENTS_VENV)/bin/python
-	@echo "==> Installing Foretoken and third-party clients into $(CLIENTS_VENV) (the first time takes minutes)"
+	@echo "==> Installing Truedraft and third-party clients into $(CLIENTS_VENV) (the first time takes minutes)"
 	@grep -E '^(torch|transformers)==' constraints.txt > $(CLIENTS_VENV)/constraints.txt
 	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install \
 		-c $(CLIENTS_VENV)/constraints.txt -r tests/clients/requirements.txt -e .
 	@touch $@
 
 $(RAY_VENV)/.installed: pyproject.toml constraints.txt | $(RAY_VENV)/bin/python
-	@echo "==> Installing Foretoken, its test tools and Ray into $(RAY_VENV) (the first time takes minutes)"
+	@echo "==> Installing Truedraft, its test tools and Ray into $(RAY_VENV) (the first time takes minutes)"
 	$(RAY_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[dev,ray]'
 	@touch $@
 
@@ -117,7 +117,7 @@ $(SHIP_VENV)/.installed: deploy/requirements.txt | $(SHIP_VENV)/bin/python
 
 $(VENV)/bin/python $(CLIENTS_VENV)/bin/python $(RAY_VENV)/bin/python $(SHIP_VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Foretoken needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 1; }
+		{ echo "Truedraft needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 1; }
 	@echo "==> Creating $(@:/bin/python=) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(@:/bin/python=) || \
 		{ rm -rf $(@:/bin/python=); echo "No venv module: on Debian, install the package python3-venv" >&2; exit 1; }

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common import STORY_OPENINGS
-from engine.llm import LLM
-from engine.messages import SamplingParams, Verification
-from engine.sampling.explain import explain_block, explain_rejection
-from engine.sampling.sampler import Drafts, Sampler
-from engine.sampling.verify import RowVerdict
+from truedraft.engine.llm import LLM
+from truedraft.engine.messages import SamplingParams, Verification
+from truedraft.engine.sampling.explain import explain_block, explain_rejection
+from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.sampling.verify import RowVerdict
 
 MAX_DEVIATION = 4.0
 

@@ -38,10 +38,10 @@ from benchmarks import formula, graphs, on_device
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import machine, median_seconds, print_facts, print_table
 from benchmarks.engine_runs import run_engine
-from engine.core.engine import EngineCore
-from engine.messages import SamplingParams
-from engine.models.layer_parts import AttentionShape
-from engine.runtime.cuda.layer_parts import find_kernels
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.layer_parts import AttentionShape
+from truedraft.engine.runtime.cuda.layer_parts import find_kernels
 
 ROOT = Path(__file__).parent.parent
 # In this order, with the seconds that each may take.
@@ -99,7 +99,7 @@ class Bench:
         """``function`` as one CUDA graph, on a GPU."""
         if self.device == "cpu":
             return function
-        from engine.runtime.cuda.capture import CudaCapture
+        from truedraft.engine.runtime.cuda.capture import CudaCapture
 
         return CudaCapture(torch.device(self.device)).record(function)
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from loadtest.machine import BUSY_SHARE, CpuWatch, is_busy, machine, processor_name
-from loadtest.prompts import STORY_OPENINGS, read_prompts
-from loadtest.report import format_cell, note, print_facts, print_table, save, write_json
+from truedraft.loadtest.machine import BUSY_SHARE, CpuWatch, is_busy, machine, processor_name
+from truedraft.loadtest.prompts import STORY_OPENINGS, read_prompts
+from truedraft.loadtest.report import format_cell, note, print_facts, print_table, save, write_json
 
 __all__ = [
     "STORY_OPENINGS",

@@ -1,6 +1,6 @@
 """What the shipped defaults give through HTTP, the number of record: python -m benchmarks.defaults --pair 30m
 
-One ``foretoken serve`` with no setting but its models. Closed loops of several numbers of clients, whose
+One ``truedraft serve`` with no setting but its models. Closed loops of several numbers of clients, whose
 requests come and go (``request_mix``). A variant is what the requests' ``speculation`` field says: nothing
 (``default``), no drafts (``none``), or a fixed draft length (``k=3``), so all variants share one server and
 get the same requests. In each cycle every variant has one block of load; their order changes from cycle to
@@ -44,12 +44,12 @@ from benchmarks.online import ROOT, Server, running_server, until_ready
 from benchmarks.pairs import BUNDLED, Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import panels
 from benchmarks.request_mix import requests
-from engine.worker import keep_loaded
-from loadtest.client import BenchmarkError
-from loadtest.command import find_model
-from loadtest.counters import DraftCounters, read_counters
-from loadtest.generator import new_session
-from loadtest.machine import BUSY_SHARE
+from truedraft.engine.worker import keep_loaded
+from truedraft.loadtest.client import BenchmarkError
+from truedraft.loadtest.command import find_model
+from truedraft.loadtest.counters import DraftCounters, read_counters
+from truedraft.loadtest.generator import new_session
+from truedraft.loadtest.machine import BUSY_SHARE
 
 DEFAULT, NONE, BEFORE, APART = "default", "none", "before ", "apart "
 BEST = "best"
@@ -58,7 +58,7 @@ NUM_PROMPTS = 64
 DEFAULT_WARM_UP_FACTOR = 2.0
 IDLE_SECONDS = 60.0
 # Other checkouts may use the gauges' names before they became the field's.
-_IN_WORK = re.compile(r"^foretoken_(?:num_)?requests_(?:running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
+_IN_WORK = re.compile(r"^truedraft_(?:num_)?requests_(?:running|waiting)(?:{[^}]*})? (\S+)$", re.MULTILINE)
 
 
 def parse_arguments() -> argparse.Namespace:

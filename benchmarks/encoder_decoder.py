@@ -18,11 +18,11 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from benchmarks.common import Run, interleave, note, print_table, summary, timed
 from benchmarks.synthetic_pair import RESIDUAL_SCALE, mistaken, successors
-from engine.build import build_engine
-from engine.commands.check_exactness import run as run_core
-from engine.config import EngineConfig
-from engine.core.engine import EngineCore
-from engine.messages import SamplingParams
+from truedraft.engine.build import build_engine
+from truedraft.engine.commands.check_exactness import run as run_core
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import SamplingParams
 
 VOCAB_SIZE = 32128
 # Encoders only make the prompt slow; a few of their layers are enough here.

@@ -1,13 +1,13 @@
-"""Runs Foretoken's engine in this process and times its steps: token ids in, a ``Run`` out."""
+"""Runs Truedraft's engine in this process and times its steps: token ids in, a ``Run`` out."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.common import Run, StepTimes
-from engine.core.engine import EngineCore
-from engine.messages import Failed, Generate, SamplingParams, TokenOutput
-from engine.native.runner import NativeRunner
-from engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
+from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.runtime.cuda.runner import CudaRunner
 
 PHASES = ("draft", "score", "verify")
 Variants = dict[str, Callable[[], Run]]

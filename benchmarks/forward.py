@@ -25,15 +25,15 @@ from benchmarks.common import (
     warn_if_busy,
     write_json,
 )
-from engine.batch import Span
-from engine.config import BUNDLED_PAIR
-from engine.core.block_pool import BlockTable
-from engine.models.base import Model
-from engine.models.llama import Llama, LlamaWeights
-from engine.models.loader import load_decoder, load_model
-from engine.models.model_runner import ModelRunner
-from engine.models.options import LoadOptions
-from engine.native.threads import set_num_threads
+from truedraft.engine.batch import Span
+from truedraft.engine.config import BUNDLED_PAIR
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.llama import Llama, LlamaWeights
+from truedraft.engine.models.loader import load_decoder, load_model
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.threads import set_num_threads
 
 BLOCK_SIZE = 16
 Batch = tuple[int, int]

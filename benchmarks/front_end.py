@@ -25,10 +25,10 @@ import psutil
 from benchmarks.common import machine, note, print_table, warn_if_busy, write_json
 from benchmarks.http_load import LoadError, post, run_load
 from benchmarks.online import ROOT, Server, running_server, until_ready
-from loadtest.client import BenchmarkError
-from loadtest.generator import new_session
+from truedraft.loadtest.client import BenchmarkError
+from truedraft.loadtest.generator import new_session
 
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 
 ONE_TOKEN = post(
     "/v1/completions", {"model": MODEL, "prompt": "Once upon a time, there was a fox.", "max_tokens": 1}

@@ -26,13 +26,13 @@ import torch
 from benchmarks import formula, graphs, identity, on_device
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import Run, Runs, machine, note, print_facts, print_table, read_prompts, save, summary
-from benchmarks.contestants.foretoken import PLAIN, SPECULATIVE, Foretoken
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE, TransformersGenerate
+from benchmarks.contestants.truedraft import PLAIN, SPECULATIVE, Truedraft
 from benchmarks.engine_runs import Variants, decode_params, run_engine
 from benchmarks.plots import lines
-from engine.config import BUNDLED_PAIR
-from engine.core.engine import EngineCore
-from engine.proposers.translated.pairing import load_tokenizer
+from truedraft.engine.config import BUNDLED_PAIR
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.proposers.translated.pairing import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -145,7 +145,7 @@ def bundled_identity(table: Table, dtype: torch.dtype) -> None:
     prompts = [list(tokenizer.encode(text)) for text in read_prompts(None)]
     name = str(dtype).removeprefix("torch.")
     k, with_graphs = arguments.num_speculative_tokens, graphs.settings(arguments)
-    ours = Foretoken(target, draft, k, 0, arguments.device, name, method="draft_model", **with_graphs)
+    ours = Truedraft(target, draft, k, 0, arguments.device, name, method="draft_model", **with_graphs)
     peer = TransformersGenerate.from_folders(target, None, 0, arguments.device, dtype)
     variants = ours.variants(prompts, arguments.max_tokens) | peer.variants(prompts, arguments.max_tokens)
     outputs = {name: run().token_ids for name, run in variants.items()}

@@ -6,9 +6,9 @@ from typing import Any
 
 from benchmarks.common import Run
 from benchmarks.engine_runs import Variants
-from engine.core.engine import EngineCore
-from engine.runtime.cuda.graphs import RoundGraphs
-from engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.runtime.cuda.graphs import RoundGraphs
+from truedraft.engine.runtime.cuda.runner import CudaRunner
 
 WITHOUT = ", without graphs"
 

@@ -34,12 +34,12 @@ from benchmarks.common import (
 )
 from benchmarks.engine_runs import decode_params, use_phases
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
-from engine.build import build_engine
-from engine.config import BUNDLED_PAIR, EngineConfig
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams
-from engine.models.base import ForwardOutput
-from engine.models.model_runner import ModelRunner
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.base import ForwardOutput
+from truedraft.engine.models.model_runner import ModelRunner
 
 # How tokens are drawn, by name. A seed means the coupled rule.
 SAMPLING: dict[str, dict[str, Any]] = {

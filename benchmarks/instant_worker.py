@@ -9,8 +9,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from engine.connection import Connection
-from engine.messages import (
+from truedraft.engine.connection import Connection
+from truedraft.engine.messages import (
     Abort,
     DraftCounts,
     FromWorker,

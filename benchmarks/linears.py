@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import machine, median_seconds, note, print_facts, print_table, warn_if_busy
-from engine.models.linear import OneDnnLinear
-from engine.native.library import load_library
-from engine.native.linear import NativeLinear
-from engine.native.threads import set_num_threads
+from truedraft.engine.models.linear import OneDnnLinear
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.linear import NativeLinear
+from truedraft.engine.native.threads import set_num_threads
 
 # Enough copies to be larger than the processor's caches.
 COPIES_BYTES, MAX_COPIES = 200 << 20, 64

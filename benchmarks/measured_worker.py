@@ -12,10 +12,10 @@ from typing import Any
 
 from benchmarks.common import OfflineRun
 from benchmarks.engine_runs import decode_params, run_engine
-from engine import worker
-from engine.config import EngineConfig
-from engine.lifeline import end_with_parent
-from engine.proposers.translated.pairing import load_tokenizer
+from truedraft.engine import worker
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.lifeline import end_with_parent
+from truedraft.engine.proposers.translated.pairing import load_tokenizer
 
 
 class MeasuredWorker(worker.Worker):

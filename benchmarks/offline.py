@@ -35,10 +35,10 @@ from benchmarks.contestants.transformers_generate import GENERATE, TransformersG
 from benchmarks.engine_runs import Variants, decode_params, run_engine
 from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import stacked
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.core.engine import EngineCore
-from engine.worker import keep_loaded
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.worker import keep_loaded
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.synthetic_tokenizer import save_tokenizer
-from engine import build
-from engine.config import EngineConfig
-from engine.core.engine import EngineCore
-from engine.models.attention import ATTENTION_NAME
-from engine.models.base import Model, ModelFacts
-from engine.models.decoder_only import DecoderModel
-from engine.models.llama import probe_logits, take_llama
-from engine.models.loader import count
-from engine.models.options import LoadOptions
+from truedraft.engine import build
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.models.attention import ATTENTION_NAME
+from truedraft.engine.models.base import Model, ModelFacts
+from truedraft.engine.models.decoder_only import DecoderModel
+from truedraft.engine.models.llama import probe_logits, take_llama
+from truedraft.engine.models.loader import count
+from truedraft.engine.models.options import LoadOptions
 
 
 def synchronise(device: str) -> None:

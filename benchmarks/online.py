@@ -1,6 +1,6 @@
 """Load on a server: python -m benchmarks.online --concurrency 1,16 --rate 4
 
-``foretoken bench`` with two additions for measuring Foretoken itself: ``--serve`` starts the server (in its
+``truedraft bench`` with two additions for measuring Truedraft itself: ``--serve`` starts the server (in its
 own process) and stops it afterwards, and ``--offline`` runs the same prompts through the engine of its worker
 without the server, in alternation with the load, to show what HTTP, text and the second process cost.
 """
@@ -26,13 +26,13 @@ from pydantic import Field
 from pydantic_settings import CliApp, SettingsConfigDict
 
 from benchmarks.common import OfflineRun, note, print_table
-from engine.lifeline import end_with_parent
-from loadtest.client import BenchmarkError
-from loadtest.command import Bench, Load, document, draw, loads, open_bench, show
-from loadtest.generator import new_session
-from loadtest.machine import is_busy
-from loadtest.options import BenchOptions
-from loadtest.report import save
+from truedraft.engine.lifeline import end_with_parent
+from truedraft.loadtest.client import BenchmarkError
+from truedraft.loadtest.command import Bench, Load, document, draw, loads, open_bench, show
+from truedraft.loadtest.generator import new_session
+from truedraft.loadtest.machine import is_busy
+from truedraft.loadtest.options import BenchOptions
+from truedraft.loadtest.report import save
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 600.0
@@ -40,7 +40,7 @@ SERVER_WITH_WORKER = Path(__file__).with_name("server_with_worker.py")
 
 
 class OnlineOptions(BenchOptions):
-    """Foretoken itself"""
+    """Truedraft itself"""
 
     model_config = SettingsConfigDict(cli_exit_on_error=True)
 
@@ -78,7 +78,7 @@ class Server(NamedTuple):
 def running_server(
     settings: Mapping[str, Any], checkout: Path = ROOT, worker: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """``foretoken serve`` of a checkout on a free port, once it is open; models may still be loading. It ends
+    """``truedraft serve`` of a checkout on a free port, once it is open; models may still be loading. It ends
     with this process, however that ends (Linux).
 
     ``worker``: name of another worker's script, and its arguments (``benchmarks.server_with_worker``).
@@ -87,7 +87,7 @@ def running_server(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "server", "serve", f"--port={port}", *flags]
+    command = [sys.executable, "-m", "truedraft", "serve", f"--port={port}", *flags]
     if worker:
         command = [sys.executable, str(SERVER_WITH_WORKER), f"--port={port}", *flags, "--", *worker]
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import note, read_prompts
-from engine.config import BUNDLED_PAIR
-from engine.proposers.translated.pairing import load_tokenizer
+from truedraft.engine.config import BUNDLED_PAIR
+from truedraft.engine.proposers.translated.pairing import load_tokenizer
 
 BUNDLED = "bundled"
 

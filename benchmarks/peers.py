@@ -1,13 +1,13 @@
-"""Foretoken beside transformers, llama.cpp, OpenVINO GenAI and vLLM: python -m benchmarks.peers --pair 290m
+"""Truedraft beside transformers, llama.cpp, OpenVINO GenAI and vLLM: python -m benchmarks.peers --pair 290m
 
 The same weights, prompts, draft length and threads for everybody, in the same run and interleaved: A, B, C,
 A, B, C, ... Greedy, exactly ``--max-tokens`` tokens for each prompt, one prompt after the other or
 ``--concurrency`` of them at a time. Ratios are taken within a repeat, then the median of the repeats; texts
 are compared token by token. llama.cpp joins in when its binaries are named (``--llama-cpp-bin build/bin
 --llama-cpp-src llama.cpp``), OpenVINO and vLLM when environments are (``--openvino-python venv/bin/python``,
-``--vllm-python``); see benchmarks/README.md. With ``--gguf Q4_0`` Foretoken and llama.cpp run from one
-quantised file, with ``--quantize int8`` Foretoken and OpenVINO quantise one checkpoint; ``--prompt-length 512
---max-tokens 1`` compares prompts. ``--dtype bfloat16``: arithmetic of Foretoken, transformers and OpenVINO,
+``--vllm-python``); see benchmarks/README.md. With ``--gguf Q4_0`` Truedraft and llama.cpp run from one
+quantised file, with ``--quantize int8`` Truedraft and OpenVINO quantise one checkpoint; ``--prompt-length 512
+--max-tokens 1`` compares prompts. ``--dtype bfloat16``: arithmetic of Truedraft, transformers and OpenVINO,
 with ``--gguf BF16`` llama.cpp's too.
 """
 
@@ -36,30 +36,30 @@ from benchmarks.common import (
     warn_of_others,
 )
 from benchmarks.contestants import (
-    foretoken,
     llama_cpp,
     openvino_pipeline,
     other_environment,
     transformers_generate,
+    truedraft,
     vllm_cpu,
 )
 from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import bars
-from engine.native.threads import set_num_threads
+from truedraft.engine.native.threads import set_num_threads
 
 # What is compared with what; those that ran are printed.
 RATIOS = [
-    (foretoken.PLAIN, transformers_generate.GENERATE),
-    (foretoken.PLAIN, llama_cpp.PLAIN),
-    (foretoken.PLAIN, openvino_pipeline.PLAIN),
-    (foretoken.PLAIN, vllm_cpu.PLAIN),
-    (foretoken.SPECULATIVE, foretoken.PLAIN),
-    (foretoken.SPECULATIVE, transformers_generate.GENERATE),
-    (foretoken.SPECULATIVE, transformers_generate.ASSISTED),
-    (foretoken.SPECULATIVE, llama_cpp.PLAIN),
-    (foretoken.SPECULATIVE, llama_cpp.SPECULATIVE),
-    (foretoken.SPECULATIVE, openvino_pipeline.PLAIN),
-    (foretoken.SPECULATIVE, openvino_pipeline.SPECULATIVE),
+    (truedraft.PLAIN, transformers_generate.GENERATE),
+    (truedraft.PLAIN, llama_cpp.PLAIN),
+    (truedraft.PLAIN, openvino_pipeline.PLAIN),
+    (truedraft.PLAIN, vllm_cpu.PLAIN),
+    (truedraft.SPECULATIVE, truedraft.PLAIN),
+    (truedraft.SPECULATIVE, transformers_generate.GENERATE),
+    (truedraft.SPECULATIVE, transformers_generate.ASSISTED),
+    (truedraft.SPECULATIVE, llama_cpp.PLAIN),
+    (truedraft.SPECULATIVE, llama_cpp.SPECULATIVE),
+    (truedraft.SPECULATIVE, openvino_pipeline.PLAIN),
+    (truedraft.SPECULATIVE, openvino_pipeline.SPECULATIVE),
 ]
 # Of the draft with ``--gguf``.
 DRAFT_TYPE = "Q8_0"
@@ -162,7 +162,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     is_float32 = not (arguments.gguf or arguments.quantize)
     dtype = arguments.dtype or ("float32" if is_float32 else "auto")
     target, draft = gguf if gguf and arguments.gguf else (pair.target, pair.draft)
-    ours = foretoken.Foretoken(
+    ours = truedraft.Truedraft(
         str(target),
         None if draft is None else str(draft),
         k,
@@ -183,7 +183,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     process_ids = []
     if gguf is not None:
         context = max(map(len, prompts)) + arguments.max_tokens + 64
-        answered = {token for row in variants[foretoken.PLAIN]().token_ids for token in row}
+        answered = {token for row in variants[truedraft.PLAIN]().token_ids for token in row}
         unsaid = max(set(range(ours.core.target.vocab_size)) - answered)
         # In float32 all keep float32 in their caches; a quantised file is run as llama.cpp does best.
         cache_type = "f16" if arguments.gguf else "f32"
@@ -225,12 +225,12 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     runs = interleave(variants, arguments.repeats)
     others = warn_of_others(watch)
 
-    reference = transformers_generate.GENERATE if model is not None else foretoken.PLAIN
+    reference = transformers_generate.GENERATE if model is not None else truedraft.PLAIN
     outputs = {name: repeats[0].token_ids for name, repeats in runs.items()}
     rows = summary(runs, {"to_generate": dict.fromkeys(runs, reference)})
     for row, same in zip(rows, identity.same_text(outputs, reference).values(), strict=True):
         row["same_text"] = same
-    plain, speculative = runs[foretoken.PLAIN], runs.get(foretoken.SPECULATIVE)
+    plain, speculative = runs[truedraft.PLAIN], runs.get(truedraft.SPECULATIVE)
     # The only token of an answer comes with its prompt.
     has_rounds = arguments.max_tokens > 1
     return {
@@ -241,7 +241,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         "ratios": measured_ratios(runs),
         "formula": formula.speedup(plain, speculative) if has_rounds and speculative else None,
         "phases": [
-            {"foretoken": name, **formula.phases(repeats)}
+            {"truedraft": name, **formula.phases(repeats)}
             for name, repeats in (("plain", plain), ("speculative", speculative))
             if has_rounds and repeats
         ],
@@ -264,7 +264,7 @@ def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     print_table(document["results"], "Tokens per second")
     print_table(document["ratios"], "Ratios within a repeat, medians")
     if document["phases"]:
-        print_table(document["phases"], "A round of Foretoken's, by phase")
+        print_table(document["phases"], "A round of Truedraft's, by phase")
     if document["formula"]:
         print_table([document["formula"]], "Speed-up: tokens a round / (drafts x c + v), and achieved")
     if document["misses"]:

@@ -11,7 +11,7 @@ def bars(figure: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     medians = [row["tokens/s"] for row in rows]
     below = [row["tokens/s"] - row["lowest"] for row in rows]
     above = [row["highest"] - row["tokens/s"] for row in rows]
-    colours = ["tab:blue" if name.startswith("Foretoken") else "tab:grey" for name in names]
+    colours = ["tab:blue" if name.startswith("Truedraft") else "tab:grey" for name in names]
     places = axes.barh(names, medians, xerr=[below, above], color=colours, capsize=3)
     axes.bar_label(places, [f"{median:.1f}" for median in medians], padding=6)
     axes.invert_yaxis()

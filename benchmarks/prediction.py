@@ -17,7 +17,7 @@ from benchmarks.common import Run, interleave, machine, median_ratio, print_tabl
 from benchmarks.edits import Edit, read_edits
 from benchmarks.scripted_target import ScriptedEngine, total
 from benchmarks.synthetic_pair import Shape
-from engine.messages import SamplingParams
+from truedraft.engine.messages import SamplingParams
 
 # What each variant says about speculation, and whether the prediction is sent.
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import STORY_OPENINGS, machine, print_facts, print_table, warn_if_busy, write_json
 from benchmarks.engine_runs import decode_params
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.core.engine import EngineCore
-from engine.messages import Generate, TokenOutput
-from engine.proposers.translated.pairing import load_tokenizer
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, TokenOutput
+from truedraft.engine.proposers.translated.pairing import load_tokenizer
 
 KINDS = ("first", "second", "second, cache declined")
 

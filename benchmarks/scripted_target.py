@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 from benchmarks.common import Run
 from benchmarks.engine_runs import use_phases
 from benchmarks.synthetic_pair import Shape, build, cycle, successors
-from engine.batch import Span
-from engine.build import build_engine
-from engine.config import BUNDLED_PAIR, EngineConfig
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams, TokenOutput
-from engine.models.base import ForwardOutput
+from truedraft.engine.batch import Span
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
+from truedraft.engine.models.base import ForwardOutput
 
 CONTEXT = 8192
 # At temperature 1 the script's token then has a probability of about 0.99 in a vocabulary of 4096.

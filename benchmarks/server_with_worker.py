@@ -10,10 +10,10 @@ from pathlib import Path
 
 from prometheus_client import disable_created_metrics
 
-from server import launch
-from server.client.worker_client import WorkerClient
-from server.config import load_settings
-from server.logs import configure_logging
+from truedraft.server import launch
+from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.config import load_settings
+from truedraft.server.logs import configure_logging
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     flags, (script, *options) = sys.argv[1:split], sys.argv[split + 1 :]
     worker = str(Path(__file__).with_name(script))
     launch.WorkerClient = partial(WorkerClient, worker_command=(sys.executable, worker, *options))
-    # The rest is what `foretoken serve` does.
+    # The rest is what `truedraft serve` does.
     settings = load_settings(flags)
     configure_logging(settings.log_level)
     disable_created_metrics()

@@ -19,9 +19,9 @@ from llguidance import LLMatcher, LLTokenizer
 from msgspec import structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.llm import LLM
-from engine.messages import Failed, Generate, SamplingParams
-from engine.sampling.grammar import Grammars
+from truedraft.engine.llm import LLM
+from truedraft.engine.messages import Failed, Generate, SamplingParams
+from truedraft.engine.sampling.grammar import Grammars
 
 SCHEMA = {
     "type": "object",

@@ -29,16 +29,16 @@ from benchmarks.common import (
     warn_if_busy,
 )
 from benchmarks.engine_runs import use_phases
-from engine.batch import Span
-from engine.build import build_engine
-from engine.config import BUNDLED_PAIR, EngineConfig
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams, TokenOutput
-from engine.proposers.translated.draft_text import DraftText
-from engine.proposers.translated.pairing import load_tokenizer
-from engine.proposers.translated.proposer import TranslatedDraftProposer
-from engine.proposers.translated.target_text import TargetText
-from engine.proposers.translated.tokenizer import TextTokenizer
+from truedraft.engine.batch import Span
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
+from truedraft.engine.proposers.translated.draft_text import DraftText
+from truedraft.engine.proposers.translated.pairing import load_tokenizer
+from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
+from truedraft.engine.proposers.translated.target_text import TargetText
+from truedraft.engine.proposers.translated.tokenizer import TextTokenizer
 
 TARGET, DRAFT = str(BUNDLED_PAIR / "target"), str(BUNDLED_PAIR / "draft")
 TEXT_LENGTHS = (1_000, 4_000, 16_000, 32_000)

@@ -15,9 +15,9 @@ import aiohttp
 from benchmarks.defaults import NUM_PROMPTS, Bench, Variant, process_ids
 from benchmarks.online import running_server, until_ready
 from benchmarks.pairs import BUNDLED, Pair, prompt_ids
-from engine.config import BUNDLED_PAIR
-from loadtest.command import find_model
-from loadtest.generator import new_session
+from truedraft.engine.config import BUNDLED_PAIR
+from truedraft.loadtest.command import find_model
+from truedraft.loadtest.generator import new_session
 
 VARIANTS = {
     "1 worker, 1 thread": {"num_threads": 1},

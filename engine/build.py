@@ -6,39 +6,39 @@ from functools import partial
 import torch
 from pydantic import ByteSize
 
-from engine.cache_memory import cache_budget
-from engine.config import EngineConfig
-from engine.core.admission import Admission, EncoderDecoderLimits
-from engine.core.block_pool import BlockPool
-from engine.core.engine import EngineCore
-from engine.core.planning import AUTO_LIMITS, Lookup
-from engine.core.scheduler import Scheduler
-from engine.messages import Method
-from engine.models.base import Model
-from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.models.errors import ModelLoadError
-from engine.models.loader import draft_source, load_model, load_options
-from engine.models.model_runner import ModelRunner
-from engine.native.backend import NativeBackend, native_backend
-from engine.native.decoder import NativeDecoder
-from engine.native.runner import NativeRunner
-from engine.native.threads import set_num_threads
-from engine.proposers.base import Proposer
-from engine.proposers.draft_model import DraftModelProposer
-from engine.proposers.grammar import GrammarProposer
-from engine.proposers.ngram import NgramProposer
-from engine.proposers.prediction import PredictionProposer
-from engine.proposers.translated.pairing import Pairing, pair_models
-from engine.proposers.translated.proposer import TranslatedDraftProposer
-from engine.runtime.base import Runner
-from engine.runtime.calibrate import calibrate
-from engine.runtime.cuda.plan import GraphPlan, plan_graphs
-from engine.runtime.cuda.runner import CudaRunner
-from engine.runtime.phases import PhaseRunner
-from engine.sampling.backend import SamplingBackend, TorchBackend
-from engine.sampling.grammar import Grammars, load_tokenizer
-from engine.speculation.costs import Costs
-from engine.speculation.planner import SpeculationPlanner
+from truedraft.engine.cache_memory import cache_budget
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
+from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.planning import AUTO_LIMITS, Lookup
+from truedraft.engine.core.scheduler import Scheduler
+from truedraft.engine.messages import Method
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.loader import draft_source, load_model, load_options
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.native.backend import NativeBackend, native_backend
+from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.native.threads import set_num_threads
+from truedraft.engine.proposers.base import Proposer
+from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.proposers.grammar import GrammarProposer
+from truedraft.engine.proposers.ngram import NgramProposer
+from truedraft.engine.proposers.prediction import PredictionProposer
+from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
+from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
+from truedraft.engine.runtime.base import Runner
+from truedraft.engine.runtime.calibrate import calibrate
+from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
+from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.runtime.phases import PhaseRunner
+from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
+from truedraft.engine.sampling.grammar import Grammars, load_tokenizer
+from truedraft.engine.speculation.costs import Costs
+from truedraft.engine.speculation.planner import SpeculationPlanner
 
 # The operations of smaller models are so short that torch's other threads mostly wait. The native kernels
 # themselves wake only threads that pay.

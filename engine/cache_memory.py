@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
+from truedraft.engine.config import EngineConfig
 
 # Share of free memory by default. A GPU is ours; on a CPU the rest of the machine needs its memory too.
 GPU_SHARE, CPU_SHARE = 0.9, 0.25

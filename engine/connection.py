@@ -8,7 +8,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from engine.messages import FromWorker, Inbox, ToWorker, framed
+from truedraft.engine.messages import FromWorker, Inbox, ToWorker, framed
 
 CHUNK_BYTES = 1 << 18
 

@@ -7,8 +7,8 @@ whatever its loop was doing. Started by ``engine.worker``; watched by ``server.c
 import threading
 import time
 
-from engine.connection import Connection
-from engine.messages import Heartbeat
+from truedraft.engine.connection import Connection
+from truedraft.engine.messages import Heartbeat
 
 INTERVAL_SECONDS = 1.0
 

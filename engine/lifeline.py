@@ -12,7 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 # The front end's process id, in the worker's environment: by the time the worker looks, its parent may be
 # another process.
-PARENT_VARIABLE = "FORETOKEN_WORKER_PARENT"
+PARENT_VARIABLE = "TRUEDRAFT_WORKER_PARENT"
 
 
 def end_with_parent() -> None:

@@ -10,11 +10,18 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.core.admission import RequestError
-from engine.gguf_file import load_pretrained_tokenizer
-from engine.messages import Failed, FinishReason, Generate, SamplingParams, TokenLogprob, TokenOutput
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.gguf_file import load_pretrained_tokenizer
+from truedraft.engine.messages import (
+    Failed,
+    FinishReason,
+    Generate,
+    SamplingParams,
+    TokenLogprob,
+    TokenOutput,
+)
 
 
 @dataclass
@@ -53,7 +60,7 @@ class Completion:
 class LLM:
     """A target and its draft, loaded in this process.
 
-    Keyword arguments are the settings of ``foretoken serve`` that concern models, speculation, batching and
+    Keyword arguments are the settings of ``truedraft serve`` that concern models, speculation, batching and
     caches (``EngineConfig``); an unknown one is a ``pydantic.ValidationError``. Raises ``ModelLoadError``.
     """
 

@@ -7,7 +7,7 @@ token in it or ten, and steps of a small model take about a millisecond. Knows n
 import time
 from collections.abc import Callable, Sequence
 
-from engine.messages import TokenOutput
+from truedraft.engine.messages import TokenOutput
 
 
 class Outbox:

@@ -1,6 +1,6 @@
 """The worker process: owns the device, runs the engine at one end of a connection.
 
-    python -m engine.worker --socket DESCRIPTOR --config '{"target": ...}'
+    python -m truedraft.engine.worker --socket DESCRIPTOR --config '{"target": ...}'
 
 Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when the front
 end is gone. A model that cannot be loaded is reported to the front end, and on stderr in one line; the
@@ -17,14 +17,14 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.connection import Connection
-from engine.core.admission import RequestError
-from engine.core.engine import EngineCore
-from engine.heartbeat import Heartbeats
-from engine.huge_pages import trim_heap
-from engine.messages import (
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.connection import Connection
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.heartbeat import Heartbeats
+from truedraft.engine.huge_pages import trim_heap
+from truedraft.engine.messages import (
     Abort,
     EncoderDecoderLengths,
     Failed,
@@ -36,9 +36,9 @@ from engine.messages import (
     TokenOutput,
     decode_to_worker,
 )
-from engine.models.errors import ModelLoadError
-from engine.models.generation_defaults import default_sampling
-from engine.outbox import Outbox
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.generation_defaults import default_sampling
+from truedraft.engine.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
 # The same while a grammar is compiled.
@@ -174,7 +174,7 @@ def keep_loaded() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.worker")
+    parser = argparse.ArgumentParser(prog="python -m truedraft.engine.worker")
     parser.add_argument("--socket", required=True, type=int, help="this end of the connection: a descriptor")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     args = parser.parse_args()
@@ -189,7 +189,7 @@ def main() -> int:
         core = build_engine(config)
         ready = describe(core, config)
     except ModelLoadError as error:
-        print(f"foretoken worker: {error}", file=sys.stderr)
+        print(f"truedraft worker: {error}", file=sys.stderr)
         connection.send(Failed(request_id="", code="model_load_failed", message=str(error)))
         return 2
     keep_loaded()

@@ -34,7 +34,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """Foretoken's object beside the usage."""
+    """Truedraft's object beside the usage."""
 
     rounds: int = 0
     drafted_tokens: int = 0
@@ -51,7 +51,7 @@ class _Timings(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    foretoken: _Report | None = None
+    truedraft: _Report | None = None
     timings: _Timings | None = None
     error: Any = None
 
@@ -147,9 +147,9 @@ async def _read(content: aiohttp.StreamReader, reply: Reply) -> None:
         if event.usage is not None:
             reply.num_tokens = event.usage.completion_tokens
             reply.num_prompt_tokens = event.usage.prompt_tokens
-        if event.foretoken is not None:
-            reply.num_draft_tokens = event.foretoken.drafted_tokens
-            reply.num_accepted_tokens = event.foretoken.accepted_tokens
+        if event.truedraft is not None:
+            reply.num_draft_tokens = event.truedraft.drafted_tokens
+            reply.num_accepted_tokens = event.truedraft.accepted_tokens
         if event.timings is not None:
             reply.num_draft_tokens = event.timings.draft_n
             reply.num_accepted_tokens = event.timings.draft_n_accepted

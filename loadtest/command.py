@@ -1,4 +1,4 @@
-"""``foretoken bench``: load on any running OpenAI-compatible server.
+"""``truedraft bench``: load on any running OpenAI-compatible server.
 
 Loads are repeated alternately, so that a machine that slows down for a while slows all. It runs
 in a process of its own and says how late it was itself: numbers of a generator that cannot keep up are its
@@ -16,14 +16,14 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from loadtest.client import BenchmarkError, Endpoint
-from loadtest.counters import DraftCounters, read_counters
-from loadtest.generator import LoadResult, Prompts, closed_loop, new_session, open_loop
-from loadtest.machine import is_busy, machine
-from loadtest.options import BenchOptions
-from loadtest.prompts import read_prompts
-from loadtest.report import note, print_facts, print_table, save, with_progress
-from loadtest.rows import MAX_LAG_SECONDS, lag, load_row
+from truedraft.loadtest.client import BenchmarkError, Endpoint
+from truedraft.loadtest.counters import DraftCounters, read_counters
+from truedraft.loadtest.generator import LoadResult, Prompts, closed_loop, new_session, open_loop
+from truedraft.loadtest.machine import is_busy, machine
+from truedraft.loadtest.options import BenchOptions
+from truedraft.loadtest.prompts import read_prompts
+from truedraft.loadtest.report import note, print_facts, print_table, save, with_progress
+from truedraft.loadtest.rows import MAX_LAG_SECONDS, lag, load_row
 
 LEGEND = (
     "Milliseconds, percentiles: first = to the first text, gap = between chunks, token = per token after the "
@@ -186,7 +186,7 @@ def main(options: BenchOptions) -> int:
     try:
         result = uvloop.run(run(options))
     except BenchmarkError as error:
-        print(f"foretoken bench: error: {error}", file=sys.stderr)
+        print(f"truedraft bench: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -1,6 +1,6 @@
 """A server's own counts of drafted and accepted tokens, before and after a load.
 
-Foretoken and vLLM publish them as Prometheus counters under the same names but for the prefix. A server
+Truedraft and vLLM publish them as Prometheus counters under the same names but for the prefix. A server
 without them is measured all the same; its answers may still tell (see ``client``).
 """
 
@@ -11,7 +11,7 @@ from typing import Self
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-_COUNTER = re.compile(r"(?:foretoken_|vllm:)spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total")
+_COUNTER = re.compile(r"(?:truedraft_|vllm:)spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from itertools import accumulate, cycle, islice
 
 import aiohttp
 
-from loadtest.client import Endpoint, Reply
+from truedraft.loadtest.client import Endpoint, Reply
 
 Prompts = Sequence[str | list[int]]
 KEEP_ALIVE_SECONDS = 4.0  # less than the 5 of uvicorn, which vLLM also runs on

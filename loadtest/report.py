@@ -69,7 +69,7 @@ def save(path: Path | None, document: Mapping[str, Any], draw: Callable[[Any], N
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        note("No picture: matplotlib is not installed; it comes with: pip install 'foretoken[bench]'")
+        note("No picture: matplotlib is not installed; install it with: pip install '.[bench]' in a checkout")
         return
     figure = Figure(figsize=(9, 5), layout="constrained")
     draw(figure)

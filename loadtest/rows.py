@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.client import BenchmarkError
-from loadtest.counters import DraftCounters
-from loadtest.generator import LoadResult
+from truedraft.loadtest.client import BenchmarkError
+from truedraft.loadtest.counters import DraftCounters
+from truedraft.loadtest.generator import LoadResult
 
 # The generator's own lateness, beyond which it measured itself: 99 of 100 sends and wake-ups.
 MAX_LAG_SECONDS = 0.02

@@ -11,21 +11,21 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from server import tracing
-from server.client.worker_pool import WorkerPool
-from server.http.access_log import AccessLogMiddleware
-from server.http.auth import BearerAuthMiddleware
-from server.http.body_limit import BodyLimitMiddleware
-from server.http.error_handlers import install_error_handlers
-from server.http.openapi import DESCRIPTION, TAGS, install_openapi
-from server.http.request_id import RequestIdMiddleware
-from server.metrics import Metrics
-from server.routes import chat, completions, models, ops, page, responses, tokenize
-from server.services import Services, TokenizerLoader
-from server.settings import Settings
-from server.text.tokenizer import load_tokenizer
-from server.tracing import TracingMiddleware
-from server.version import package_version
+from truedraft.server import tracing
+from truedraft.server.client.worker_pool import WorkerPool
+from truedraft.server.http.access_log import AccessLogMiddleware
+from truedraft.server.http.auth import BearerAuthMiddleware
+from truedraft.server.http.body_limit import BodyLimitMiddleware
+from truedraft.server.http.error_handlers import install_error_handlers
+from truedraft.server.http.openapi import DESCRIPTION, TAGS, install_openapi
+from truedraft.server.http.request_id import RequestIdMiddleware
+from truedraft.server.metrics import Metrics
+from truedraft.server.routes import chat, completions, models, ops, page, responses, tokenize
+from truedraft.server.services import Services, TokenizerLoader
+from truedraft.server.settings import Settings
+from truedraft.server.text.tokenizer import load_tokenizer
+from truedraft.server.tracing import TracingMiddleware
+from truedraft.server.version import package_version
 
 
 def create_app(
@@ -47,7 +47,7 @@ def create_app(
             await services.stop()
 
     app = FastAPI(
-        title="Foretoken",
+        title="Truedraft",
         summary="OpenAI-compatible inference with exact speculative sampling.",
         description=DESCRIPTION,
         openapi_tags=TAGS,
@@ -79,7 +79,7 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-foretoken-ignored", "retry-after"],
+            expose_headers=["x-request-id", "x-truedraft-ignored", "retry-after"],
         )
     app.add_middleware(
         RequestIdMiddleware,

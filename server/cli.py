@@ -1,4 +1,4 @@
-"""The ``foretoken`` command: picks the subcommand, reads settings, turns failures into messages.
+"""The ``truedraft`` command: picks the subcommand, reads settings, turns failures into messages.
 
 ``serve`` is done by ``server.launch``, ``bench`` by ``loadtest``. The other commands run the engine in
 this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
@@ -12,18 +12,18 @@ from typing import Any
 from prometheus_client import disable_created_metrics
 from pydantic_settings import BaseSettings
 
-from engine.openmp import spin_settings
-from server.client.worker_pool import WorkerFailedError
-from server.config import ConfigError, load_settings, read_options
-from server.help import command_help, serve_help
-from server.launch import StartError, launch
-from server.logs import configure_logging
-from server.services import TokenizerFailedError
-from server.tracing import TracingUnavailableError
-from server.version import package_version
+from truedraft.engine.openmp import spin_settings
+from truedraft.server.client.worker_pool import WorkerFailedError
+from truedraft.server.config import ConfigError, load_settings, read_options
+from truedraft.server.help import command_help, serve_help
+from truedraft.server.launch import StartError, launch
+from truedraft.server.logs import configure_logging
+from truedraft.server.services import TokenizerFailedError
+from truedraft.server.tracing import TracingUnavailableError
+from truedraft.server.version import package_version
 
 HELP = """\
-usage: foretoken COMMAND [OPTIONS]
+usage: truedraft COMMAND [OPTIONS]
 
 OpenAI-compatible inference with exact speculative sampling.
 
@@ -36,16 +36,16 @@ commands:
   bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
 
 options:
-  --version       print the versions of foretoken and torch, the device and the kernels
-  --help          print this help; 'foretoken COMMAND --help' lists the options of a command
+  --version       print the versions of truedraft and torch, the device and the kernels
+  --help          print this help; 'truedraft COMMAND --help' lists the options of a command
 
 examples:
-  foretoken serve
-  foretoken serve --target ./my-model --draft ./my-small-model --port 9000
-  foretoken generate "Once upon a time"
-  foretoken check --target ./my-model --draft ./my-small-model
-  foretoken verify-trace answer.json
-  foretoken bench --base-url http://127.0.0.1:8000/v1 --concurrency 1,16 --rate 4
+  truedraft serve
+  truedraft serve --target ./my-model --draft ./my-small-model --port 9000
+  truedraft generate "Once upon a time"
+  truedraft check --target ./my-model --draft ./my-small-model
+  truedraft verify-trace answer.json
+  truedraft bench --base-url http://127.0.0.1:8000/v1 --concurrency 1,16 --rate 4
 """
 
 OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -61,36 +61,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         case ["serve", *flags]:
             return serve(flags)
         case ["generate", *flags]:
-            from engine.commands.generate import GenerateSettings
-            from engine.commands.generate import main as generate
+            from truedraft.engine.commands.generate import GenerateSettings
+            from truedraft.engine.commands.generate import main as generate
 
             return in_terminal("generate", generate, GenerateSettings, flags)
         case ["check", *flags]:
-            from engine.commands.check import CheckSettings
-            from engine.commands.check import main as check
+            from truedraft.engine.commands.check import CheckSettings
+            from truedraft.engine.commands.check import main as check
 
             return in_terminal("check", check, CheckSettings, flags)
         case ["verify-trace", *flags]:
-            from engine.commands.verify_trace import ReplaySettings
-            from engine.commands.verify_trace import main as verify_trace
+            from truedraft.engine.commands.verify_trace import ReplaySettings
+            from truedraft.engine.commands.verify_trace import main as verify_trace
 
             return in_terminal("verify-trace", verify_trace, ReplaySettings, flags)
         case ["top", *flags]:
-            from loadtest.options import TopOptions
-            from server.top import main as top
+            from truedraft.loadtest.options import TopOptions
+            from truedraft.server.top import main as top
 
             return in_terminal("top", top, TopOptions, flags)
         case ["bench", *flags]:
             return bench(flags)
         case ["--version" | "-V"]:
-            from engine.commands.about import about
+            from truedraft.engine.commands.about import about
 
-            print(f"foretoken  {package_version()}\n{about()}")
+            print(f"truedraft  {package_version()}\n{about()}")
             return OK
         case [] | ["--help" | "-h" | "help"]:
             print(HELP, end="")
             return OK
-    _complain("foretoken", f"Unknown command {arguments[0]}. See 'foretoken --help'.")
+    _complain("truedraft", f"Unknown command {arguments[0]}. See 'truedraft --help'.")
     return WRONG_USAGE
 
 
@@ -98,7 +98,7 @@ def serve(flags: Sequence[str]) -> int:
     try:
         settings = load_settings(flags)
     except ConfigError as error:
-        _complain("foretoken serve", str(error))
+        _complain("truedraft serve", str(error))
         return WRONG_USAGE
     configure_logging(settings.log_level, settings.log_format)
     # The *_created series would double the size of /metrics for nothing.
@@ -106,7 +106,7 @@ def serve(flags: Sequence[str]) -> int:
     try:
         return launch(settings)
     except (StartError, WorkerFailedError, TokenizerFailedError, TracingUnavailableError) as error:
-        _complain("foretoken serve", str(error))
+        _complain("truedraft serve", str(error))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -120,21 +120,15 @@ def in_terminal(name: str, run: Callable[[Any], int], kind: type[BaseSettings], 
     try:
         options = read_options(kind, flags)
     except ConfigError as error:
-        _complain(f"foretoken {name}", str(error))
+        _complain(f"truedraft {name}", str(error))
         return WRONG_USAGE
     return run(options)
 
 
 def bench(flags: Sequence[str]) -> int:
-    from loadtest.options import BenchOptions
+    from truedraft.loadtest.command import main as put_load
+    from truedraft.loadtest.options import BenchOptions
 
-    try:
-        from loadtest.command import main as put_load
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        _complain("foretoken bench", "aiohttp is missing; it comes with: pip install 'foretoken[bench]'")
-        return FAILED
     return in_terminal("bench", put_load, BenchOptions, flags)
 
 

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsError
 
-from engine.config import EngineConfig
-from server.settings import ENV_PREFIX, Settings
+from truedraft.engine.config import EngineConfig
+from truedraft.server.settings import ENV_PREFIX, Settings
 
 
 class ConfigError(Exception):
@@ -27,7 +27,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def load_settings(flags: Sequence[str]) -> Settings:
-    """Those of ``foretoken serve``, with usual short forms: the target first and without a flag, and
+    """Those of ``truedraft serve``, with usual short forms: the target first and without a flag, and
     ``--api-key`` for one key."""
     spelled = ["--target", *flags] if flags and not flags[0].startswith("-") else flags
     return read_options(

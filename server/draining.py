@@ -11,9 +11,9 @@ from types import FrameType
 
 import uvicorn
 
-from server.services import Services
+from truedraft.server.services import Services
 
-logger = logging.getLogger("foretoken.server")
+logger = logging.getLogger("truedraft.server")
 
 # What connections get to send their last bytes, once every request has ended.
 CLOSING_SECONDS = 2

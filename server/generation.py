@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
-from server.client.engine_stream import EngineStream
-from server.client.worker_pool import WorkerPool
-from server.errors import RequestTimeoutError
-from server.metrics import Metrics, RequestTimer
-from server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
-from server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
-from server.text.detokenizer import Detokenizer
-from server.text.message_reader import MessageFormat, MessageReader
-from server.text.prompt import TokenPrompt
-from server.text.tokenizer import Tokenizer
+from truedraft.engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
+from truedraft.server.client.engine_stream import EngineStream
+from truedraft.server.client.worker_pool import WorkerPool
+from truedraft.server.errors import RequestTimeoutError
+from truedraft.server.metrics import Metrics, RequestTimer
+from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
+from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
+from truedraft.server.text.detokenizer import Detokenizer
+from truedraft.server.text.message_reader import MessageFormat, MessageReader
+from truedraft.server.text.prompt import TokenPrompt
+from truedraft.server.text.tokenizer import Tokenizer
 
 # Values in an answer up to which it is written at once: some milliseconds.
 SMALL_ANSWER = 5000

@@ -12,19 +12,19 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-from engine.config import EngineConfig
-from server.config import flag_name
-from server.settings import ENV_PREFIX, Settings
+from truedraft.engine.config import EngineConfig
+from truedraft.server.config import flag_name
+from truedraft.server.settings import ENV_PREFIX, Settings
 
 WIDTH = 100
 INDENT = 30
 
 INTRODUCTION = """\
-usage: foretoken serve [TARGET] [OPTIONS]
+usage: truedraft serve [TARGET] [OPTIONS]
 
 Start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000.
 
-An option --some-name can also be set as FORETOKEN_SOME_NAME in the environment or as some_name in a YAML
+An option --some-name can also be set as TRUEDRAFT_SOME_NAME in the environment or as some_name in a YAML
 file given with --config. Flags win over the environment, and the environment over the file.
 """
 
@@ -35,14 +35,14 @@ COMMAND_INTRODUCTION = """\
 """
 
 ENGINE_INTRODUCTION = """
-The engine's options can also be set as FORETOKEN_SOME_NAME in the environment or as some_name in a YAML file
+The engine's options can also be set as TRUEDRAFT_SOME_NAME in the environment or as some_name in a YAML file
 given with --config.
 """
 
 PAGE_INTRODUCTION = """\
 # Configuration
 
-Every setting of `foretoken serve`. Each is a key of a YAML file (`--config my.yaml`), a variable of the
+Every setting of `truedraft serve`. Each is a key of a YAML file (`--config my.yaml`), a variable of the
 environment and a flag; flags win over the environment, the environment over the file, the file over the
 defaults. Lists are comma-separated in flags and variables and real lists in YAML; sizes are written as `2GiB`
 or in bytes. An unknown key or flag is an error that names the nearest known one, and so is a variable that is
@@ -72,7 +72,7 @@ def command_help(command: str, kind: type[BaseModel]) -> str:
     """Of any other command: its own options and those that it shares, with the engine or another command."""
     (description, own), *groups = reversed(list(setting_groups(kind)))
     positional = [name for name, field in own.items() if field.is_required()]
-    usage = " ".join(["usage: foretoken", command, *map(str.upper, positional), "[OPTIONS]"])
+    usage = " ".join(["usage: truedraft", command, *map(str.upper, positional), "[OPTIONS]"])
     introduction = COMMAND_INTRODUCTION.format(usage=usage, description=description)
     if issubclass(kind, EngineConfig):
         introduction += ENGINE_INTRODUCTION

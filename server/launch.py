@@ -17,19 +17,19 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from engine.gguf_file import is_gguf
-from engine.messages import Ready
-from server.app import create_app
-from server.client.open_requests import QueueLimits
-from server.client.worker_client import WorkerClient
-from server.client.worker_pool import WorkerPool
-from server.client.worker_process import Patience
-from server.draining import CLOSING_SECONDS, Server, drain_on_signal
-from server.metrics import Metrics
-from server.sampling_params import longest_request
-from server.services import Services
-from server.settings import Settings
-from server.version import package_version
+from truedraft.engine.gguf_file import is_gguf
+from truedraft.engine.messages import Ready
+from truedraft.server.app import create_app
+from truedraft.server.client.open_requests import QueueLimits
+from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.client.worker_pool import WorkerPool
+from truedraft.server.client.worker_process import Patience
+from truedraft.server.draining import CLOSING_SECONDS, Server, drain_on_signal
+from truedraft.server.metrics import Metrics
+from truedraft.server.sampling_params import longest_request
+from truedraft.server.services import Services
+from truedraft.server.settings import Settings
+from truedraft.server.version import package_version
 
 # Draft sources, as the start shows them.
 DRAFTERS = {
@@ -230,7 +230,7 @@ def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
     scheme = "http" if settings.ssl_certfile is None else "https"
     where = f"unix:{settings.uds}" if settings.uds else f"{scheme}://{host}:{listener.getsockname()[1]}"
     return [
-        f"Foretoken {package_version()}",
+        f"Truedraft {package_version()}",
         f"  target    {settings.target}",
         f"  draft     {settings.draft or 'none'}",
         f"  url       {where}{settings.root_path}/v1   (model name: {', '.join(settings.served_names)})",

@@ -58,6 +58,6 @@ def configure_logging(level: str, style: str = "text") -> None:
                 }
             },
             "root": {"handlers": ["stderr"], "level": "WARNING"},
-            "loggers": {"foretoken": {"level": level.upper()}},
+            "loggers": {"truedraft": {"level": level.upper()}},
         }
     )

@@ -11,12 +11,12 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
 
-from engine.messages import FinishReason, Ready, Stats
-from server.metrics_registry import LabelledRegistry
-from server.settings import DEFAULT_PREFIX, public_name
-from server.speculation_state import achieved_speedup
-from server.text.choice import ChoiceDelta
-from server.version import package_version
+from truedraft.engine.messages import FinishReason, Ready, Stats
+from truedraft.server.metrics_registry import LabelledRegistry
+from truedraft.server.settings import DEFAULT_PREFIX, public_name
+from truedraft.server.speculation_state import achieved_speedup
+from truedraft.server.text.choice import ChoiceDelta
+from truedraft.server.version import package_version
 
 LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 DURATION_BUCKETS = (*LATENCY_BUCKETS, 20, 50, 100, 200, 500)

@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from server.errors import InvalidRequestError, UnknownParameterError, UnsupportedParameterError
-from server.schemas.chat import ChatRequest, Message, OtherPart
-from server.schemas.common import SamplingRequest
-from server.schemas.completion import CompletionRequest
-from server.schemas.response_items import InputCallOutput, InputText, OtherInput
-from server.schemas.responses import INCLUDE_LOGPROBS, InputMessage, ResponsesRequest
+from truedraft.server.errors import InvalidRequestError, UnknownParameterError, UnsupportedParameterError
+from truedraft.server.schemas.chat import ChatRequest, Message, OtherPart
+from truedraft.server.schemas.common import SamplingRequest
+from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.response_items import InputCallOutput, InputText, OtherInput
+from truedraft.server.schemas.responses import INCLUDE_LOGPROBS, InputMessage, ResponsesRequest
 
 # Field -> values that ask for nothing. Null never asks for anything.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {

@@ -1,9 +1,9 @@
-"""Foretoken as a deployment of Ray Serve, for several machines; needs ``pip install 'foretoken[ray]'``.
+"""Truedraft as a deployment of Ray Serve, for several machines; needs ``pip install '.[ray]'`` in a checkout.
 
     serve deploy deploy/ray_serve.yaml
-    serve run server.ray_serve:app target=./my-model draft=./my-small-model
+    serve run truedraft.server.ray_serve:app target=./my-model draft=./my-small-model
 
-Each replica is the application of ``foretoken serve`` with workers of its own. Ray's proxies are the server:
+Each replica is the application of ``truedraft serve`` with workers of its own. Ray's proxies are the server:
 they listen, distribute requests, and let a replica finish its requests before it is removed.
 """
 
@@ -15,16 +15,16 @@ from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 from ray import serve
 
-from server.launch import check_models, make_app
-from server.logs import configure_logging
-from server.settings import Settings
+from truedraft.server.launch import check_models, make_app
+from truedraft.server.logs import configure_logging
+from truedraft.server.settings import Settings
 
 # Settings of tasks that Ray takes over.
 OF_THE_PROXY = {"config", "host", "port", "uds", "root_path", "ssl_certfile", "ssl_keyfile", "drain_timeout"}
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """What ``import_path`` names; ``args`` are settings of ``foretoken serve``."""
+    """What ``import_path`` names; ``args`` are settings of ``truedraft serve``."""
     return deployment(args).bind()
 
 
@@ -37,7 +37,7 @@ def deployment(args: dict[str, Any]) -> serve.Deployment:
 
     @serve.deployment
     @serve.ingress(build)
-    class Foretoken:
+    class Truedraft:
         app: FastAPI  # set by ``serve.ingress``
 
         def check_health(self) -> None:
@@ -46,7 +46,7 @@ def deployment(args: dict[str, Any]) -> serve.Deployment:
             if state.status == "failed":
                 raise RuntimeError(state.reason)
 
-    return Foretoken
+    return Truedraft
 
 
 def make_replica(settings: Settings) -> FastAPI:

@@ -7,13 +7,13 @@ on the prompt's length is decided here.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine.messages import Method, Ready, SamplingParams
-from server.errors import ContextLengthError, InvalidRequestError, UnsupportedParameterError
-from server.schemas.chat import ChatRequest
-from server.schemas.common import GenerationRequest, SamplingRequest, SpeculationOptions
-from server.schemas.completion import CompletionRequest
-from server.schemas.responses import ResponsesRequest
-from server.settings import RequestSettings
+from truedraft.engine.messages import Method, Ready, SamplingParams
+from truedraft.server.errors import ContextLengthError, InvalidRequestError, UnsupportedParameterError
+from truedraft.server.schemas.chat import ChatRequest
+from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, SpeculationOptions
+from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.settings import RequestSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 

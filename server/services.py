@@ -15,14 +15,14 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
-from engine.messages import Ready
-from server.client.worker_pool import WorkerPool
-from server.errors import NotReadyError
-from server.metrics import Metrics
-from server.settings import Settings
-from server.text.grammar_checks import GrammarChecks
-from server.text.tokenizer import Tokenizer
-from server.version import package_version
+from truedraft.engine.messages import Ready
+from truedraft.server.client.worker_pool import WorkerPool
+from truedraft.server.errors import NotReadyError
+from truedraft.server.metrics import Metrics
+from truedraft.server.settings import Settings
+from truedraft.server.text.grammar_checks import GrammarChecks
+from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.version import package_version
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Every setting of the server: the engine's settings and HTTP's own, declared once.
 
-Flags, ``FORETOKEN_*`` environment, a YAML file and ``--help`` all come from the ``Settings`` declaration;
+Flags, ``TRUEDRAFT_*`` environment, a YAML file and ``--help`` all come from the ``Settings`` declaration;
 ``server.config`` reads them.
 """
 
@@ -22,11 +22,11 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
 
-ENV_PREFIX = "FORETOKEN_"
-BUNDLED_MODEL_NAME = "foretoken-demo"
-DEFAULT_PREFIX = "foretoken_"
+ENV_PREFIX = "TRUEDRAFT_"
+BUNDLED_MODEL_NAME = "truedraft-demo"
+DEFAULT_PREFIX = "truedraft_"
 
 
 def _split_commas(value: object) -> object:
@@ -135,7 +135,7 @@ class RequestSettings(BaseModel):
     """Requests and limits"""
 
     strict_parameters: bool = Field(
-        False, description="Refuse unknown request fields instead of listing them in x-foretoken-ignored."
+        False, description="Refuse unknown request fields instead of listing them in x-truedraft-ignored."
     )
     max_logprobs: int = Field(
         5, ge=5, description="Largest 'logprobs' on completions; above 20, chats and prompts may have it too."
@@ -214,7 +214,7 @@ class RequestSettings(BaseModel):
 
 
 class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, ServerSettings):
-    """Settings of ``foretoken serve``."""
+    """Settings of ``truedraft serve``."""
 
     model_config = SettingsConfigDict(
         extra="forbid",

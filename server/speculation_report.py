@@ -1,4 +1,4 @@
-"""The ``foretoken`` object of an answer: what speculation did for this request, and its trace if wanted.
+"""The ``truedraft`` object of an answer: what speculation did for this request, and its trace if wanted.
 
 Counts, seeds and traces come from ``server.generation``; here they get the method, the rule and the
 parameters that applied.
@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from engine.config import EngineConfig
-from engine.messages import Method, Ready, RoundTrace, SamplingParams, Verification
-from server.generation import Generation
-from server.schemas.answer import DraftedToken, SpeculationReport, TracedRound
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.messages import Method, Ready, RoundTrace, SamplingParams, Verification
+from truedraft.server.generation import Generation
+from truedraft.server.schemas.answer import DraftedToken, SpeculationReport, TracedRound
 
 
 def speculation_report(generation: Generation, config: EngineConfig, worker: Ready) -> SpeculationReport:

@@ -6,9 +6,9 @@ Put together from the settings, the worker's counts and what its draft-length po
 from collections.abc import Mapping
 from typing import Any
 
-from engine.messages import Ready, Stats
-from server.schemas.operate import PositionAcceptance, SpeculationState, Speedup
-from server.settings import Settings
+from truedraft.engine.messages import Ready, Stats
+from truedraft.server.schemas.operate import PositionAcceptance, SpeculationState, Speedup
+from truedraft.server.settings import Settings
 
 
 def speculation_state(

@@ -1,4 +1,4 @@
-"""``foretoken top``: a live view of a running server in the terminal, by ``/metrics`` and ``/speculation``.
+"""``truedraft top``: a live view of a running server in the terminal, by ``/metrics`` and ``/speculation``.
 
 Read once a second or so; rates are differences between two readings. Where there is no terminal, or with
 ``--once``, one view is printed and that is all.
@@ -22,8 +22,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from engine.terminal import console, printable
-from loadtest.options import TopOptions
+from truedraft.engine.terminal import console, printable
+from truedraft.loadtest.options import TopOptions
 
 TIMEOUT_SECONDS = 5.0
 NUM_RATES = 60  # readings that the line of tokens per second shows
@@ -154,7 +154,7 @@ def _title(now: Reading) -> Text:
     version = now.version
     models = f"{version['target']}, draft {version['draft']}" if version["draft"] else str(version["target"])
     is_ready = now.total("ready") == 1
-    title = Text.assemble(("● ", "green" if is_ready else "yellow"), ("foretoken ", "bold"))
+    title = Text.assemble(("● ", "green" if is_ready else "yellow"), ("truedraft ", "bold"))
     where = f"{version['device']}, {version['dtype']}" if version["device"] else "loading"
     return title.append(printable(f"{version['version']}  {version['model']}: {models}; {where}"))
 
@@ -247,7 +247,7 @@ def main(options: TopOptions) -> int:
         history.add(client.read())
         console().print(view(history))
     except UnreachableError as error:
-        print(f"foretoken top: error: {error}", file=sys.stderr)
+        print(f"truedraft top: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

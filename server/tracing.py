@@ -10,10 +10,10 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.generation import Summary
-from server.http.access_log import SUMMARY
-from server.http.noted_status import NotedStatus
-from server.version import package_version
+from truedraft.server.generation import Summary
+from truedraft.server.http.access_log import SUMMARY
+from truedraft.server.http.noted_status import NotedStatus
+from truedraft.server.version import package_version
 
 OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
 NANOSECONDS = 1e9
@@ -32,10 +32,10 @@ def make_provider(exporter: Any = None) -> Any:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
     except ImportError as error:
         raise TracingUnavailableError(
-            "otel: OpenTelemetry is not installed; it comes with: pip install 'foretoken[otel]'"
+            "otel: OpenTelemetry is not installed; install it with: pip install '.[otel]' in a checkout"
         ) from error
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before these.
-    facts = {"service.name": "foretoken", "service.version": package_version()}
+    facts = {"service.name": "truedraft", "service.version": package_version()}
     provider = TracerProvider(resource=Resource(facts).merge(Resource.create()))
     if exporter is None:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -49,7 +49,7 @@ class TracingMiddleware:
 
     def __init__(self, app: ASGIApp, provider: Any, model: str) -> None:
         self._app = app
-        self._tracer = provider.get_tracer("foretoken", package_version())
+        self._tracer = provider.get_tracer("truedraft", package_version())
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,14 +81,14 @@ class TracingMiddleware:
                 "http.route": scope["path"],
                 "http.response.status_code": status,
                 "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "foretoken",
+                "gen_ai.provider.name": "truedraft",
                 "gen_ai.request.model": self._model,
                 "gen_ai.response.id": summary.id,
                 "gen_ai.response.finish_reasons": summary.finish_reasons,
                 "gen_ai.usage.input_tokens": summary.usage.prompt_tokens,
                 "gen_ai.usage.output_tokens": summary.usage.completion_tokens,
                 "gen_ai.usage.cache_read.input_tokens": summary.usage.prompt_tokens_details.cached_tokens,
-                "foretoken.request_id": scope["state"]["request_id"],
+                "truedraft.request_id": scope["state"]["request_id"],
             },
         )
         if status >= 500 or "aborted" in summary.finish_reasons:
@@ -113,9 +113,9 @@ class TracingMiddleware:
                 summary.first_token_seconds,
                 summary.seconds,
                 **{
-                    "foretoken.rounds": summary.num_rounds,
-                    "foretoken.drafted_tokens": counts.drafted,
-                    "foretoken.accepted_tokens": counts.accepted,
+                    "truedraft.rounds": summary.num_rounds,
+                    "truedraft.drafted_tokens": counts.drafted,
+                    "truedraft.accepted_tokens": counts.accepted,
                 },
             )
         span.end(ended)

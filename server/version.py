@@ -5,6 +5,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 def package_version() -> str:
     try:
-        return version("foretoken")
+        return version("truedraft")
     except PackageNotFoundError:
         return "0+source"  # a checkout that was never installed

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from os.path import commonprefix
 
-from engine.connection import Connection
-from engine.heartbeat import Heartbeats
-from engine.lifeline import end_with_parent
-from engine.messages import (
+from tests.server.orders import DIE, HANG
+from truedraft.engine.connection import Connection
+from truedraft.engine.heartbeat import Heartbeats
+from truedraft.engine.lifeline import end_with_parent
+from truedraft.engine.messages import (
     Abort,
     DraftCounts,
     Failed,
@@ -39,9 +40,8 @@ from engine.messages import (
     TokenOutput,
     decode_to_worker,
 )
-from engine.proposers.prediction import Prediction, PredictionCursor
-from engine.spawned import FOR_THE_FRONT_END
-from tests.server.orders import DIE, HANG
+from truedraft.engine.proposers.prediction import Prediction, PredictionCursor
+from truedraft.engine.spawned import FOR_THE_FRONT_END
 
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 256

@@ -5,7 +5,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from engine.native.quantised import Blocks
+from truedraft.engine.native.quantised import Blocks
 
 # Where a block's float16 numbers are.
 HALVES = {

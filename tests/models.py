@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.core.engine import EngineCore
-from engine.messages import Failed, Generate, SamplingParams, TokenOutput
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 
 
 def save_random_llama(

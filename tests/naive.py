@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.messages import SamplingParams
+from truedraft.engine.messages import SamplingParams
 
 Row = NDArray[np.float64]  # [vocab]
 

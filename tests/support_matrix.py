@@ -15,19 +15,19 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.commands.replay import Replayer
-from engine.commands.replay_round import Outcome
-from engine.commands.trace_file import TracedChoice, TracedRound
-from engine.core.engine import EngineCore
-from engine.llm import Completion
-from engine.messages import Generate, SamplingParams
-from engine.models.fresh import FreshModel
-from engine.models.options import LoadOptions
-from engine.sampling.splitmix import sequence_seed
 from tests import naive
 from tests.engine.grammars import GRAMMAR, allowed, know_grammars, make_tokenizer
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, save_perturbed, save_random_llama, stepped
+from truedraft.engine.commands.replay import Replayer
+from truedraft.engine.commands.replay_round import Outcome
+from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.llm import Completion
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.sampling.splitmix import sequence_seed
 
 PAGE = Path(__file__).parent.parent / "docs" / "support-matrix.md"
 VOCAB_SIZE, NUM_TOKENS, STOP_ID, PROMPT = 6, 3, 5, [2, 1, 0, 3, 2, 1, 4, 0]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PRODUCT = ("foretoken", "server", "engine", "loadtest", "benchmarks", "tools")
+PRODUCT = ("truedraft", "server", "engine", "loadtest", "benchmarks", "tools")
+FOLDERS = ("engine", "server", "loadtest")  # importable as truedraft.engine, truedraft.server, ...
 MAX_LINES = 600
 
 # Subcommands that run the engine in the terminal's process; each import waits until it is asked for.
@@ -78,7 +79,10 @@ def name_of(path: Path) -> str:
 
 
 def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
-    """Every imported module by its full name, and whether the import stands inside a function."""
+    """Every imported module, by its path in the repository, and whether the import waits in a function.
+
+    ``truedraft.engine`` is the folder ``engine``: the package has links to the folders.
+    """
     lazy = {
         id(node)
         for function in ast.walk(tree)
@@ -87,12 +91,13 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in lazy) for alias in node.names)
+            yield from ((alias.name.removeprefix("truedraft."), id(node) in lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             module = ".".join([*parents, *([node.module] if node.module else [])])
+            module = module.removeprefix("truedraft.")
             yield module, id(node) in lazy
-            # `from engine import worker` imports engine.worker, whatever the statement looks like.
+            # `from truedraft.engine import worker` imports engine.worker, whatever the statement looks like.
             if module in PRODUCT:
                 yield from ((f"{module}.{alias.name}", id(node) in lazy) for alias in node.names)
 
@@ -115,6 +120,17 @@ def test_server_sees_only_the_border_of_the_engine(path: Path) -> None:
         command = name_of(path) == "server/cli.py" and lazy and is_within(module, COMMANDS)
         allowed = is_within(module, BORDER) or command
         assert allowed, f"{name_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", modules(*PRODUCT, "tests"), ids=name_of)
+def test_ours_are_imported_by_the_name_of_the_package(path: Path) -> None:
+    """A checkout's root makes ``engine`` importable: a second copy of each module, with its own state."""
+    for statement in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+        if isinstance(statement, ast.ImportFrom) and not statement.level:
+            names = [statement.module or ""]
+        wrong = [name for name in names if is_within(name, FOLDERS)]
+        assert not wrong, f"{name_of(path)} imports {wrong}"
 
 
 @pytest.mark.parametrize("path", modules("engine"), ids=name_of)
@@ -169,7 +185,7 @@ def test_no_import_cycles() -> None:
 def test_imports_without_torch(module: str) -> None:
     if not (ROOT / f"{module.replace('.', '/')}.py").exists():
         pytest.skip(f"there is no {module}")
-    program = f"import sys, {module}; print('torch' in sys.modules)"
+    program = f"import sys, truedraft.{module}; print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -199,8 +215,12 @@ def test_changelog_opens_with_the_version() -> None:
     ("source", "expected"),
     [
         ("import torch.nn as nn", {("torch.nn", False)}),
-        ("from engine import worker", {("engine", False), ("engine.worker", False)}),
-        ("def f():\n    from engine.commands.generate import run", {("engine.commands.generate", True)}),
+        ("import truedraft.engine.worker", {("engine.worker", False)}),
+        ("from truedraft.engine import worker", {("engine", False), ("engine.worker", False)}),
+        (
+            "def f():\n    from truedraft.engine.commands.generate import run",
+            {("engine.commands.generate", True)},
+        ),
         ("from ..engine import core", {("engine", False), ("engine.core", False)}),
         ("from . import errors", {("server.routes", False)}),
     ],
@@ -208,3 +228,14 @@ def test_changelog_opens_with_the_version() -> None:
 def test_imports_are_found(source: str, expected: set[tuple[str, bool]]) -> None:
     package = "server" if "..engine" in source else "server.routes"
     assert set(imports(ast.parse(source), package)) == expected
+
+
+def test_the_old_name_is_gone() -> None:
+    """The project had the name of another one; the changelog says so in one line."""
+    name = "fore" + "token"
+    found = subprocess.run(
+        ["git", "grep", "-i", "--text", name], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert [line.split(":")[0] for line in found.stdout.splitlines()] == ["CHANGELOG.md"]
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert name not in files.stdout.lower()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from server.config import load_settings
-from server.settings import ENV_PREFIX, Settings
+from truedraft.server.config import load_settings
+from truedraft.server.settings import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -37,7 +37,7 @@ def test_nothing_is_killed_before_it_has_drained() -> None:
     drain = Settings.model_fields["drain_timeout"].default
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
     grace = compose["services"]["cpu"]["stop_grace_period"]
-    unit = (DEPLOY / "systemd" / "foretoken.service").read_text()
+    unit = (DEPLOY / "systemd" / "truedraft.service").read_text()
     pod = yaml.safe_load((DEPLOY / "kubernetes" / "deployment.yaml").read_text())["spec"]["template"]["spec"]
     pre_stop = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
     assert int(grace.removesuffix("s")) > drain
@@ -47,9 +47,11 @@ def test_nothing_is_killed_before_it_has_drained() -> None:
 
 
 def test_the_image_gets_every_package() -> None:
-    packages = re.findall(r"^packages = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    linked = {path.resolve().relative_to(ROOT).as_posix() for path in (ROOT / "truedraft").iterdir()}
+    packages = {"truedraft"} | {name for name in linked if "/" not in name}
     kept = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {f"!{name.strip().strip(chr(34))}" for name in packages.split(",")} <= set(kept)
+    assert packages == {"truedraft", "engine", "server", "loadtest"}
+    assert {f"!{name}" for name in packages} <= set(kept)
 
 
 def test_workflows_call_make_targets() -> None:
@@ -64,9 +66,9 @@ def test_workflows_call_make_targets() -> None:
 
 def test_the_unit_is_valid(tmp_path: Path) -> None:
     needs("systemd-analyze")
-    text = (DEPLOY / "systemd" / "foretoken.service").read_text()
-    unit = tmp_path / "foretoken.service"
-    unit.write_text(text.replace("/opt/foretoken/bin/foretoken", "/bin/true"))
+    text = (DEPLOY / "systemd" / "truedraft.service").read_text()
+    unit = tmp_path / "truedraft.service"
+    unit.write_text(text.replace("/opt/truedraft/bin/truedraft", "/bin/true"))
     result = subprocess.run(
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60
     )
@@ -75,7 +77,7 @@ def test_the_unit_is_valid(tmp_path: Path) -> None:
 
 def test_the_nginx_site_is_valid(tmp_path: Path) -> None:
     needs("nginx")
-    site = DEPLOY / "nginx" / "foretoken.conf"
+    site = DEPLOY / "nginx" / "truedraft.conf"
     (tmp_path / "nginx.conf").write_text(
         f"pid {tmp_path}/pid;\nerror_log stderr;\nevents {{}}\nhttp {{ access_log off; include {site}; }}\n"
     )

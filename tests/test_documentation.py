@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from server.metrics import Metrics
-from server.settings import Settings
+from truedraft.server.metrics import Metrics
+from truedraft.server.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
@@ -41,7 +41,7 @@ def test_queries_use_metrics_that_exist() -> None:
         for family in families
         for sample in (family.name, f"{family.name}_total", f"{family.name}_bucket")
     }
-    queried = set(re.findall(r"foretoken_\w+", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    queried = set(re.findall(r"truedraft_\w+", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
     assert len(queried) > 15
     assert queried <= names
 

@@ -1,4 +1,4 @@
-"""``from foretoken import ...``: what the README and docs/python-api.md promise, with the bundled pair."""
+"""``from truedraft import ...``: what the README and docs/python-api.md promise, with the bundled pair."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import foretoken
-from foretoken import LLM, Completion, RequestError, SamplingParams
+import truedraft
+from truedraft import LLM, Completion, RequestError, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def llm() -> LLM:
 
 
 def test_version() -> None:
-    assert foretoken.__version__ == version("foretoken")
+    assert truedraft.__version__ == version("truedraft")
 
 
 def test_the_page_names_every_field() -> None:
@@ -53,22 +53,27 @@ def test_a_prompt_that_does_not_fit_is_an_error(llm: LLM) -> None:
         llm.generate([[1] * 2000], SamplingParams(max_tokens=1))
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("from foretoken import LLM, SamplingParams; print(LLM.__module__)", "engine.llm"),
-        ("import engine, foretoken", "foretoken needs the module name 'engine'"),
-    ],
-)
-def test_a_folder_with_an_engine_and_a_server_of_its_own(tmp_path: Path, script: str, expected: str) -> None:
+@pytest.mark.parametrize("name", ["engine", "server", "loadtest"])
+def test_a_folder_with_modules_of_our_folders_names(tmp_path: Path, name: str) -> None:
     """A script's own folder is the first in which Python looks."""
-    for name in ("engine", "server"):
-        (tmp_path / f"{name}.py").touch()
-    (tmp_path / "script.py").write_text(script)
+    (tmp_path / f"{name}.py").write_text("MINE = True")
+    script = tmp_path / "script.py"
+    script.write_text(f"import {name}; from truedraft import LLM; print({name}.MINE, LLM.__module__)")
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     result = subprocess.run(
-        [sys.executable, tmp_path / "script.py"],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(Path(__file__).parents[1])},
+        [sys.executable, script], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
     )
-    assert expected in result.stdout + result.stderr
+    assert result.stdout == "True truedraft.engine.llm\n"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "truedraft", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("truedraft ")
+
+
+def test_every_public_name_is_found_when_it_is_used() -> None:
+    assert all(getattr(truedraft, name) is not None for name in truedraft.__all__)
+    assert set(truedraft.__all__) == set(dir(truedraft))
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        truedraft.Engine  # noqa: B018

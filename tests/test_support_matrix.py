@@ -5,7 +5,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.sampling.sampler import Sampler
 from tests.support_matrix import (
     DECIDING,
     NO,
@@ -19,6 +18,7 @@ from tests.support_matrix import (
     page,
     params_of,
 )
+from truedraft.engine.sampling.sampler import Sampler
 
 Cells = dict[tuple[str, str, str], str]
 

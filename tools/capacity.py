@@ -96,7 +96,7 @@ def main() -> None:
         nargs=4,
         type=float,
         metavar=("ACCEPTANCE", "LENGTH", "DRAFT_COST", "SCORE_COST"),
-        help="multiplies a throughput without drafts; foretoken check prints all four: the share of first\n"
+        help="multiplies a throughput without drafts; truedraft check prints all four: the share of first\n"
         "drafted tokens that stand, the draft length, and the costs in plain passes",
     )
     parser.add_argument(

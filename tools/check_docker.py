@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 DEBIAN = "bookworm"
 MIRROR = "http://deb.debian.org/debian"
 BASE = "docker.io/library/debian:bookworm-slim"
-IMAGE = "localhost/foretoken:check"
+IMAGE = "localhost/truedraft:check"
 PORT = 18765
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu/"  # the Dockerfile's own
 
@@ -99,7 +99,7 @@ def torch_index() -> list[str]:
 def serving(buildah: Buildah, container: str) -> Iterator[subprocess.Popen[bytes]]:
     image = json.loads(buildah("inspect", "--type", "image", IMAGE))["OCIv1"]["config"]
     command = [*image["Entrypoint"], *image["Cmd"]]
-    environment = [f"--env=FORETOKEN_PORT={PORT}", "--env=FORETOKEN_HOST=127.0.0.1"]
+    environment = [f"--env=TRUEDRAFT_PORT={PORT}", "--env=TRUEDRAFT_HOST=127.0.0.1"]
     run = [*buildah.command, "run", "--isolation", "chroot", *environment, container, "--", *command]
     process = subprocess.Popen(run)
     try:
@@ -118,7 +118,7 @@ def server_process() -> int:
             arguments = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if f"FORETOKEN_PORT={PORT}".encode() in variables and b"serve" in arguments:
+        if f"TRUEDRAFT_PORT={PORT}".encode() in variables and b"serve" in arguments:
             return int(folder.name)
     raise SystemExit("FAILED: the server's process was not found")
 
@@ -140,7 +140,7 @@ def try_image(buildah: Buildah) -> None:
             raise SystemExit("FAILED: the server did not shut down in order")
     run = [*buildah.command, "run", "--isolation", "chroot", "--env=XDG_CACHE_HOME=/read-only", container]
     print("where nothing can be compiled:", flush=True)
-    subprocess.run([*run, "--", "foretoken", "--version"], check=True)
+    subprocess.run([*run, "--", "truedraft", "--version"], check=True)
     buildah("rm", container)
 
 

@@ -15,9 +15,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from engine.core.engine import EngineCore
-from engine.llm import LLM
-from engine.messages import Generate, SamplingParams
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.llm import LLM
+from truedraft.engine.messages import Generate, SamplingParams
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -2,8 +2,8 @@
 
 python -m tools.check_wheel      (in an environment with build and twine: make check-wheel)
 
-The folder in which the wheel is tried has an ``engine.py`` and a ``server.py`` of its own, as users' folders
-do, and the first start finds no C compiler.
+The wheel has one importable name. The folder in which it is tried has an ``engine.py`` and a ``server.py`` of
+its own, as users' folders do, and the first start finds no C compiler.
 """
 
 import os
@@ -13,16 +13,17 @@ import subprocess
 import sys
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
 
 from tools.smoke import try_server
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = """\
-import foretoken
-from foretoken import LLM, SamplingParams
+import engine, server, truedraft
+from truedraft import LLM, SamplingParams
 
-assert "site-packages" in foretoken.__file__, foretoken.__file__
+assert "site-packages" in truedraft.__file__, truedraft.__file__
 completion = LLM().generate("Once upon a time", SamplingParams(max_tokens=20, temperature=0))[0]
 print("library:", completion.text)
 assert completion.num_accepted_tokens
@@ -43,7 +44,7 @@ def free_port() -> int:
 def try_installed(binaries: Path, folder: Path, environment: dict[str, str]) -> None:
     without_compiler = environment | {"CC": "false"}
     shown = subprocess.run(
-        [binaries / "foretoken", "--version"],
+        [binaries / "truedraft", "--version"],
         check=True,
         capture_output=True,
         text=True,
@@ -57,7 +58,7 @@ def try_installed(binaries: Path, folder: Path, environment: dict[str, str]) -> 
     run(binaries / "python", "script.py", cwd=folder, env=environment)
     port = free_port()
     server = subprocess.Popen(
-        [binaries / "foretoken", "serve", "--port", str(port)], cwd=folder, env=environment
+        [binaries / "truedraft", "serve", "--port", str(port)], cwd=folder, env=environment
     )
     try:
         try_server(f"http://127.0.0.1:{port}", server)
@@ -77,6 +78,10 @@ def main() -> None:
         for package in packages:
             print(f"{package.name}: {package.stat().st_size / 1e6:.1f} MB")
         wheel = next(package for package in packages if package.suffix == ".whl")
+        names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+        print("top-level names:", *sorted(names))
+        if {name for name in names if not name.endswith(".dist-info")} != {"truedraft"}:
+            raise SystemExit("FAILED: the wheel has other names than truedraft")
         venv.create(work / "venv", with_pip=True)
         binaries = work / "venv" / "bin"
         pip = [binaries / "python", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
@@ -84,7 +89,7 @@ def main() -> None:
         folder = work / "elsewhere"
         folder.mkdir()
         for module in ("engine.py", "server.py"):
-            (folder / module).write_text("raise RuntimeError('the wrong module was imported')\n")
+            (folder / module).touch()
         try_installed(binaries, folder, environment)
     print("==> Passed")
 

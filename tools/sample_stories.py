@@ -15,8 +15,8 @@ from story_data import END_OF_TEXT, read_stories
 from tqdm import tqdm
 from transformers.utils import logging
 
-from engine.llm import LLM
-from engine.messages import SamplingParams
+from truedraft.engine.llm import LLM
+from truedraft.engine.messages import SamplingParams
 
 TEMPERATURES = (0.0, 0.8, 0.8, 1.0)
 WORDS = (3, 20)

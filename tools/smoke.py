@@ -28,7 +28,7 @@ def try_server(url: str, process: subprocess.Popen[bytes]) -> None:
     else:
         raise SystemExit("FAILED: the server did not become ready")
     print("health:", ask(f"{url}/health"))
-    body = {"model": "foretoken-demo", "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
+    body = {"model": "truedraft-demo", "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0}
     text = json.loads(ask(f"{url}/v1/completions", body))["choices"][0]["text"]
     print("completion:", text)
     if not text:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.config import BUNDLED_PAIR
+from truedraft.engine.config import BUNDLED_PAIR
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (BUNDLED_PAIR / "target" / "chat_template.jinja").read_text(encoding="utf-8")

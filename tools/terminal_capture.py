@@ -1,4 +1,4 @@
-"""Run ``foretoken generate --compare`` in a pseudo-terminal and save what it printed as an SVG picture.
+"""Run ``truedraft generate --compare`` in a pseudo-terminal and save what it printed as an SVG picture.
 
 python -m tools.terminal_capture [--prompt TEXT] [--output docs/images/generate-compare.svg]
 
@@ -41,7 +41,7 @@ def picture(command_line: str, output: str) -> str:
     console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), color_system="standard")  # noqa: SIM115
     console.print(Text.assemble(("$ ", "dim"), (command_line, "bold")))
     console.print(Text.from_ansi(output))
-    return console.export_svg(title="foretoken")
+    return console.export_svg(title="truedraft")
 
 
 def main() -> None:
@@ -60,10 +60,10 @@ def main() -> None:
         "--max-tokens",
         str(options.max_tokens),
     ]
-    foretoken = Path(sys.executable).with_name("foretoken")
-    output = run_in_terminal([str(foretoken), *arguments])
+    truedraft = Path(sys.executable).with_name("truedraft")
+    output = run_in_terminal([str(truedraft), *arguments])
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(picture(shlex.join(["foretoken", *arguments]), output), encoding="utf-8")
+    options.output.write_text(picture(shlex.join(["truedraft", *arguments]), output), encoding="utf-8")
     print(f"Wrote {options.output}")
 
 

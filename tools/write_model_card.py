@@ -14,8 +14,8 @@ from pathlib import Path
 from story_prompts import story_prompts
 from transformers.utils import logging
 
-from engine.llm import LLM, Completion
-from engine.messages import SamplingParams
+from truedraft.engine.llm import LLM, Completion
+from truedraft.engine.messages import SamplingParams
 
 NUM_SPECULATIVE_TOKENS = 4
 

@@ -1,10 +1,10 @@
-"""What ``foretoken --version`` says of the engine: torch, the device of ``auto``, the kernels for a CPU."""
+"""What ``truedraft --version`` says of the engine: torch, the device of ``auto``, the kernels for a CPU."""
 
 import platform
 
 import torch
 
-from engine.native.library import kernels_in_words
+from truedraft.engine.native.library import kernels_in_words
 
 
 def about() -> str:

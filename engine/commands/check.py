@@ -1,9 +1,9 @@
-"""``foretoken check``: is this pair exact here, and does speculation pay? A report and a verdict in words.
+"""``truedraft check``: is this pair exact here, and does speculation pay? A report and a verdict in words.
 
 Loads the pair as the server would, compares the tokenizers, tests exactness (``check_exactness``), says what
 quantised weights cost (``check_weights``) and measures (``check_speed``). A target without a draft is tried
 with its own weights in fewer bits. Exit code 0: exact; 1: not exact; 2: cannot be loaded. Settings are the
-engine's own, from flags and ``FORETOKEN_*``.
+engine's own, from flags and ``TRUEDRAFT_*``.
 """
 
 import json
@@ -19,8 +19,8 @@ from pydantic_settings import BaseSettings
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from engine.build import build_engine
-from engine.commands.check_exactness import (
+from truedraft.engine.build import build_engine
+from truedraft.engine.commands.check_exactness import (
     SIGNIFICANCE,
     TESTED,
     ChiSquareResult,
@@ -31,20 +31,20 @@ from engine.commands.check_exactness import (
     check_law,
     expected_law,
 )
-from engine.commands.check_grammar import GrammarResult, check_grammar
-from engine.commands.check_speed import PAYS_FROM, Speed, measure
-from engine.commands.check_weights import WeightsResult, check_weights
-from engine.commands.options import command_options
-from engine.config import SELF_DRAFTS, EngineConfig
-from engine.core.admission import RequestError
-from engine.core.engine import EngineCore
-from engine.messages import SamplingParams, Verification
-from engine.models.errors import ModelLoadError
-from engine.models.fresh import FreshModel
-from engine.models.loader import draft_source, load_options
-from engine.proposers.draft_model import DraftModelProposer
-from engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
-from engine.terminal import Stages, console, printable, stages, table
+from truedraft.engine.commands.check_grammar import GrammarResult, check_grammar
+from truedraft.engine.commands.check_speed import PAYS_FROM, Speed, measure
+from truedraft.engine.commands.check_weights import WeightsResult, check_weights
+from truedraft.engine.commands.options import command_options
+from truedraft.engine.config import SELF_DRAFTS, EngineConfig
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import SamplingParams, Verification
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.loader import draft_source, load_options
+from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
+from truedraft.engine.terminal import Stages, console, printable, stages, table
 
 EXACT, NOT_EXACT, CANNOT_LOAD = 0, 1, 2
 PROMPTS = [
@@ -102,7 +102,7 @@ def main(settings: CheckSettings) -> int:
         with stages(NUM_STAGES) as progress:
             report = check(settings, progress)
     except (ModelLoadError, RequestError, OSError) as error:
-        print(f"foretoken: {error}", file=sys.stderr)
+        print(f"truedraft: {error}", file=sys.stderr)
         return CANNOT_LOAD
     except EngineFailedError as error:
         print(f"NOT EXACT: the engine failed: {error}", file=sys.stderr)

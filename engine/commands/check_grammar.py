@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from engine.commands.check_exactness import GreedyResult, check_greedy
-from engine.core.admission import RequestError
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams
+from truedraft.engine.commands.check_exactness import GreedyResult, check_greedy
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams
 
 SCHEMA = {
     "type": "object",

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.commands.check_exactness import outputs
-from engine.core.engine import EngineCore
-from engine.messages import SamplingParams
+from truedraft.engine.commands.check_exactness import outputs
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import SamplingParams
 
 PAYS_FROM = 1.03  # less than this is noise
 MIN_TOKENS, MAX_TOKENS = 16, 96

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from engine.cache_memory import free_memory
-from engine.models.fresh import FreshModel
-from engine.models.options import LoadOptions
+from truedraft.engine.cache_memory import free_memory
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.options import LoadOptions
 
 # Written for this purpose, so that no model has learnt it by heart.
 TEXT = """The harbour master kept two logbooks. In the first he wrote what the port authority wanted to \

@@ -1,7 +1,7 @@
-"""``foretoken generate``: stream one prompt to the terminal, accepted tokens in the colour of their source.
+"""``truedraft generate``: stream one prompt to the terminal, accepted tokens in the colour of their source.
 
 With ``--compare`` the same prompt runs with and without speculation, several times in alternation, and the
-medians are printed side by side. Settings are the engine's own, from flags and ``FORETOKEN_*``.
+medians are printed side by side. Settings are the engine's own, from flags and ``TRUEDRAFT_*``.
 """
 
 import secrets
@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from engine.commands.options import command_options
-from engine.config import EngineConfig
-from engine.core.admission import RequestError
-from engine.llm import LLM, Completion
-from engine.messages import SamplingParams, TokenOutput
-from engine.models.errors import ModelLoadError
-from engine.terminal import console, printable, stages, table
+from truedraft.engine.commands.options import command_options
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.llm import LLM, Completion
+from truedraft.engine.messages import SamplingParams, TokenOutput
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.terminal import console, printable, stages, table
 
 # By source; other accepted tokens are green, too.
 COLOURS = {"draft_model": "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
@@ -98,7 +98,7 @@ def main(settings: GenerateSettings) -> int:
             llm = LLM(**{name: getattr(settings, name) for name in EngineConfig.model_fields})
         _generate(llm, settings)
     except (ModelLoadError, RequestError) as error:
-        print(f"foretoken: {error}", file=sys.stderr)
+        print(f"truedraft: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print()

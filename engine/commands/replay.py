@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from engine.commands.replay_round import Finding, Outcome, RoundCheck
-from engine.commands.trace_file import TracedChoice, TracedRound
-from engine.messages import SamplingParams
-from engine.models.fresh import FreshModel
-from engine.proposers.draft_model import DraftModelProposer
-from engine.sampling.adjust import History
-from engine.sampling.grammar import Grammars, Matcher
-from engine.sampling.sampler import Rule
+from truedraft.engine.commands.replay_round import Finding, Outcome, RoundCheck
+from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.sampling.adjust import History
+from truedraft.engine.sampling.grammar import Grammars, Matcher
+from truedraft.engine.sampling.sampler import Rule
 
 DRAFT_MODEL = DraftModelProposer.name
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from engine.commands.trace_file import TracedRound
-from engine.messages import SamplingParams
-from engine.models.fresh import FreshModel, adjusted, processed
-from engine.sampling.adjust import History
-from engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
-from engine.sampling.sampler import Rule
-from engine.sampling.verify import block_stand_probs, residual
+from truedraft.engine.commands.trace_file import TracedRound
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.fresh import FreshModel, adjusted, processed
+from truedraft.engine.sampling.adjust import History
+from truedraft.engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
+from truedraft.engine.sampling.sampler import Rule
+from truedraft.engine.sampling.verify import block_stand_probs, residual
 
 
 class Outcome(Enum):

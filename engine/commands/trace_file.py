@@ -1,6 +1,6 @@
 """A traced answer as JSON: what ``engine.commands.replay`` needs of it, and nothing else.
 
-Either a whole answer of the server (completion or chat) or its ``foretoken`` object alone, for instance
+Either a whole answer of the server (completion or chat) or its ``truedraft`` object alone, for instance
 
     {"sampling_params": {"max_tokens": 40, "temperature": 0.7}, "prompt_token_ids": [[1, 5, 9]],
      "seeds": [42], "trace": [[{"position": 3, "source": "draft_model", "rule": "rejection", "next_token": 8,
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import RoundTrace, SamplingParams
+from truedraft.engine.messages import RoundTrace, SamplingParams
 
 
 class TraceFileError(Exception):
@@ -93,7 +93,7 @@ def read_answer(path: Path) -> TracedAnswer:
 
 
 def parse_answer(answer: dict[str, Any]) -> TracedAnswer:
-    report = answer.get("foretoken", answer)
+    report = answer.get("truedraft", answer)
     if not isinstance(report, dict) or report.get("trace") is None:
         raise TraceFileError("there is no trace; ask for one with speculation: {trace: true}")
     try:

@@ -1,7 +1,7 @@
-"""``foretoken verify-trace``: prints the replay of a traced answer, round by round, and a verdict in words.
+"""``truedraft verify-trace``: prints the replay of a traced answer, round by round, and a verdict in words.
 
 Exit code 0: every decision is confirmed (near ties included); 1: some are not; 2: it cannot be replayed.
-Settings are the engine's own, from flags and ``FORETOKEN_*``; those about scheduling change nothing here.
+Settings are the engine's own, from flags and ``TRUEDRAFT_*``; those about scheduling change nothing here.
 """
 
 import sys
@@ -12,16 +12,16 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, CliPositionalArg
 from transformers.utils import logging as transformers_logging
 
-from engine.commands.options import command_options
-from engine.commands.replay import Replayer, RoundReport
-from engine.commands.replay_round import Outcome
-from engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
-from engine.config import EngineConfig
-from engine.grammar_compiler import GrammarError
-from engine.models.errors import ModelLoadError
-from engine.models.fresh import FreshModel
-from engine.models.loader import draft_source, load_options
-from engine.sampling.grammar import Grammars, load_tokenizer
+from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.replay import Replayer, RoundReport
+from truedraft.engine.commands.replay_round import Outcome
+from truedraft.engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.grammar_compiler import GrammarError
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.loader import draft_source, load_options
+from truedraft.engine.sampling.grammar import Grammars, load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
 # Half precision leaves logits two or three digits.
@@ -39,7 +39,7 @@ class ReplaySettings(EngineConfig, BaseSettings):
 
     file: CliPositionalArg[Path] = Field(
         description="JSON file: an answer to a request with speculation: {trace: true}, "
-        "or the foretoken object of one."
+        "or the truedraft object of one."
     )
     tolerance: float | None = Field(
         None, gt=0, description="How far probabilities may be off. Default: 0.0001, more in half precision."
@@ -53,7 +53,7 @@ def main(settings: ReplaySettings) -> int:
         replayer = _replayer(settings, answer)
         return _replay(replayer, answer)
     except (TraceFileError, ModelLoadError, GrammarError) as error:
-        print(f"foretoken: {error}", file=sys.stderr)
+        print(f"truedraft: {error}", file=sys.stderr)
         return UNUSABLE
 
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from engine.core.block_pool import BlockTable
-from engine.core.planning import AUTO_LIMITS
-from engine.core.sequence import Sequence
-from engine.messages import Generate, Method, SamplingParams, Source, Verification
-from engine.proposers.prediction import Prediction, PredictionCursor
-from engine.sampling.splitmix import sequence_seed
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.core.planning import AUTO_LIMITS
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.messages import Generate, Method, SamplingParams, Source, Verification
+from truedraft.engine.proposers.prediction import Prediction, PredictionCursor
+from truedraft.engine.sampling.splitmix import sequence_seed
 
 if TYPE_CHECKING:
-    from engine.sampling.grammar import Grammars, Matcher
+    from truedraft.engine.sampling.grammar import Grammars, Matcher
 
 # Sources that method auto drafts from; those that are not configured are left out.
 AUTO_SOURCES: tuple[Source, ...] = ("grammar", "prediction", "ngram", "draft_model")

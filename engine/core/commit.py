@@ -5,11 +5,11 @@ Everything that counts counts rounds: a step of several is several.
 
 import time
 
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
-from engine.core.stats import EngineStats
-from engine.core.step import ScheduledSequence, StepPlan, StepResult
-from engine.messages import Failed, PredictionUse, RoundOrigin, TokenLogprob, TokenOutput
+from truedraft.engine.core.scheduler import Scheduler
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.stats import EngineStats
+from truedraft.engine.core.step import ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.messages import Failed, PredictionUse, RoundOrigin, TokenLogprob, TokenOutput
 
 
 def commit(

@@ -6,12 +6,12 @@ executes steps, ``worker`` runs the loop behind a socket, ``llm`` in place.
 
 from typing import Any
 
-from engine.core.admission import Admission, RequestError
-from engine.core.commit import commit
-from engine.core.scheduler import Scheduler
-from engine.core.stats import EngineStats
-from engine.messages import Failed, Generate, Stats, TokenOutput
-from engine.runtime.base import Runner
+from truedraft.engine.core.admission import Admission, RequestError
+from truedraft.engine.core.commit import commit
+from truedraft.engine.core.scheduler import Scheduler
+from truedraft.engine.core.stats import EngineStats
+from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
+from truedraft.engine.runtime.base import Runner
 
 
 class EngineCore:

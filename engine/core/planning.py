@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.core.sequence import Sequence
-from engine.core.step import StepPlan, StepResult
-from engine.messages import Source
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.messages import Source
 
 # The most tokens that a grammar forces in a later round of a step: each round has blocks for them.
 MAX_FORCED = 8

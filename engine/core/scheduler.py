@@ -11,10 +11,10 @@ import time
 from bisect import insort
 from itertools import count
 
-from engine.core.block_pool import BlockPool, BlockTable
-from engine.core.planning import DraftChoice, Planner
-from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import MAX_CATCH_UP_TOKENS, MAX_PROMPT_TOKENS, ScheduledSequence, StepPlan
+from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.planning import DraftChoice, Planner
+from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, MAX_PROMPT_TOKENS, ScheduledSequence, StepPlan
 
 
 class Scheduler:

@@ -10,12 +10,12 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING
 
-from engine.core.block_pool import BlockTable
-from engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
-from engine.proposers.prediction import PredictionCursor
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
+from truedraft.engine.proposers.prediction import PredictionCursor
 
 if TYPE_CHECKING:
-    from engine.sampling.grammar import Matcher
+    from truedraft.engine.sampling.grammar import Matcher
 
 
 class RowNeeds(Flag):

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import accumulate
 
-from engine.core.step import StepResult
-from engine.messages import DraftCounts
+from truedraft.engine.core.step import StepResult
+from truedraft.engine.messages import DraftCounts
 
 MAX_POSITIONS = 32
 

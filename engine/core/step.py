@@ -8,8 +8,8 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.core.sequence import RowNeeds, Sequence
-from engine.messages import RoundTrace, TokenLogprob
+from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.messages import RoundTrace, TokenLogprob
 
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
 # in the same round.

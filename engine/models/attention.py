@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from engine.batch import AttentionGroup, ForwardBatch
-from engine.kv_cache import KVCache
-from engine.models.errors import ModelLoadError
+from truedraft.engine.batch import AttentionGroup, ForwardBatch
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models.errors import ModelLoadError
 
-ATTENTION_NAME = "foretoken"
+ATTENTION_NAME = "truedraft"
 
 # What torch's flash kernel is made for, in 16 bits.
 FLASH_CAPABILITY, MAX_FLASH_HEAD_SIZE = (8, 0), 256

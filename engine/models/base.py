@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engine.batch import Span
-from engine.kv_cache import KVCache, LayerShape
-from engine.sampling.rules import NO_RULES, GenerationRules
+from truedraft.engine.batch import Span
+from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
 
 class ForwardOutput(NamedTuple):

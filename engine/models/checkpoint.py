@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 
-from engine.models.errors import ModelLoadError
+from truedraft.engine.models.errors import ModelLoadError
 
 WEIGHTS = ("*.safetensors", "*.bin")
 

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, EncoderDecoderCache
 
-from engine.batch import AttentionGroup, ForwardBatch
-from engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.batch import AttentionGroup, ForwardBatch
+from truedraft.engine.kv_cache import KVCache, LayerShape
 
-ATTENTION_NAME = "foretoken_encoder_decoder"
+ATTENTION_NAME = "truedraft_encoder_decoder"
 
 
 @dataclass(frozen=True, slots=True)

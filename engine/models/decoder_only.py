@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from engine.batch import ForwardBatch, Span
-from engine.kv_cache import KVCache
-from engine.models.attention import AttentionContext, PagedAttention
-from engine.models.base import ForwardOutput, Model, ModelFacts
-from engine.models.layer_probe import LayerProbe, probe_layers
+from truedraft.engine.batch import ForwardBatch, Span
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models.attention import AttentionContext, PagedAttention
+from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
+from truedraft.engine.models.layer_probe import LayerProbe, probe_layers
 
 
 class DecoderModel(Model):

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from engine.batch import ForwardBatch, Span, table_slots
-from engine.kv_cache import KVCache, LayerShape
-from engine.models.base import ForwardOutput, Model, ModelFacts
-from engine.models.cross_attention import (
+from truedraft.engine.batch import ForwardBatch, Span, table_slots
+from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
+from truedraft.engine.models.cross_attention import (
     AttentionContext,
     CrossProbe,
     CrossWriter,
@@ -25,9 +25,9 @@ from engine.models.cross_attention import (
     EncoderAttention,
     StoredElsewhere,
 )
-from engine.models.errors import ModelLoadError
-from engine.models.generation_rules import decoder_start_ids, generation_rules
-from engine.sampling.rules import GenerationRules
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.generation_rules import decoder_start_ids, generation_rules
+from truedraft.engine.sampling.rules import GenerationRules
 
 # Those whose decoders have been compared with ``generate``.
 SERVED = ("t5", "mt5", "bart", "mbart", "marian", "pegasus")

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.batch import Span
-from engine.core.block_pool import BlockTable
-from engine.messages import SamplingParams
-from engine.models.base import Model, eos_token_ids
-from engine.models.generation_rules import decoder_start_ids, generation_rules
-from engine.models.loader import load_causal_model, load_rounding
-from engine.models.model_runner import ModelRunner
-from engine.models.options import LoadOptions
-from engine.sampling.adjust import History, adjust_logits
-from engine.sampling.processors import SamplingTensors, to_probs
-from engine.sampling.rules import NO_RULES
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.base import Model, eos_token_ids
+from truedraft.engine.models.generation_rules import decoder_start_ids, generation_rules
+from truedraft.engine.models.loader import load_causal_model, load_rounding
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.sampling.adjust import History, adjust_logits
+from truedraft.engine.sampling.processors import SamplingTensors, to_probs
+from truedraft.engine.sampling.rules import NO_RULES
 
 
 class FreshModel:

@@ -6,9 +6,9 @@ lengths are for the request to say. What would change the text and is not served
 
 from typing import Any
 
-from engine.models.base import eos_token_ids
-from engine.models.errors import ModelLoadError
-from engine.sampling.rules import GenerationRules
+from truedraft.engine.models.base import eos_token_ids
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.sampling.rules import GenerationRules
 
 # Settings of ``generate`` that no rule of ours stands for, with the values that ask for nothing.
 NOT_SERVED: dict[str, tuple[object, ...]] = {

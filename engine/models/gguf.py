@@ -13,10 +13,10 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from engine.gguf_file import GgufError, GgufFile, TensorPlace, read_gguf
-from engine.models.weights import Checkpoint
-from engine.native.library import load_library
-from engine.native.quantised import TYPES, Blocks
+from truedraft.engine.gguf_file import GgufError, GgufFile, TensorPlace, read_gguf
+from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.quantised import TYPES, Blocks
 
 # Architectures, by their names in both worlds.
 MODEL_TYPES = {

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 import torch.nn.functional as F
 
-from engine.batch import ForwardBatch
-from engine.kv_cache import KVCache
-from engine.models.attention import AttentionCall, PagedAttention
+from truedraft.engine.batch import ForwardBatch
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models.attention import AttentionCall, PagedAttention
 
 # Rotary types whose angles are a function of the position alone, so that a table can hold them.
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")

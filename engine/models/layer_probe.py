@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.kv_cache import LayerShape
-from engine.models.attention import ATTENTION_NAME, AttentionCall, attention_forward
-from engine.models.errors import ModelLoadError
+from truedraft.engine.kv_cache import LayerShape
+from truedraft.engine.models.attention import ATTENTION_NAME, AttentionCall, attention_forward
+from truedraft.engine.models.errors import ModelLoadError
 
-PROBE_NAME = "foretoken-probe"
+PROBE_NAME = "truedraft-probe"
 
 # Patterns are looked at over the model's context: a window that is longer is none.
 DEFAULT_CONTEXT, LONGEST_CONTEXT = 1 << 13, 1 << 18

@@ -16,8 +16,8 @@ from torch import nn
 from torch.backends import mkldnn
 from transformers.pytorch_utils import Conv1D
 
-from engine.native.linear import NativeLinear, half_scale
-from engine.native.quantised import QuantisedLinear, can_stack
+from truedraft.engine.native.linear import NativeLinear, half_scale
+from truedraft.engine.native.quantised import QuantisedLinear, can_stack
 
 # Below this many weights a module's own overhead outweighs what packing saves; oneDNN's fixed cost is some
 # 10 microseconds.

@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.batch import ForwardBatch, Span
-from engine.core.block_pool import BlockTable
-from engine.huge_pages import trim_heap
-from engine.kv_cache import KVCache, LayerShape
-from engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
-from engine.models.layer_parts import (
+from truedraft.engine.batch import ForwardBatch, Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.huge_pages import trim_heap
+from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
+from truedraft.engine.models.layer_parts import (
     ACTIVATIONS,
     Activation,
     AttentionShape,
@@ -37,16 +37,16 @@ from engine.models.layer_parts import (
     TorchParts,
     rotary_kinds,
 )
-from engine.models.linear import Linear, make_linear
-from engine.models.model_runner import ModelRunner
-from engine.models.options import LoadOptions
-from engine.models.weights import Checkpoint
-from engine.native.decoder import NativeDecoder
-from engine.native.layer_parts import NativeKernels, serves
-from engine.native.library import load_library
-from engine.native.linear import NativeLinear
-from engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
-from engine.runtime.cuda.layer_parts import CudaParts, find_kernels
+from truedraft.engine.models.linear import Linear, make_linear
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.layer_parts import NativeKernels, serves
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.linear import NativeLinear
+from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.runtime.cuda.layer_parts import CudaParts, find_kernels
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches (and behind them in Gemma 2
 # and 3), gated MLP.

@@ -15,25 +15,25 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
-from engine.config import SELF_DRAFTS, EngineConfig
-from engine.gguf_file import GgufError, is_gguf
-from engine.models import cross_attention
-from engine.models.attention import ATTENTION_NAME
-from engine.models.base import Model, ModelFacts
-from engine.models.checkpoint import check_folder, explain
-from engine.models.decoder_only import DecoderModel
-from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.models.errors import ModelLoadError
-from engine.models.gguf import check_complete, generation_config, open_gguf
-from engine.models.linear import replace_linears
-from engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
-from engine.models.options import LoadOptions
-from engine.models.packed import PackedCheckpoint, PackingError, open_packed
-from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
-from engine.models.self_check import self_check
-from engine.models.weights import Checkpoint
-from engine.native.library import load_library
-from engine.native.linear import linear_library
+from truedraft.engine.config import SELF_DRAFTS, EngineConfig
+from truedraft.engine.gguf_file import GgufError, is_gguf
+from truedraft.engine.models import cross_attention
+from truedraft.engine.models.attention import ATTENTION_NAME
+from truedraft.engine.models.base import Model, ModelFacts
+from truedraft.engine.models.checkpoint import check_folder, explain
+from truedraft.engine.models.decoder_only import DecoderModel
+from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
+from truedraft.engine.models.linear import replace_linears
+from truedraft.engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.packed import PackedCheckpoint, PackingError, open_packed
+from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
+from truedraft.engine.models.self_check import self_check
+from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.linear import linear_library
 
 logger = logging.getLogger(__name__)
 

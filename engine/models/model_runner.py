@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.batch import Span
-from engine.kv_cache import KVCache
-from engine.models.base import FastPass, ForwardOutput, Model
-from engine.models.errors import ModelLoadError
+from truedraft.engine.batch import Span
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models.base import FastPass, ForwardOutput, Model
+from truedraft.engine.models.errors import ModelLoadError
 
 
 class ModelRunner:

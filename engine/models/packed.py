@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.models.weights import Checkpoint
-from engine.native.quantised import TYPES, Blocks
+from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.native.quantised import TYPES, Blocks
 
 GROUP = 32
 CODES, BITS = 8, 4  # in a word of 32 bits

@@ -7,8 +7,8 @@ import gguf
 import torch
 from gguf import GGMLQuantizationType
 
-from engine.models.weights import Checkpoint
-from engine.native.quantised import Blocks
+from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.native.quantised import Blocks
 
 # By the setting ``quantize``: the type of the layers. Embeddings and output layers have 8 bits.
 LAYER_TYPES = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q4_0}

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from engine.batch import Span
-from engine.core.block_pool import BlockTable
-from engine.models.attention import ATTENTION_NAME
-from engine.models.decoder_only import DecoderModel
-from engine.models.errors import ModelLoadError
-from engine.models.model_runner import ModelRunner
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.models.attention import ATTENTION_NAME
+from truedraft.engine.models.decoder_only import DecoderModel
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.model_runner import ModelRunner
 
 TEXT_LENGTHS, FIRST_CHUNKS = (9, 6), (5, 2)
 BLOCK_SIZE = 4

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import cached_file
 
-from engine.native.quantised import Blocks
+from truedraft.engine.native.quantised import Blocks
 
 # Names of whole checkpoints and of the index of one in shards, as transformers prefers them.
 LAYOUTS = (

@@ -1,7 +1,7 @@
 /* Working memory of a function, kept from call to call: to ask for it anew costs more than a small product. */
 
-#ifndef FORETOKEN_ARENA_H
-#define FORETOKEN_ARENA_H
+#ifndef TRUEDRAFT_ARENA_H
+#define TRUEDRAFT_ARENA_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -10,11 +10,11 @@ from ctypes import byref
 
 import torch
 
-from engine.messages import SamplingParams
-from engine.native.library import Processors, load_library
-from engine.sampling.backend import TorchBackend
-from engine.sampling.processors import SamplingTensors
-from engine.sampling.random import Stream
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.native.library import Processors, load_library
+from truedraft.engine.sampling.backend import TorchBackend
+from truedraft.engine.sampling.processors import SamplingTensors
+from truedraft.engine.sampling.random import Stream
 
 CPU = torch.device("cpu")
 # Of a probability; both ways round to 1e-7.

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from engine.batch import MAX_GROUPED_QUERIES, Span
-from engine.kv_cache import KVCache
-from engine.models.layer_parts import ACTIVATIONS, Norm
-from engine.native.layer_parts import NativeKernels
-from engine.native.library import Decoder, DecoderLayer, NewTokens
-from engine.native.linear import WEIGHT_TYPES
-from engine.native.quantised import QuantisedEmbeddings
+from truedraft.engine.batch import MAX_GROUPED_QUERIES, Span
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models.layer_parts import ACTIVATIONS, Norm
+from truedraft.engine.native.layer_parts import NativeKernels
+from truedraft.engine.native.library import Decoder, DecoderLayer, NewTokens
+from truedraft.engine.native.linear import WEIGHT_TYPES
+from truedraft.engine.native.quantised import QuantisedEmbeddings
 
 INTEGER_BYTES = 8
 Weights = Any  # LlamaWeights, which is made of what is in this package

@@ -1,8 +1,8 @@
 /* What the C files call of each other, and what Python calls: each function is explained where it is. "headers.py" reads
  * structures and functions here, so a declaration has one type, and an argument is a number or a pointer. */
 
-#ifndef FORETOKEN_KERNELS_H
-#define FORETOKEN_KERNELS_H
+#ifndef TRUEDRAFT_KERNELS_H
+#define TRUEDRAFT_KERNELS_H
 
 #include <stdint.h>
 

@@ -8,10 +8,10 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.batch import ForwardBatch
-from engine.kv_cache import KVCache
-from engine.models.layer_parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
-from engine.native.library import Layer, Spans
+from truedraft.engine.batch import ForwardBatch
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models.layer_parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
+from truedraft.engine.native.library import Layer, Spans
 
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256

@@ -3,8 +3,8 @@
 C files and the machine's compiler instead of a binary: the loops are then made for the vector
 instructions that are there. It takes some seconds; the result is kept in the user's cache folder, under a
 name that changes with the source, the compiler and the processor. Where that fails, the library that
-``python -m engine.native.library`` has made for any processor with AVX2 is taken, if there is one: container
-images have it. Without either the engine runs through torch's operations.
+``python -m truedraft.engine.native.library`` has made for any processor with AVX2 is taken, if there is one:
+container images have it. Without either the engine runs through torch's operations.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from functools import cache
 from itertools import repeat
 from pathlib import Path
 
-from engine.native.headers import FOLDER, HEADERS, declare_functions, fields_of
+from truedraft.engine.native.headers import FOLDER, HEADERS, declare_functions, fields_of
 
 SOURCES = sorted(FOLDER.glob("*.c"))
 # What -ffast-math would allow, but for what breaks NaN and infinity, or changes how the process rounds.
@@ -163,7 +163,7 @@ def baseline_runs_here() -> bool:
 
 def cache_folder() -> Path:
     """By the XDG base directory specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "truedraft"
 
 
 def _key(compiler: str) -> str:

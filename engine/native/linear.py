@@ -13,8 +13,8 @@ from ctypes import byref
 import torch
 import torch.nn.functional as F
 
-from engine.huge_pages import HugePages
-from engine.native.library import Linear, load_library
+from truedraft.engine.huge_pages import HugePages
+from truedraft.engine.native.library import Linear, load_library
 
 # Weights this much smaller than the largest may lose bits: a float32 sum loses more.
 NEGLIGIBLE = 2.0**-30

@@ -1,7 +1,7 @@
 /* The rows of a step as C knows them, and what the files that run their rounds call of each other. */
 
-#ifndef FORETOKEN_ROUNDS_H
-#define FORETOKEN_ROUNDS_H
+#ifndef TRUEDRAFT_ROUNDS_H
+#define TRUEDRAFT_ROUNDS_H
 
 #include <string.h>
 

@@ -8,11 +8,11 @@ from array import array
 from collections import Counter
 from ctypes import addressof, memset
 
-from engine.core.sequence import Sequence
-from engine.core.step import ScheduledSequence
-from engine.native.library import Row
-from engine.sampling.grammar import WORD_BYTES
-from engine.sampling.processors import SMALLEST
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.native.library import Row
+from truedraft.engine.sampling.grammar import WORD_BYTES
+from truedraft.engine.sampling.processors import SMALLEST
 
 INTEGER_BYTES = 8
 # As in rounds.h.

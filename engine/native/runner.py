@@ -13,17 +13,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from engine.batch import MAX_GROUPED_QUERIES
-from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
-from engine.messages import TokenLogprob
-from engine.native.decoder import NativeDecoder
-from engine.native.headers import Constrain
-from engine.native.library import Rounds
-from engine.native.rows import INTEGER_BYTES, NativeRow, address, integers
-from engine.proposers.base import Proposer
-from engine.runtime.base import Runner
-from engine.sampling.logprobs import token_logprobs
+from truedraft.engine.batch import MAX_GROUPED_QUERIES
+from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.messages import TokenLogprob
+from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.headers import Constrain
+from truedraft.engine.native.library import Rounds
+from truedraft.engine.native.rows import INTEGER_BYTES, NativeRow, address, integers
+from truedraft.engine.proposers.base import Proposer
+from truedraft.engine.runtime.base import Runner
+from truedraft.engine.sampling.logprobs import token_logprobs
 
 NUM_PHASES = len(PhaseSeconds._fields)
 NUMBER_BYTES = 4

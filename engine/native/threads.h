@@ -1,7 +1,7 @@
 /* Threads that share the items of a task. */
 
-#ifndef FORETOKEN_THREADS_H
-#define FORETOKEN_THREADS_H
+#ifndef TRUEDRAFT_THREADS_H
+#define TRUEDRAFT_THREADS_H
 
 #include <stdint.h>
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.native.library import load_library
+from truedraft.engine.native.library import load_library
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -4,8 +4,8 @@
  * whatever lies behind them: a row of a product depends on no other row.
  */
 
-#ifndef FORETOKEN_TILES_H
-#define FORETOKEN_TILES_H
+#ifndef TRUEDRAFT_TILES_H
+#define TRUEDRAFT_TILES_H
 
 #include <stdint.h>
 

@@ -1,7 +1,7 @@
 /* What the C files share: vectors as wide as this processor's registers. */
 
-#ifndef FORETOKEN_VECTORS_H
-#define FORETOKEN_VECTORS_H
+#ifndef TRUEDRAFT_VECTORS_H
+#define TRUEDRAFT_VECTORS_H
 
 #include <math.h>
 #include <stdint.h>

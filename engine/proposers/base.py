@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
-from engine.core.step import ScheduledSequence
-from engine.messages import Source
-from engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.messages import Source
+from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 
 class Proposer(Protocol):

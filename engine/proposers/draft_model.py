@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from engine.batch import Span
-from engine.core.step import ScheduledSequence
-from engine.host_to_device import on_device
-from engine.messages import Source
-from engine.models.model_runner import ModelRunner
-from engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.batch import Span
+from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.host_to_device import on_device
+from truedraft.engine.messages import Source
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 
 class DraftModelProposer:

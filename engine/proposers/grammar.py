@@ -3,8 +3,8 @@
 The target's distribution there is one-hot, so they are accepted with certainty, whatever the rule.
 """
 
-from engine.core.sequence import Sequence
-from engine.messages import Source
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.messages import Source
 
 # The strength of an offer, as that of a long match: it never fails.
 CERTAIN = 16

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.host_to_device import on_device
-from engine.sampling.sampler import Drafts
+from truedraft.engine.host_to_device import on_device
+from truedraft.engine.sampling.sampler import Drafts
 
 
 def known_drafts(draft_ids: list[list[int]], device: torch.device) -> Drafts:

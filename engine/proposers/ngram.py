@@ -6,9 +6,9 @@ distributions. Prompt lookup (Saxena 2023) with a suffix automaton instead of a 
 
 from weakref import WeakKeyDictionary
 
-from engine.core.sequence import Sequence
-from engine.messages import NgramChoice, Source
-from engine.proposers.suffix_automaton import SuffixAutomaton
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.messages import NgramChoice, Source
+from truedraft.engine.proposers.suffix_automaton import SuffixAutomaton
 
 
 class NgramProposer:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from engine.messages import Source
+from truedraft.engine.messages import Source
 
 if TYPE_CHECKING:
-    from engine.core.sequence import Sequence
+    from truedraft.engine.core.sequence import Sequence
 
 # How far a run is compared, and how many places of one are looked at: the next ones and the last ones.
 MAX_RUN, PLACES_AFTER, PLACES_BEFORE = 32, 8, 4

@@ -4,7 +4,7 @@ A suffix automaton (Blumer et al. 1985) holds all substrings of the text; a curs
 that has also ended somewhere before. Plain integers; ``ngram`` proposes from it.
 """
 
-from engine.messages import NgramChoice
+from truedraft.engine.messages import NgramChoice
 
 # How many of a text's repeated ends, the longest first, note at each token where they were and what followed:
 # all of them in ordinary text, and constant time in any.

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from engine.core.sequence import RowNeeds
-from engine.core.step import StepPlan, StepResult
+from truedraft.engine.core.sequence import RowNeeds
+from truedraft.engine.core.step import StepPlan, StepResult
 
 
 class Runner(Protocol):

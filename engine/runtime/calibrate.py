@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import torch
 
-from engine.batch import Span
-from engine.core.block_pool import BlockPool, BlockTable
-from engine.models.model_runner import ModelRunner
-from engine.speculation.costs import Costs, PassCosts
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.speculation.costs import Costs, PassCosts
 
 # Tokens of a pass, in the order of what they tell; larger ones are extrapolated.
 SIZES = (1, 5, 2, 9, 16, 3, 4, 32, 12, 24, 48, 64, 128)

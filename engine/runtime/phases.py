@@ -10,18 +10,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from engine.batch import Span
-from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
-from engine.messages import RoundTrace, TokenLogprob
-from engine.models.model_runner import ModelRunner
-from engine.proposers.base import Proposer
-from engine.proposers.known import known_drafts
-from engine.sampling.adjust import History
-from engine.sampling.backend import SamplingBackend
-from engine.sampling.logprobs import token_logprobs
-from engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
-from engine.sampling.verify import RowVerdict
+from truedraft.engine.batch import Span
+from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.messages import RoundTrace, TokenLogprob
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.proposers.base import Proposer
+from truedraft.engine.proposers.known import known_drafts
+from truedraft.engine.sampling.adjust import History
+from truedraft.engine.sampling.backend import SamplingBackend
+from truedraft.engine.sampling.logprobs import token_logprobs
+from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
+from truedraft.engine.sampling.verify import RowVerdict
 
 
 class PhaseRunner:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from engine.host_to_device import on_device, send
-from engine.messages import SamplingParams
-from engine.sampling.rules import NO_RULES, GenerationRules
+from truedraft.engine.host_to_device import on_device, send
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
 if TYPE_CHECKING:
-    from engine.sampling.grammar import Matcher
+    from truedraft.engine.sampling.grammar import Matcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from engine.sampling.ops import gumbel_argmax, inverse_cdf
-from engine.sampling.processors import SamplingTensors, to_probs
-from engine.sampling.random import Stream, exponential_noise, uniform
-from engine.sampling.verify import draw_next
+from truedraft.engine.sampling.ops import gumbel_argmax, inverse_cdf
+from truedraft.engine.sampling.processors import SamplingTensors, to_probs
+from truedraft.engine.sampling.random import Stream, exponential_noise, uniform
+from truedraft.engine.sampling.verify import draw_next
 
 
 class SamplingBackend(Protocol):

@@ -1,6 +1,6 @@
 """The verification rules as probabilities instead of draws: what a round could have emitted, and how often.
 
-Made of the same pieces as ``verify``; used by tests that enumerate, by the trace and by ``foretoken check``.
+Made of the same pieces as ``verify``; used by tests that enumerate, by the trace and by ``truedraft check``.
 Shapes as in ``verify``.
 """
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.sampling.verify import block_stand_probs, probs_of_draft, residual
+from truedraft.engine.sampling.verify import block_stand_probs, probs_of_draft, residual
 
 
 class Explanation(NamedTuple):

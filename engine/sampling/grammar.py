@@ -16,9 +16,9 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from engine.deep_stack import start_on_deep_stack
-from engine.gguf_file import load_pretrained_tokenizer
-from engine.grammar_compiler import GrammarError, compile_grammar, error_of
+from truedraft.engine.deep_stack import start_on_deep_stack
+from truedraft.engine.gguf_file import load_pretrained_tokenizer
+from truedraft.engine.grammar_compiler import GrammarError, compile_grammar, error_of
 
 # Compiled grammars that are kept, the least recently used leave first.
 MAX_KEPT = 64

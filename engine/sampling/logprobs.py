@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.messages import TokenLogprob
+from truedraft.engine.messages import TokenLogprob
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.host_to_device import on_device
-from engine.messages import SamplingParams
+from truedraft.engine.host_to_device import on_device
+from truedraft.engine.messages import SamplingParams
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.
 TOP_P_CANDIDATES = 1024

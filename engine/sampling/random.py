@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.sampling.splitmix import MASK_64, MIX_1, MIX_2, WEYL, mix
+from truedraft.engine.sampling.splitmix import MASK_64, MIX_1, MIX_2, WEYL, mix
 
 # On a CPU so few numbers are computed one by one: thirty operations on small arrays take longer.
 FEW = 16

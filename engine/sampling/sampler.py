@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.host_to_device import on_device
-from engine.messages import SamplingParams
-from engine.sampling.adjust import History, adjust_logits, replace_broken
-from engine.sampling.backend import SamplingBackend, TorchBackend
-from engine.sampling.ops import argmax
-from engine.sampling.processors import SamplingTensors
-from engine.sampling.random import Stream, round_seeds
-from engine.sampling.verify import (
+from truedraft.engine.host_to_device import on_device
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.sampling.adjust import History, adjust_logits, replace_broken
+from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
+from truedraft.engine.sampling.ops import argmax
+from truedraft.engine.sampling.processors import SamplingTensors
+from truedraft.engine.sampling.random import Stream, round_seeds
+from truedraft.engine.sampling.verify import (
     RowVerdict,
     probs_of_draft,
     read_verdict,

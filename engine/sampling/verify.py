@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.sampling.ops import inverse_cdf
+from truedraft.engine.sampling.ops import inverse_cdf
 
 
 class Verdict(NamedTuple):

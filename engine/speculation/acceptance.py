@@ -8,7 +8,7 @@ and the expected number of accepted tokens of a draft of ``k`` is the sum of the
 
 from collections.abc import Mapping
 
-from engine.speculation.costs import MAX_LENGTH
+from truedraft.engine.speculation.costs import MAX_LENGTH
 
 # Positions with a rate of their own; later ones share the last.
 POSITIONS = MAX_LENGTH + 1

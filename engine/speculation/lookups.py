@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.core import sequence as core
-from engine.core.planning import Lookup
-from engine.speculation.acceptance import Acceptance
-from engine.speculation.costs import MIXED, Costs, Shape
-from engine.speculation.explore import OPTION_SHARE, Explorer
-from engine.speculation.policy import Group, Plan
+from truedraft.engine.core import sequence as core
+from truedraft.engine.core.planning import Lookup
+from truedraft.engine.speculation.acceptance import Acceptance
+from truedraft.engine.speculation.costs import MIXED, Costs, Shape
+from truedraft.engine.speculation.explore import OPTION_SHARE, Explorer
+from truedraft.engine.speculation.policy import Group, Plan
 
 # Python seconds of reading a token, and of asking once, about.
 READ_SECONDS, ASK_SECONDS = 5e-6, 5e-5

@@ -9,13 +9,20 @@ from collections import Counter
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field, replace
 
-from engine.core.planning import AUTO_LIMITS, MAX_FORCED, DraftChoice, Lookup
-from engine.core.sequence import Sequence
-from engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
-from engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
-from engine.speculation.explore import Explorer
-from engine.speculation.lookups import RowLookup, Terms, make_terms, read_all, start_if_it_pays, start_some
-from engine.speculation.policy import Group, Observed, Plan, Policy
+from truedraft.engine.core.planning import AUTO_LIMITS, MAX_FORCED, DraftChoice, Lookup
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
+from truedraft.engine.speculation.explore import Explorer
+from truedraft.engine.speculation.lookups import (
+    RowLookup,
+    Terms,
+    make_terms,
+    read_all,
+    start_if_it_pays,
+    start_some,
+)
+from truedraft.engine.speculation.policy import Group, Observed, Plan, Policy
 
 # What a row drafts that drafts nothing: shared, and never changed.
 NO_DRAFT = DraftChoice()

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from engine.core import sequence as core
-from engine.core.step import StepPlan, StepResult
-from engine.speculation.acceptance import Acceptance
-from engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
-from engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
+from truedraft.engine.core import sequence as core
+from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.speculation.acceptance import Acceptance
+from truedraft.engine.speculation.costs import MAX_LENGTH, MAX_ROUNDS, Costs, Shape
+from truedraft.engine.speculation.explore import OPTION_SHARE, PAUSED_SHARE, Explorer
 
 # Seconds between replans, and rounds of an exploration: a single one is timed to a tenth only, and the first
 # of a step finds cold caches. At first, and after a large change, replans come after 4, 8, 16, ... rounds.

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from engine.messages import Generate, TokenOutput
+from truedraft.engine.messages import Generate, TokenOutput
 
 AbortSequence = Callable[[str, int | None], None]
 

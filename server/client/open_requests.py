@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Self
 
-from engine.messages import Generate, TokenOutput
-from server.client.engine_stream import EngineStream
-from server.errors import ApiError, QueueFullError, TooManyRequestsError
-from server.settings import RequestSettings
+from truedraft.engine.messages import Generate, TokenOutput
+from truedraft.server.client.engine_stream import EngineStream
+from truedraft.server.errors import ApiError, QueueFullError, TooManyRequestsError
+from truedraft.server.settings import RequestSettings
 
 # How many workers may die with a request before it is answered with an error.
 MAX_SUBMISSIONS = 2

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.messages import Generate
+from truedraft.engine.messages import Generate
 
 SHORTEST, LONGEST = 32, 8192  # tokens; a longer prompt is looked up by its first ones
 MAX_HASHES = 20_000  # of a worker; some megabytes

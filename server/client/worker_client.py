@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from engine.config import EngineConfig
-from engine.messages import (
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.messages import (
     Failed,
     FromWorker,
     Ready,
@@ -25,14 +25,14 @@ from engine.messages import (
     TokenOutput,
     ToWorker,
 )
-from server.client.worker_process import Patience, WorkerHungError, WorkerProcess
-from server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
-from server.metrics import WorkerMetrics
+from truedraft.server.client.worker_process import Patience, WorkerHungError, WorkerProcess
+from truedraft.server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
+from truedraft.server.metrics import WorkerMetrics
 
-logger = logging.getLogger("foretoken.worker")
+logger = logging.getLogger("truedraft.worker")
 
 # -P: the current folder is no place to import from; an engine.py there is not ours.
-WORKER_COMMAND = (sys.executable, "-P", "-m", "engine.spawned")
+WORKER_COMMAND = (sys.executable, "-P", "-m", "truedraft.engine.spawned")
 
 # Codes of ``Failed`` that say that the request cannot be served as it is.
 REFUSAL_CODES = frozenset(

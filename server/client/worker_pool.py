@@ -13,14 +13,14 @@ from typing import NoReturn
 
 import msgspec
 
-from engine.messages import Abort, Generate, Ready, TokenOutput
-from server.client.engine_stream import EngineStream
-from server.client.open_requests import OpenRequests, QueueLimits
-from server.client.prefix_affinity import KnownPrefixes, prefixes_of
-from server.client.worker_client import EngineState, WorkerClient
-from server.errors import ApiError, NotReadyError, ShuttingDownError
+from truedraft.engine.messages import Abort, Generate, Ready, TokenOutput
+from truedraft.server.client.engine_stream import EngineStream
+from truedraft.server.client.open_requests import OpenRequests, QueueLimits
+from truedraft.server.client.prefix_affinity import KnownPrefixes, prefixes_of
+from truedraft.server.client.worker_client import EngineState, WorkerClient
+from truedraft.server.errors import ApiError, NotReadyError, ShuttingDownError
 
-logger = logging.getLogger("foretoken.worker")
+logger = logging.getLogger("truedraft.worker")
 
 # Above every place in a line of ``FairShare``, and small enough for priorities of 32 bits.
 MAX_PLACE = 2**31

@@ -12,11 +12,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from engine.config import EngineConfig
-from engine.lifeline import PARENT_VARIABLE
-from engine.messages import FromWorker, Heartbeat, Inbox, Shutdown, ToWorker, decode_from_worker, framed
-from engine.openmp import spin_settings
-from server.settings import ENV_PREFIX
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.lifeline import PARENT_VARIABLE
+from truedraft.engine.messages import (
+    FromWorker,
+    Heartbeat,
+    Inbox,
+    Shutdown,
+    ToWorker,
+    decode_from_worker,
+    framed,
+)
+from truedraft.engine.openmp import spin_settings
+from truedraft.server.settings import ENV_PREFIX
 
 # How long to wait for the end of a dead worker's connection: a process that it left behind may hold it.
 LAST_MESSAGES_SECONDS = 2.0

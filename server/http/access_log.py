@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.http.noted_status import NotedStatus
+from truedraft.server.http.noted_status import NotedStatus
 
-logger = logging.getLogger("foretoken.access")
+logger = logging.getLogger("truedraft.access")
 
 QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/speculation"})
 QUIET_FOLDER = "/page/"

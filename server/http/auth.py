@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.errors import AuthenticationError
+from truedraft.server.errors import AuthenticationError
 
 # For probes, scrapers and the pages that browsers open without a key: they ask for it, or say how to send it.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from server.errors import ApiError, ClientDisconnectedError, InvalidRequestError
+from truedraft.server.errors import ApiError, ClientDisconnectedError, InvalidRequestError
 
 # Statuses that the framework itself raises, as codes.
 _FRAMEWORK_CODES = {

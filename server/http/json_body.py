@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from typing import Any, NoReturn
 
-from server.errors import InvalidRequestError, RequestTooLargeError
+from truedraft.server.errors import InvalidRequestError, RequestTooLargeError
 
 # Lists and objects inside each other. Far below Python's and pydantic's own limits, far above any real body.
 MAX_DEPTH = 100

@@ -13,9 +13,9 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect
 
-from server.errors import ClientDisconnectedError, UnsupportedMediaTypeError
-from server.http.error_handlers import invalid_body
-from server.http.json_body import parse_json
+from truedraft.server.errors import ClientDisconnectedError, UnsupportedMediaTypeError
+from truedraft.server.http.error_handlers import invalid_body
+from truedraft.server.http.json_body import parse_json
 
 # Bytes of a body up to which work on it is done at once: a trip to another thread would take longer.
 SHORT_BODY = 2048

@@ -9,12 +9,12 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from server.errors import ErrorAnswer
-from server.settings import BUNDLED_MODEL_NAME, Settings
+from truedraft.server.errors import ErrorAnswer
+from truedraft.server.settings import BUNDLED_MODEL_NAME, Settings
 
 DESCRIPTION = """\
 An OpenAI-compatible API. Fields are honoured or refused by name with a 400; only unknown ones are ignored,
-and then listed in the `x-foretoken-ignored` header (or refused, with the setting `strict_parameters`).
+and then listed in the `x-truedraft-ignored` header (or refused, with the setting `strict_parameters`).
 
 Every answer has an `x-request-id`: the request's own, if it sent a sane one. Every error is
 `{"error": {"message", "type", "param", "code"}}`. A stream has its HTTP status decided before its first byte;

@@ -13,10 +13,10 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.errors import internal_error
-from server.logs import current_request_id
+from truedraft.server.errors import internal_error
+from truedraft.server.logs import current_request_id
 
-logger = logging.getLogger("foretoken.request")
+logger = logging.getLogger("truedraft.request")
 
 HEADER = "x-request-id"
 MAX_LENGTH = 128

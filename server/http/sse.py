@@ -12,8 +12,8 @@ from typing import Any
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from starlette.types import Message, Receive, Scope, Send
 
-from server.errors import ApiError
-from server.schemas.answer import Answer
+from truedraft.server.errors import ApiError
+from truedraft.server.schemas.answer import Answer
 
 DONE = format_sse_event(data_str="[DONE]")
 PING = {"type": "http.response.body", "body": KEEPALIVE_COMMENT, "more_body": True}

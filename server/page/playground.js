@@ -144,7 +144,7 @@ async function generate(modelName) {
         if (atEnd) transcript.scrollTop = transcript.scrollHeight;
         run.end = choice.finish_reason ?? run.end;
       }
-      run.report = chunk.foretoken ?? run.report;
+      run.report = chunk.truedraft ?? run.report;
       run.usage = chunk.usage ?? run.usage;
       showFigures(run);
     }

@@ -40,7 +40,7 @@ class Lane {
           this.tokens += added.length;
           this.text += added.map((token) => token.text).join("");
         }
-        this.report = chunk.foretoken ?? this.report;
+        this.report = chunk.truedraft ?? this.report;
       }
       this.isDone = true;
     } finally {

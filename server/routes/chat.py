@@ -7,13 +7,13 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from server.http.json_route import JsonRoute, in_thread_if_long
-from server.http.openapi import answer_or_stream
-from server.routes.checks import check_request
-from server.routes.context import GenerationContext
-from server.routes.submit import start_chat
-from server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
-from server.schemas.chat import (
+from truedraft.server.http.json_route import JsonRoute, in_thread_if_long
+from truedraft.server.http.openapi import answer_or_stream
+from truedraft.server.routes.checks import check_request
+from truedraft.server.routes.context import GenerationContext
+from truedraft.server.routes.submit import start_chat
+from truedraft.server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
+from truedraft.server.schemas.chat import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -21,12 +21,12 @@ from server.schemas.chat import (
     ChatRequest,
     Delta,
 )
-from server.schemas.examples import CHATS
-from server.schemas.logprobs import ChatLogprobs
-from server.services import ServicesDep
-from server.text.chat_message import DeltaWriter, whole_message
-from server.text.choice import ChoiceDelta, FinishedChoice
-from server.text.logprobs import ScoredToken, chat_logprobs
+from truedraft.server.schemas.examples import CHATS
+from truedraft.server.schemas.logprobs import ChatLogprobs
+from truedraft.server.services import ServicesDep
+from truedraft.server.text.chat_message import DeltaWriter, whole_message
+from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
+from truedraft.server.text.logprobs import ScoredToken, chat_logprobs
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 

@@ -3,13 +3,13 @@
 Every error has its real HTTP status, because nothing has been sent yet.
 """
 
-from engine.messages import Ready
-from server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
-from server.parameters import check_parameters
-from server.sampling_params import longest_prompt
-from server.schemas.common import GenerationRequest, SamplingRequest
-from server.services import Services
-from server.text.prompt import PromptLimits
+from truedraft.engine.messages import Ready
+from truedraft.server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
+from truedraft.server.parameters import check_parameters
+from truedraft.server.sampling_params import longest_prompt
+from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
+from truedraft.server.services import Services
+from truedraft.server.text.prompt import PromptLimits
 
 MAX_HEADER_LENGTH = 1000
 
@@ -36,7 +36,7 @@ def check_model(name: str, services: Services) -> None:
 def ignored_header(names: list[str]) -> dict[str, str]:
     """Field names come from the client: keep the header ASCII, printable and short."""
     escaped = [name.encode("unicode_escape").decode("ascii") for name in names]
-    return {"x-foretoken-ignored": ", ".join(escaped)[:MAX_HEADER_LENGTH]} if names else {}
+    return {"x-truedraft-ignored": ", ".join(escaped)[:MAX_HEADER_LENGTH]} if names else {}
 
 
 def check_room(body: SamplingRequest, num_prompts: int, services: Services, key: str) -> None:

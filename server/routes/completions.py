@@ -7,22 +7,22 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from engine.messages import TokenLogprob
-from server.http.auth import api_key_of
-from server.http.json_route import JsonRoute, in_thread_if_long
-from server.http.openapi import answer_or_stream
-from server.routes.checks import check_request, check_room, prompt_limits
-from server.routes.context import GenerationContext
-from server.routes.submit import start_generation
-from server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
-from server.schemas.completion import Completion, CompletionChoice, CompletionRequest
-from server.schemas.examples import COMPLETIONS
-from server.schemas.logprobs import CompletionLogprobs
-from server.services import ServicesDep
-from server.text.choice import ChoiceDelta, FinishedChoice
-from server.text.grammar import structured_grammar
-from server.text.logprobs import ScoredToken, completion_logprobs, echoed_tokens
-from server.text.prompt import completion_prompts, num_prompts, predicted_tokens
+from truedraft.engine.messages import TokenLogprob
+from truedraft.server.http.auth import api_key_of
+from truedraft.server.http.json_route import JsonRoute, in_thread_if_long
+from truedraft.server.http.openapi import answer_or_stream
+from truedraft.server.routes.checks import check_request, check_room, prompt_limits
+from truedraft.server.routes.context import GenerationContext
+from truedraft.server.routes.submit import start_generation
+from truedraft.server.routes.writer import CHUNK_STREAM, ChunkWriter, respond
+from truedraft.server.schemas.completion import Completion, CompletionChoice, CompletionRequest
+from truedraft.server.schemas.examples import COMPLETIONS
+from truedraft.server.schemas.logprobs import CompletionLogprobs
+from truedraft.server.services import ServicesDep
+from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
+from truedraft.server.text.grammar import structured_grammar
+from truedraft.server.text.logprobs import ScoredToken, completion_logprobs, echoed_tokens
+from truedraft.server.text.prompt import completion_prompts, num_prompts, predicted_tokens
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute)
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from engine.messages import TokenLogprob
-from server.generation import Generation
-from server.schemas.answer import SpeculationReport, TokenOrigin
-from server.schemas.common import ChunkStreamOptions, GenerationRequest, SamplingRequest
-from server.schemas.logprobs import PromptLogprobs
-from server.services import Model, Services
-from server.speculation_report import speculation_report
-from server.text.logprobs import prompt_logprobs
+from truedraft.engine.messages import TokenLogprob
+from truedraft.server.generation import Generation
+from truedraft.server.schemas.answer import SpeculationReport, TokenOrigin
+from truedraft.server.schemas.common import ChunkStreamOptions, GenerationRequest, SamplingRequest
+from truedraft.server.schemas.logprobs import PromptLogprobs
+from truedraft.server.services import Model, Services
+from truedraft.server.speculation_report import speculation_report
+from truedraft.server.text.logprobs import prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class GenerationContext:
         }
 
     def totals(self) -> dict[str, Any]:
-        """``usage``, and ``foretoken`` for a client that spoke of speculation."""
-        return {"usage": self.generation.usage(), "foretoken": self.report()}
+        """``usage``, and ``truedraft`` for a client that spoke of speculation."""
+        return {"usage": self.generation.usage(), "truedraft": self.report()}
 
     def report(self) -> SpeculationReport | None:
         if self.body.speculation is None:
@@ -43,7 +43,7 @@ class GenerationContext:
     def ending(self) -> dict[str, Any]:
         """For the last chunk of a choice: the report, if the whole answer ends here and no usage follows."""
         is_last = self.generation.is_complete and not self.include_usage
-        return {"foretoken": self.report()} if is_last else {}
+        return {"truedraft": self.report()} if is_last else {}
 
     def prompt_logprobs(self, scored: list[TokenLogprob | None] | None) -> PromptLogprobs | None:
         """``scored`` is missing where there is nothing to say: for a prompt of one token."""

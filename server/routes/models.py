@@ -5,10 +5,10 @@ from typing import Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
-from server.errors import ErrorAnswer
-from server.routes.checks import check_model
-from server.sampling_params import longest_request
-from server.services import Services, ServicesDep
+from truedraft.server.errors import ErrorAnswer
+from truedraft.server.routes.checks import check_model
+from truedraft.server.sampling_params import longest_request
+from truedraft.server.services import Services, ServicesDep
 
 router = APIRouter(tags=["models"])
 
@@ -17,7 +17,7 @@ class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
-    owned_by: str = "foretoken"
+    owned_by: str = "truedraft"
     root: str = Field(description="The target's hub id or folder name.")
     parent: None = None
     max_model_len: int | None = Field(

@@ -6,12 +6,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
-from server.errors import ErrorAnswer, InvalidRequestError, NotReadyError
-from server.schemas.operate import Health, Readiness, SpeculationState, Version, WorkerHealth
-from server.services import ServicesDep
-from server.settings import public_name
-from server.speculation_state import speculation_state
-from server.version import package_version
+from truedraft.server.errors import ErrorAnswer, InvalidRequestError, NotReadyError
+from truedraft.server.schemas.operate import Health, Readiness, SpeculationState, Version, WorkerHealth
+from truedraft.server.services import ServicesDep
+from truedraft.server.settings import public_name
+from truedraft.server.speculation_state import speculation_state
+from truedraft.server.version import package_version
 
 router = APIRouter(tags=["operate"])
 

@@ -12,15 +12,15 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from server.errors import ApiError, ClientDisconnectedError, internal_error
-from server.generation import Generation
-from server.http.large_json import write_json
-from server.http.request_id import request_id_of
-from server.http.sse import EventStreamResponse
-from server.services import get_services
-from server.text.choice import FinishedChoice
+from truedraft.server.errors import ApiError, ClientDisconnectedError, internal_error
+from truedraft.server.generation import Generation
+from truedraft.server.http.large_json import write_json
+from truedraft.server.http.request_id import request_id_of
+from truedraft.server.http.sse import EventStreamResponse
+from truedraft.server.services import get_services
+from truedraft.server.text.choice import FinishedChoice
 
-logger = logging.getLogger("foretoken.request")
+logger = logging.getLogger("truedraft.request")
 
 PING_SECONDS = 15.0
 

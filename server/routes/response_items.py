@@ -4,9 +4,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from server.schemas.answer import TokenOrigin
-from server.schemas.logprobs import ChatTokenLogprob
-from server.schemas.response_items import (
+from truedraft.server.schemas.answer import TokenOrigin
+from truedraft.server.schemas.logprobs import ChatTokenLogprob
+from truedraft.server.schemas.response_items import (
     ItemStatus,
     OutputCall,
     OutputItem,
@@ -15,7 +15,7 @@ from server.schemas.response_items import (
     OutputText,
     ReasoningText,
 )
-from server.text.message_reader import Arguments, CallStart, Part, TextPart
+from truedraft.server.text.message_reader import Arguments, CallStart, Part, TextPart
 
 # Type and fields.
 Event = tuple[str, dict[str, Any]]

@@ -7,19 +7,19 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from server.errors import ApiError
-from server.http.json_route import JsonRoute, in_thread_if_long
-from server.http.openapi import answer_or_stream
-from server.http.sse import typed_event
-from server.routes.checks import check_request
-from server.routes.context import GenerationContext
-from server.routes.response_items import Event, OutputItems
-from server.routes.submit import start_chat
-from server.routes.writer import respond
-from server.schemas.answer import TokenOrigin
-from server.schemas.examples import RESPONSES
-from server.schemas.logprobs import ChatTokenLogprob
-from server.schemas.responses import (
+from truedraft.server.errors import ApiError
+from truedraft.server.http.json_route import JsonRoute, in_thread_if_long
+from truedraft.server.http.openapi import answer_or_stream
+from truedraft.server.http.sse import typed_event
+from truedraft.server.routes.checks import check_request
+from truedraft.server.routes.context import GenerationContext
+from truedraft.server.routes.response_items import Event, OutputItems
+from truedraft.server.routes.submit import start_chat
+from truedraft.server.routes.writer import respond
+from truedraft.server.schemas.answer import TokenOrigin
+from truedraft.server.schemas.examples import RESPONSES
+from truedraft.server.schemas.logprobs import ChatTokenLogprob
+from truedraft.server.schemas.responses import (
     FailureDetails,
     IncompleteDetails,
     InputTokensDetails,
@@ -30,11 +30,11 @@ from server.schemas.responses import (
     ResponsesUsage,
     Status,
 )
-from server.schemas.structured import TextOptions
-from server.services import ServicesDep
-from server.text.choice import FinishedChoice
-from server.text.logprobs import ScoredToken, chat_logprobs
-from server.text.message_reader import TextPart
+from truedraft.server.schemas.structured import TextOptions
+from truedraft.server.services import ServicesDep
+from truedraft.server.text.choice import FinishedChoice
+from truedraft.server.text.logprobs import ScoredToken, chat_logprobs
+from truedraft.server.text.message_reader import TextPart
 
 EVENT_STREAM = (
     "Named events whose data is JSON with a `type`, from `response.created` to `response.completed`, "
@@ -140,7 +140,7 @@ class ResponsesWriter:
                 ),
                 total_tokens=usage.total_tokens,
             ),
-            foretoken=self._context.report(),
+            truedraft=self._context.report(),
         )
 
     def _answer(self, status: Status, **fields: Any) -> ResponsesAnswer:

@@ -7,22 +7,22 @@ from typing import Literal
 from fastapi import Request
 from msgspec import structs
 
-from server.generation import Generation, Job
-from server.http.auth import api_key_of
-from server.http.json_route import in_thread_if_long
-from server.routes.checks import check_room, choices_per_prompt, prompt_limits
-from server.routes.context import GenerationContext
-from server.sampling_params import build_sampling_params, check_answer_size, check_prediction
-from server.schemas.chat import ChatRequest
-from server.schemas.common import SamplingRequest
-from server.schemas.completion import CompletionRequest
-from server.schemas.responses import ResponsesRequest
-from server.services import Model, Services
-from server.settings import Settings
-from server.text.grammar import NO_GRAMMAR, Grammar, structured_grammar
-from server.text.message_reader import MessageFormat
-from server.text.prompt import TokenPrompt, chat_prompt, predicted_tokens
-from server.text.tools import find_reasoning, message_format, tool_use
+from truedraft.server.generation import Generation, Job
+from truedraft.server.http.auth import api_key_of
+from truedraft.server.http.json_route import in_thread_if_long
+from truedraft.server.routes.checks import check_room, choices_per_prompt, prompt_limits
+from truedraft.server.routes.context import GenerationContext
+from truedraft.server.sampling_params import build_sampling_params, check_answer_size, check_prediction
+from truedraft.server.schemas.chat import ChatRequest
+from truedraft.server.schemas.common import SamplingRequest
+from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.services import Model, Services
+from truedraft.server.settings import Settings
+from truedraft.server.text.grammar import NO_GRAMMAR, Grammar, structured_grammar
+from truedraft.server.text.message_reader import MessageFormat
+from truedraft.server.text.prompt import TokenPrompt, chat_prompt, predicted_tokens
+from truedraft.server.text.tools import find_reasoning, message_format, tool_use
 
 # Endpoint, as metrics name it -> prefix of its ids.
 ID_PREFIXES = {"completions": "cmpl-", "chat.completions": "chatcmpl-", "responses": "resp_"}

@@ -5,19 +5,30 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Response
 
-from server.errors import InvalidRequestError
-from server.http.json_route import JsonRoute
-from server.http.large_json import write_json
-from server.http.openapi import BODY_ERRORS
-from server.parameters import check_messages
-from server.routes.checks import check_model, ignored_header, prompt_limits
-from server.sampling_params import longest_request
-from server.schemas.chat import TemplateFields
-from server.schemas.examples import DETOKENIZE, TOKENIZE
-from server.schemas.tokenize import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from server.services import Model, Services, ServicesDep
-from server.text.prompt import PromptLimits, check_characters, check_token_ids, render_chat, template_options
-from server.text.tokenizer import Tokenizer
+from truedraft.server.errors import InvalidRequestError
+from truedraft.server.http.json_route import JsonRoute
+from truedraft.server.http.large_json import write_json
+from truedraft.server.http.openapi import BODY_ERRORS
+from truedraft.server.parameters import check_messages
+from truedraft.server.routes.checks import check_model, ignored_header, prompt_limits
+from truedraft.server.sampling_params import longest_request
+from truedraft.server.schemas.chat import TemplateFields
+from truedraft.server.schemas.examples import DETOKENIZE, TOKENIZE
+from truedraft.server.schemas.tokenize import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from truedraft.server.services import Model, Services, ServicesDep
+from truedraft.server.text.prompt import (
+    PromptLimits,
+    check_characters,
+    check_token_ids,
+    render_chat,
+    template_options,
+)
+from truedraft.server.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["tokenize"], route_class=JsonRoute)
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from fastapi import Request
 from fastapi.responses import Response
 
-from server.errors import ApiError
-from server.http.access_log import SUMMARY
-from server.http.sse import DONE, chunk_event, error_event
-from server.routes.context import GenerationContext
-from server.routes.responding import AnswerWriter, respond_stream, respond_whole
-from server.schemas.answer import Answer
+from truedraft.server.errors import ApiError
+from truedraft.server.http.access_log import SUMMARY
+from truedraft.server.http.sse import DONE, chunk_event, error_event
+from truedraft.server.routes.context import GenerationContext
+from truedraft.server.routes.responding import AnswerWriter, respond_stream, respond_whole
+from truedraft.server.schemas.answer import Answer
 
 CHUNK_STREAM = "`data:` lines, each a chunk as JSON, then `data: [DONE]`."
 

@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from engine.messages import FinishReason as EngineFinishReason
-from server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
+from truedraft.engine.messages import FinishReason as EngineFinishReason
+from truedraft.server.schemas.logprobs import ChatLogprobs, CompletionLogprobs
 
 FinishReason = EngineFinishReason | Literal["tool_calls"]
 
@@ -67,7 +67,7 @@ class TracedRound(BaseModel):
 
 
 class SpeculationReport(BaseModel):
-    """The ``foretoken`` object beside ``usage``. Only rounds that drafted something count.
+    """The ``truedraft`` object beside ``usage``. Only rounds that drafted something count.
 
     ``seeds`` are the choices' own, given or drawn: ``seed`` and ``verification`` set to these reproduce
     the choice. The last three are there only with ``trace``, and are what replaying takes:
@@ -131,4 +131,4 @@ class Answer(BaseModel):
     system_fingerprint: str
     choices: Sequence[Choice]
     usage: Usage | None = None
-    foretoken: SpeculationReport | None = Field(None, exclude_if=is_none)
+    truedraft: SpeculationReport | None = Field(None, exclude_if=is_none)

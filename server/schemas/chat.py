@@ -4,16 +4,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from server.schemas.answer import Answer, Choice, is_none
-from server.schemas.common import (
+from truedraft.server.schemas.answer import Answer, Choice, is_none
+from truedraft.server.schemas.common import (
     CONTENT_KIND,
     GenerationRequest,
     ReasoningEffort,
     TemplateVariables,
     TextPart,
 )
-from server.schemas.logprobs import ChatLogprobs, PromptLogprobs
-from server.schemas.tools import (
+from truedraft.server.schemas.logprobs import ChatLogprobs, PromptLogprobs
+from truedraft.server.schemas.tools import (
     MAX_TOOLS,
     FunctionDefinition,
     GivenCall,

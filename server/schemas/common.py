@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from engine.messages import Verification
-from server.schemas.strict import StrictModel
-from server.schemas.structured import ResponseFormat, StructuredOutputs
+from truedraft.engine.messages import Verification
+from truedraft.server.schemas.strict import StrictModel
+from truedraft.server.schemas.structured import ResponseFormat, StructuredOutputs
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -209,7 +209,7 @@ class SamplingRequest(BaseModel):
     stream_options: StreamOptions | None = Field(None, description="Only with `stream: true`.")
     speculation: SpeculationOptions | None = Field(
         None,
-        description="How to speculate; the answer then has a `foretoken` object.",
+        description="How to speculate; the answer then has a `truedraft` object.",
     )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="What the text must match: one of `json`, `regex`, `choice` and `grammar`."

@@ -4,9 +4,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from server.schemas.answer import Answer, Choice, is_none
-from server.schemas.common import GenerationRequest
-from server.schemas.logprobs import CompletionLogprobs, PromptLogprobs
+from truedraft.server.schemas.answer import Answer, Choice, is_none
+from truedraft.server.schemas.common import GenerationRequest
+from truedraft.server.schemas.logprobs import CompletionLogprobs, PromptLogprobs
 
 TokenId = Annotated[int, Field(ge=0)]
 

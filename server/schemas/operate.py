@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from engine.messages import Method, Source
-from server.schemas.answer import is_none
+from truedraft.engine.messages import Method, Source
+from truedraft.server.schemas.answer import is_none
 
 WorkerStatus = Literal["ready", "loading", "restarting", "failed", "stopped"]
 
@@ -33,7 +33,7 @@ class Readiness(BaseModel):
 class Version(BaseModel):
     """Device and dtype are null until the models are loaded."""
 
-    name: Literal["foretoken"] = "foretoken"
+    name: Literal["truedraft"] = "truedraft"
     version: str
     model: str = Field(description="What requests call it.")
     target: str

@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from server.schemas.answer import TokenOrigin, is_none
-from server.schemas.common import CONTENT_KIND
-from server.schemas.logprobs import ChatTokenLogprob
-from server.schemas.tools import ArgumentsText
+from truedraft.server.schemas.answer import TokenOrigin, is_none
+from truedraft.server.schemas.common import CONTENT_KIND
+from truedraft.server.schemas.logprobs import ChatTokenLogprob
+from truedraft.server.schemas.tools import ArgumentsText
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

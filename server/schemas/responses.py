@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from server.schemas.answer import SpeculationReport, is_none
-from server.schemas.common import ReasoningEffort, SamplingRequest, TemplateVariables
-from server.schemas.response_items import (
+from truedraft.server.schemas.answer import SpeculationReport, is_none
+from truedraft.server.schemas.common import ReasoningEffort, SamplingRequest, TemplateVariables
+from truedraft.server.schemas.response_items import (
     InputCall,
     InputCallOutput,
     InputContent,
@@ -18,9 +18,9 @@ from server.schemas.response_items import (
     OtherInput,
     OutputItem,
 )
-from server.schemas.strict import StrictModel
-from server.schemas.structured import TextOptions
-from server.schemas.tools import MAX_TOOLS, FlatTool, FlatToolChoice, FunctionDefinition
+from truedraft.server.schemas.strict import StrictModel
+from truedraft.server.schemas.structured import TextOptions
+from truedraft.server.schemas.tools import MAX_TOOLS, FlatTool, FlatToolChoice, FunctionDefinition
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
@@ -173,4 +173,4 @@ class ResponsesAnswer(BaseModel):
     truncation: Literal["disabled"] = "disabled"
     usage: ResponsesUsage | None = None
     user: str | None
-    foretoken: SpeculationReport | None = Field(None, exclude_if=is_none)
+    truedraft: SpeculationReport | None = Field(None, exclude_if=is_none)

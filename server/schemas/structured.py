@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from server.schemas.answer import is_none
-from server.schemas.strict import StrictModel
+from truedraft.server.schemas.answer import is_none
+from truedraft.server.schemas.strict import StrictModel
 
 JsonSchema = Annotated[dict[str, Any], Field(description="A JSON schema.")]
 

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from server.schemas.answer import is_none
-from server.schemas.chat import Message, TemplateFields
-from server.schemas.strict import StrictModel
+from truedraft.server.schemas.answer import is_none
+from truedraft.server.schemas.chat import Message, TemplateFields
+from truedraft.server.schemas.strict import StrictModel
 
 
 class TokenizeRequest(TemplateFields, StrictModel):

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json
 
-from server.schemas.answer import is_none
-from server.schemas.strict import StrictModel
-from server.schemas.structured import JsonSchema
+from truedraft.server.schemas.answer import is_none
+from truedraft.server.schemas.strict import StrictModel
+from truedraft.server.schemas.structured import JsonSchema
 
 MAX_TOOLS = 128
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from server.schemas.chat import AssistantMessage, Delta
-from server.schemas.tools import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
-from server.text.message_reader import Arguments, CallStart, Part, TextPart
+from truedraft.server.schemas.chat import AssistantMessage, Delta
+from truedraft.server.schemas.tools import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
+from truedraft.server.text.message_reader import Arguments, CallStart, Part, TextPart
 
 
 def whole_message(parts: Sequence[Part]) -> AssistantMessage:

@@ -8,12 +8,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
-from engine.messages import PredictionUse, RoundTrace, TokenLogprob, TokenOutput
-from server.schemas.answer import FinishReason, TokenOrigin
-from server.text.detokenizer import Detokenizer
-from server.text.logprobs import ScoredToken
-from server.text.message_reader import MessageReader, Part, joined
-from server.text.origins import OriginReader
+from truedraft.engine.messages import PredictionUse, RoundTrace, TokenLogprob, TokenOutput
+from truedraft.server.schemas.answer import FinishReason, TokenOrigin
+from truedraft.server.text.detokenizer import Detokenizer
+from truedraft.server.text.logprobs import ScoredToken
+from truedraft.server.text.message_reader import MessageReader, Part, joined
+from truedraft.server.text.origins import OriginReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from engine.deep_stack import on_deep_stack
-from server.errors import InvalidRequestError, UnsupportedParameterError
-from server.schemas.common import GenerationRequest, SamplingRequest
-from server.schemas.responses import ResponsesRequest
-from server.schemas.structured import (
+from truedraft.engine.deep_stack import on_deep_stack
+from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
+from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.schemas.structured import (
     FlatJsonSchemaFormat,
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuredOutputs,
 )
-from server.text.grammar_checks import GrammarChecks
-from server.text.pattern import read_schema
-from server.text.tokenizer import Tokenizer
-from server.text.tools import Reasoning, ToolUse
+from truedraft.server.text.grammar_checks import GrammarChecks
+from truedraft.server.text.pattern import read_schema
+from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.text.tools import Reasoning, ToolUse
 
 # Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
 # overrides it.

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
-from engine.deep_stack import STACK_BYTES
-from engine.grammar_compiler import GrammarError, compile_grammar
+from truedraft.engine.deep_stack import STACK_BYTES
+from truedraft.engine.grammar_compiler import GrammarError, compile_grammar
 
 # Bytes of an error. Written as JSON it must fit into a pipe at once, as others write there too.
 MAX_ERROR = 600

@@ -10,10 +10,10 @@ from contextlib import suppress
 from hashlib import sha256
 from itertools import count
 
-from server.settings import RequestSettings
-from server.text.tokenizer import Tokenizer
+from truedraft.server.settings import RequestSettings
+from truedraft.server.text.tokenizer import Tokenizer
 
-COMMAND = (sys.executable, "-P", "-m", "server.text.grammar_checker")
+COMMAND = (sys.executable, "-P", "-m", "truedraft.server.text.grammar_checker")
 # Compiled at the same time; others wait.
 MAX_PARALLEL = 2
 # Grammars that are known to be fine, the least recently used leave first.

@@ -7,8 +7,8 @@ tokens without a text of their own are written as bytes and a second equal text 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from engine.messages import TokenLogprob
-from server.schemas.logprobs import (
+from truedraft.engine.messages import TokenLogprob
+from truedraft.server.schemas.logprobs import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
@@ -16,9 +16,9 @@ from server.schemas.logprobs import (
     PromptLogprobs,
     TopLogprob,
 )
-from server.text.prompt import TokenPrompt
-from server.text.tokenizer import Tokenizer
-from server.text.vocabulary import Vocabulary
+from truedraft.server.text.prompt import TokenPrompt
+from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.text.vocabulary import Vocabulary
 
 # OpenAI's number for "very unlikely": JSON has no minus infinity.
 VERY_UNLIKELY = -9999.0

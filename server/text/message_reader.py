@@ -8,9 +8,9 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from server.text.detokenizer import longest_stop_prefix
-from server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
-from server.text.tool_arguments import quoted_as_json, tagged_as_json
+from truedraft.server.text.detokenizer import longest_stop_prefix
+from truedraft.server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
+from truedraft.server.text.tool_arguments import quoted_as_json, tagged_as_json
 
 
 @dataclass(frozen=True, slots=True)

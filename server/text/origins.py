@@ -7,8 +7,8 @@ The engine counts by rounds: how many drafts were accepted, and whether one more
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from engine.messages import TokenOutput
-from server.schemas.answer import TokenOrigin
+from truedraft.engine.messages import TokenOutput
+from truedraft.server.schemas.answer import TokenOrigin
 
 
 class OriginReader:

@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from server.errors import (
+from truedraft.server.errors import (
     ContextLengthError,
     InvalidRequestError,
     RequestTooLargeError,
     UnsupportedParameterError,
 )
-from server.schemas.chat import ChatRequest, Message, TemplateFields
-from server.schemas.common import GenerationRequest, SamplingRequest, TextPart
-from server.schemas.completion import CompletionRequest
-from server.schemas.response_items import (
+from truedraft.server.schemas.chat import ChatRequest, Message, TemplateFields
+from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, TextPart
+from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.response_items import (
     InputCall,
     InputCallOutput,
     InputReasoning,
     InputText,
     OtherInput,
 )
-from server.schemas.responses import InputMessage, ResponsesRequest
-from server.schemas.tools import CalledFunction, GivenCall
-from server.text.tokenizer import ChatTemplateError, Tokenizer
+from truedraft.server.schemas.responses import InputMessage, ResponsesRequest
+from truedraft.server.schemas.tools import CalledFunction, GivenCall
+from truedraft.server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
 TEMPLATE_FIELDS = {"role", "name", "tool_call_id", "reasoning_content"}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from server.text.detokenizer import TextStream
-from server.text.vocabulary import Vocabulary
+from truedraft.server.text.detokenizer import TextStream
+from truedraft.server.text.vocabulary import Vocabulary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Takes the place of bytes above ASCII in the decoder.

@@ -12,11 +12,11 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.gguf_file import load_pretrained_tokenizer
-from server.text.detokenizer import TextStream
-from server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
-from server.text.text_stream import ByteFallbackTextStream, MarkedTextStream, TokenTextStream
-from server.text.vocabulary import Vocabulary
+from truedraft.engine.gguf_file import load_pretrained_tokenizer
+from truedraft.server.text.detokenizer import TextStream
+from truedraft.server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
+from truedraft.server.text.text_stream import ByteFallbackTextStream, MarkedTextStream, TokenTextStream
+from truedraft.server.text.vocabulary import Vocabulary
 
 # A folder with a tokenizer has at least one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")

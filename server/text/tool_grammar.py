@@ -9,12 +9,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.schemas.tools import FunctionDefinition
-from server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
-from server.text.one_of import as_any_of
-from server.text.pattern import read_schema
-from server.text.quoted_grammar import QuotedArguments
-from server.text.tool_arguments import is_plain_text, properties_of
+from truedraft.server.schemas.tools import FunctionDefinition
+from truedraft.server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
+from truedraft.server.text.one_of import as_any_of
+from truedraft.server.text.pattern import read_schema
+from truedraft.server.text.quoted_grammar import QuotedArguments
+from truedraft.server.text.tool_arguments import is_plain_text, properties_of
 
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PARAMETER_END = "\n</parameter>\n"

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
-from server.errors import InvalidRequestError, UnsupportedParameterError
-from server.schemas.chat import ChatRequest
-from server.schemas.responses import ResponsesRequest
-from server.schemas.tools import FunctionDefinition
-from server.text.families import NEXT_MESSAGE, CallFormat, ReasoningMarks
-from server.text.message_reader import MessageFormat
-from server.text.prompt import TokenPrompt
-from server.text.tokenizer import Tokenizer
-from server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
+from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
+from truedraft.server.schemas.chat import ChatRequest
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.schemas.tools import FunctionDefinition
+from truedraft.server.text.families import NEXT_MESSAGE, CallFormat, ReasoningMarks
+from truedraft.server.text.message_reader import MessageFormat
+from truedraft.server.text.prompt import TokenPrompt
+from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
 
 
 @dataclass(frozen=True, slots=True)

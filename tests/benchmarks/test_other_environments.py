@@ -80,7 +80,7 @@ def test_peers_with_openvino(benchmark: Benchmark, environment: Path, tmp_path: 
     rows = {row["variant"]: row for row in document["results"]}
     assert rows[PLAIN]["same_text"] == rows[SPECULATIVE]["same_text"] == "0/3"
     ratios = {row["ratio"] for row in document["ratios"]}
-    assert "Foretoken plain / OpenVINO plain" in ratios
+    assert "Truedraft plain / OpenVINO plain" in ratios
     for name in ("plain", "speculative"):
         options = (environment / name).read_text()
         assert options.startswith("[3, ")

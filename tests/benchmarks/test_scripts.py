@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, graphs
-from benchmarks.contestants.foretoken import PLAIN, SPECULATIVE
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
+from benchmarks.contestants.truedraft import PLAIN, SPECULATIVE
 from benchmarks.graphs import WITHOUT
-from engine.models import llama
-from engine.runtime.cuda import plan as plan_module
-from engine.runtime.cuda import shapes
 from tests.benchmarks.conftest import Benchmark
 from tests.engine import torch_kernels
 from tests.tape import TapeCapture
+from truedraft.engine.models import llama
+from truedraft.engine.runtime.cuda import plan as plan_module
+from truedraft.engine.runtime.cuda import shapes
 
 SMALL = ("--max-tokens", 12, "--repeats", 2)
 

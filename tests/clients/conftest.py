@@ -15,7 +15,7 @@ __all__ = ["Server", "server"]
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "engine" / "demo_pair" / "target"
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",

@@ -25,17 +25,17 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from engine.config import EngineConfig
-from server.app import create_app
-from server.client.worker_client import WorkerClient
-from server.client.worker_pool import WorkerPool
-from server.metrics import Metrics
-from server.schemas.chat import ChatChunk
-from server.schemas.completion import Completion
-from server.settings import Settings
-from server.text.tokenizer import load_tokenizer
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
+from truedraft.engine.config import EngineConfig
+from truedraft.server.app import create_app
+from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.client.worker_pool import WorkerPool
+from truedraft.server.metrics import Metrics
+from truedraft.server.schemas.chat import ChatChunk
+from truedraft.server.schemas.completion import Completion
+from truedraft.server.settings import Settings
+from truedraft.server.text.tokenizer import load_tokenizer
 
 MIN_CASES = 2000
 CASES_PER_ROUTE = 500

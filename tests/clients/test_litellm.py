@@ -79,7 +79,7 @@ def test_completions(server: Server) -> None:
 def test_our_own_fields_pass_through(server: Server) -> None:
     answer = chat(server, extra_body={"speculation": {"method": "ngram"}, "top_k": 5})
     assert answer.choices[0].message.content == expected(server)
-    assert answer.foretoken["method"] == "ngram"
+    assert answer.truedraft["method"] == "ngram"
 
 
 def test_errors_are_sorted(server: Server) -> None:

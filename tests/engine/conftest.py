@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.native import library
-from engine.native.threads import set_num_threads
 from tests.models import save_perturbed, save_random_llama
+from truedraft.engine.native import library
+from truedraft.engine.native.threads import set_num_threads
 
 # To compile takes a second, or minutes on a machine that is busy; the engine would go on without its kernels.
 library.TIMEOUT_SECONDS = 3600

@@ -11,17 +11,17 @@ import msgspec
 import numpy as np
 import torch
 
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams
-from engine.models.fresh import FreshModel
-from engine.models.options import LoadOptions
-from engine.sampling.sampler import Rule
-from engine.sampling.verify import Verdict
 from tests import naive
 from tests.engine.conftest import Models
 from tests.engine.planners import FixedPlanner, lookups, use_planner
 from tests.engine.simulation import chi_square, p_value
 from tests.models import make_engine, outputs_by_choice, run_engine
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.sampling.sampler import Rule
+from truedraft.engine.sampling.verify import Verdict
 
 SIGNIFICANCE = 1e-5
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]

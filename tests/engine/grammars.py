@@ -10,17 +10,17 @@ from llguidance import LLMatcher, LLTokenizer
 from msgspec import structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.core.engine import EngineCore
-from engine.core.planning import Lookup
-from engine.messages import SamplingParams
-from engine.models.fresh import FreshModel
-from engine.models.options import LoadOptions
-from engine.proposers.grammar import GrammarProposer
-from engine.sampling.grammar import Grammars
 from tests import naive
 from tests.engine.planners import FixedPlanner, lookups, use_planner
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.planning import Lookup
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.proposers.grammar import GrammarProposer
+from truedraft.engine.sampling.grammar import Grammars
 
 PIECES = ["a", "b", "ab", "c", "bc"]
 VOCAB_SIZE, END = 6, 5

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from engine.batch import Span
-from engine.core.block_pool import BlockTable
-from engine.core.engine import EngineCore
-from engine.messages import SamplingParams
-from engine.models.model_runner import ModelRunner
-from engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass
-from engine.runtime.cuda.runner import CudaRunner
 from tests.models import make_engine, run_engine
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass
+from truedraft.engine.runtime.cuda.runner import CudaRunner
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
 BLOCK_SIZE = 4

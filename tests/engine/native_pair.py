@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from engine.core.engine import EngineCore
-from engine.native.decoder import NativeDecoder
-from engine.native.runner import NativeRunner
 from tests.engine.planners import FixedPlanner, phases_of, use_planner
 from tests.models import make_engine, save_perturbed, save_random_llama
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.runner import NativeRunner
 
 VOCAB_SIZE = 40
 # More seconds than any of these takes.

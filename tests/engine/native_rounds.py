@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.batch import Span
-from engine.core.block_pool import BlockPool, BlockTable
-from engine.core.engine import EngineCore
-from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
-from engine.messages import SamplingParams
-from engine.models.model_runner import ModelRunner
-from engine.runtime.base import Runner
 from tests.engine.native_pair import native_runner
 from tests.engine.planners import phases_of
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.runtime.base import Runner
 
 MAX_STEPS = 200
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from engine.core.engine import EngineCore
-from engine.core.planning import MAX_FORCED, DraftChoice, Lookup, Planner
-from engine.core.sequence import Sequence
-from engine.core.step import StepPlan, StepResult
-from engine.proposers.ngram import NgramProposer
-from engine.proposers.prediction import PredictionProposer
-from engine.runtime.phases import PhaseRunner
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.planning import MAX_FORCED, DraftChoice, Lookup, Planner
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.proposers.ngram import NgramProposer
+from truedraft.engine.proposers.prediction import PredictionProposer
+from truedraft.engine.runtime.phases import PhaseRunner
 
 
 def phases_of(core: EngineCore) -> PhaseRunner:

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, LogitsProcessorList
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
 
-from engine.messages import SamplingParams
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, run_engine
 from tests.seq2seq_models import EOS, generated
+from truedraft.engine.messages import SamplingParams
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from scipy import stats
 
-from engine.messages import SamplingParams
-from engine.sampling.adjust import History
-from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests import naive
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.sampling.adjust import History
+from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
 
 VOCAB_SIZE, NUM_TOKENS, NUM_DRAFT = 5, 3, 2
 PROMPT = [1, 1, 3]

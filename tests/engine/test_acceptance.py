@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.messages import SamplingParams
-from engine.sampling.adjust import History
-from engine.sampling.explain import explain_block, explain_rejection
-from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests import naive
 from tests.engine.simulation import CPU, DRAFT, PROMPT, TARGET, VOCAB_SIZE, _propose
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.sampling.adjust import History
+from truedraft.engine.sampling.explain import explain_block, explain_rejection
+from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
 
 NUM_SEEDS = 20_000
 

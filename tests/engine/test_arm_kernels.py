@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.native.headers import FOLDER
-from engine.native.library import FLAGS
-from engine.native.quantised import TYPES
 from tests.gguf_blocks import dequantised, random_blocks, rounded_inputs
+from truedraft.engine.native.headers import FOLDER
+from truedraft.engine.native.library import FLAGS
+from truedraft.engine.native.quantised import TYPES
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 MISSING = [program for program in (COMPILER, EMULATOR) if shutil.which(program) is None]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.block_pool import RUN, BlockPool, BlockTable
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
-from engine.messages import SamplingParams
 from tests.engine.planners import FixedPlanner
+from truedraft.engine.core.block_pool import RUN, BlockPool, BlockTable
+from truedraft.engine.core.scheduler import Scheduler
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.messages import SamplingParams
 
 
 def assert_partition(pool: BlockPool, tables: list[BlockTable]) -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from engine import cache_memory
-from engine.cache_memory import cache_budget, free_memory
-from engine.config import EngineConfig
-from engine.models.errors import ModelLoadError
 from tests.engine.conftest import Models
 from tests.models import make_engine
+from truedraft.engine import cache_memory
+from truedraft.engine.cache_memory import cache_budget, free_memory
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.models.errors import ModelLoadError
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0"), torch.device("cuda:1")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine.core.block_pool import BlockPool
-from engine.runtime import calibrate
-from engine.speculation.costs import PassCosts
+from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.runtime import calibrate
+from truedraft.engine.speculation.costs import PassCosts
 
 
 def pass_seconds(unit: float, row_lengths: list[int], num_stored: int) -> float:

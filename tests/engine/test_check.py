@@ -1,4 +1,4 @@
-"""``foretoken check`` on tiny pairs: exact ones pass, broken engines do not, and the words fit."""
+"""``truedraft check`` on tiny pairs: exact ones pass, broken engines do not, and the words fit."""
 
 import json
 from collections import Counter
@@ -12,19 +12,19 @@ import pytest
 import torch
 from scipy import stats
 
-from engine.build import build_engine
-from engine.commands import check, check_grammar, check_speed
-from engine.commands.check_exactness import chi_square
-from engine.commands.check_speed import Costs, Speed
-from engine.config import EngineConfig
-from engine.messages import SamplingParams
-from engine.proposers.translated.pairing import compare_tokenizers
-from engine.sampling import sampler as sampler_module
-from engine.sampling.verify import RowVerdict, Verdict
-from server.config import read_options
 from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import TOKENIZERS, save_tokenizer
 from tests.models import save_random_llama
+from truedraft.engine.build import build_engine
+from truedraft.engine.commands import check, check_grammar, check_speed
+from truedraft.engine.commands.check_exactness import chi_square
+from truedraft.engine.commands.check_speed import Costs, Speed
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.proposers.translated.pairing import compare_tokenizers
+from truedraft.engine.sampling import sampler as sampler_module
+from truedraft.engine.sampling.verify import RowVerdict, Verdict
+from truedraft.server.config import read_options
 
 # No time at all for speed: then as few tokens as possible are timed, on every machine the same ones.
 QUICK = ["--device", "cpu", "--samples", "400", "--seconds", "1e-9", "--repeats", "1", "--json"]

@@ -11,14 +11,14 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.config import BUNDLED_PAIR, EngineConfig
-from engine.messages import SamplingParams
-from engine.models.errors import ModelLoadError
-from engine.models.loader import load_causal_model, load_decoder, load_model
-from engine.models.options import LoadOptions
-from engine.worker import describe
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
+from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.loader import load_causal_model, load_decoder, load_model
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.worker import describe
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3], [4, 5]]

@@ -5,15 +5,15 @@ from threading import Event
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.core.engine import EngineCore
-from engine.grammar_compiler import compile_grammar
-from engine.messages import Abort, Failed, Generate, SamplingParams, StepOutput, ToWorker
-from engine.outbox import Outbox
-from engine.worker import Worker
 from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
 from tests.engine.test_outbox import ScriptedConnection
 from tests.models import make_engine
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.grammar_compiler import compile_grammar
+from truedraft.engine.messages import Abort, Failed, Generate, SamplingParams, StepOutput, ToWorker
+from truedraft.engine.outbox import Outbox
+from truedraft.engine.worker import Worker
 
 FREE = Generate("free", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
 
@@ -53,7 +53,7 @@ def run(
         assert compiled.wait(60)
         return compile_grammar(tokenizer, grammar)
 
-    monkeypatch.setattr("engine.sampling.grammar.compile_grammar", compile_slowly)
+    monkeypatch.setattr("truedraft.engine.sampling.grammar.compile_grammar", compile_slowly)
     connection = Waiting([*messages], compiled)
     core = grammars.know_grammars(make_engine(target, None, num_speculative_tokens=0))
     connection.worker = Worker(core, connection, Outbox(0.0))  # type: ignore[arg-type]

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from engine.batch import Span
-from engine.core.engine import EngineCore
-from engine.messages import Failed, Generate, SamplingParams, TokenOutput
-from engine.models.base import ForwardOutput
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
+from truedraft.engine.batch import Span
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
+from truedraft.engine.models.base import ForwardOutput
 
 PROMPTS = [[1, 2, 3], [4, 4], [5, 6, 7, 8, 9]]
 GREEDY = SamplingParams(max_tokens=20, temperature=0)

@@ -7,15 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
-from engine.commands import check
-from engine.core.admission import RequestError
-from engine.messages import Generate, SamplingParams
-from engine.models.errors import ModelLoadError
-from server.config import read_options
 from tests.engine import seq2seq_gates as gates
 from tests.engine.seq2seq_gates import GREEDY, NUM_TOKENS, Pair, expected, prompts
 from tests.models import make_engine, outputs_by_choice, run_engine, save_random_llama, stepped
 from tests.seq2seq_models import FAMILIES, save_perturbed_seq2seq, save_random_seq2seq
+from truedraft.engine.commands import check
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.server.config import read_options
 
 MAIN = ["t5", "flan-t5", "bart", "marian"]
 
@@ -235,7 +235,7 @@ def test_generation_configs_that_cannot_be_honoured(
     make_engine(t5.target, str(tmp_path))  # a draft's are nobody's business
 
 
-def test_foretoken_check(t5: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+def test_truedraft_check(t5: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["--device", "cpu", "--samples", "300", "--seconds", "1e-9", "--repeats", "1", "--json"]
     assert (
         check.main(read_options(check.CheckSettings, ["--target", t5.target, "--draft", t5.draft, *quick]))

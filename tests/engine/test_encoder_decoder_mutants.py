@@ -7,14 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine import batch, build
-from engine.batch import Span
-from engine.kv_cache import KVCache
-from engine.models import cross_attention
-from engine.models.encoder_decoder import EncoderDecoderModel
-from engine.sampling import adjust
-from engine.sampling.adjust import History
-from engine.sampling.rules import GenerationRules
 from tests.engine import seq2seq_gates as gates
 from tests.engine.seq2seq_gates import Pair
 from tests.engine.test_encoder_decoder import save_tiny_pairs
@@ -25,6 +17,14 @@ from tests.engine.test_mutants import (
     rejected_tokens_stay_in_the_cache,
 )
 from tests.seq2seq_models import save_perturbed_seq2seq, save_random_seq2seq
+from truedraft.engine import batch, build
+from truedraft.engine.batch import Span
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models import cross_attention
+from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
+from truedraft.engine.sampling import adjust
+from truedraft.engine.sampling.adjust import History
+from truedraft.engine.sampling.rules import GenerationRules
 
 Patch = pytest.MonkeyPatch
 

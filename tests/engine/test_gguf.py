@@ -19,21 +19,21 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.batch import MAX_GROUPED_QUERIES, Span
-from engine.core.block_pool import BlockTable
-from engine.gguf_file import GgufError, read_gguf
-from engine.messages import SamplingParams
-from engine.models.base import Model
-from engine.models.errors import ModelLoadError
-from engine.models.llama import Llama
-from engine.models.loader import load_causal_model, load_model
-from engine.models.model_runner import ModelRunner
-from engine.models.options import LoadOptions
-from engine.native.decoder import NativeDecoder
-from engine.native.quantised import TYPES, QuantisedEmbeddings, QuantisedLinear
-from engine.native.runner import NativeRunner
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine
+from truedraft.engine.batch import MAX_GROUPED_QUERIES, Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.gguf_file import GgufError, read_gguf
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.quantised import TYPES, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.runner import NativeRunner
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

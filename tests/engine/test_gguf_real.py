@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.gguf_file import load_pretrained_tokenizer
-from engine.messages import SamplingParams
 from tests.models import make_engine, run_engine
+from truedraft.engine.gguf_file import load_pretrained_tokenizer
+from truedraft.engine.messages import SamplingParams
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTIONS = ("What is the capital of France?", "Write a Python function that reverses a string.")

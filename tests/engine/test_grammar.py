@@ -10,24 +10,24 @@ import torch
 from llguidance import LLMatcher
 from msgspec import structs
 
-from engine.commands.replay import Replayer
-from engine.commands.replay_round import Outcome
-from engine.commands.trace_file import TracedChoice, TracedRound
-from engine.core.admission import RequestError
-from engine.core.engine import EngineCore
-from engine.core.step import StepPlan, StepResult
-from engine.messages import DraftCounts, Failed, Generate, SamplingParams
-from engine.models.fresh import FreshModel
-from engine.models.options import LoadOptions
-from engine.native.runner import NativeRunner
-from engine.proposers import known
-from engine.sampling.grammar import Grammars, Matcher, load_tokenizer
-from engine.sampling.sampler import Drafts
-from engine.speculation import lookups, planner
 from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained, Drafting
 from tests.engine.planners import use_planner
 from tests.models import make_engine, outputs_by_choice, run_engine, stepped
+from truedraft.engine.commands.replay import Replayer
+from truedraft.engine.commands.replay_round import Outcome
+from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.messages import DraftCounts, Failed, Generate, SamplingParams
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.proposers import known
+from truedraft.engine.sampling.grammar import Grammars, Matcher, load_tokenizer
+from truedraft.engine.sampling.sampler import Drafts
+from truedraft.engine.speculation import lookups, planner
 
 Patch = pytest.MonkeyPatch
 
@@ -162,7 +162,7 @@ def known_draft_counted_as_drawn(patch: Patch) -> None:
         share = 1 / grammars.VOCAB_SIZE
         return replace(drafts, probs=torch.full((*drafts.token_ids.shape, grammars.VOCAB_SIZE), share))
 
-    patch.setattr("engine.runtime.phases.known_drafts", flat)
+    patch.setattr("truedraft.engine.runtime.phases.known_drafts", flat)
 
 
 def mask_after_termination(patch: Patch) -> None:

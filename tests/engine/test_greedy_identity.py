@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.messages import SamplingParams
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
+from truedraft.engine.messages import SamplingParams
 
 NUM_PROMPTS, NUM_TOKENS = 10, 48
 PARAMS = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)

@@ -12,22 +12,22 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.core.engine import EngineCore
-from engine.core.sequence import Sequence as Text
-from engine.core.step import ScheduledSequence
-from engine.kv_cache import LayerShape
-from engine.messages import SamplingParams
-from engine.models import decoder_only
-from engine.models.attention import ATTENTION_NAME
-from engine.models.base import ModelFacts
-from engine.models.llama import Llama, read_module
-from engine.models.model_runner import ModelRunner
-from engine.proposers.draft_model import DraftModelProposer
-from engine.sampling.adjust import History
-from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests.engine.conftest import Models
 from tests.engine.planners import phases_of
 from tests.models import make_engine, run_engine
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.sequence import Sequence as Text
+from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.kv_cache import LayerShape
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models import decoder_only
+from truedraft.engine.models.attention import ATTENTION_NAME
+from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.llama import Llama, read_module
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.sampling.adjust import History
+from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
 
 META = torch.device("meta")
 # Top-p looks at fewer tokens first.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine import huge_pages
-from engine.huge_pages import HugePages
+from truedraft.engine import huge_pages
+from truedraft.engine.huge_pages import HugePages
 
 has_huge_pages = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="not on Linux")
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.core.engine import EngineCore
-from engine.core.step import StepPlan
-from engine.messages import Generate, SamplingParams
-from engine.runtime.phases import PhaseRunner
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.step import StepPlan
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.runtime.phases import PhaseRunner
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 3, [2, 2], [7, 1, 7]]
 

@@ -23,17 +23,23 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
 from transformers.utils.quantization_config import BitNetQuantConfig
 
-from engine.batch import Span
-from engine.core.block_pool import BlockTable
-from engine.kv_cache import KVCache
-from engine.models import layer_parts, linear
-from engine.models.base import Model
-from engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, make_linear, replace_linears
-from engine.models.llama import Llama
-from engine.models.model_runner import ModelRunner
-from engine.native.library import load_library
-from engine.native.linear import half_scale
 from tests.models import make_engine
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models import layer_parts, linear
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.linear import (
+    LinearModule,
+    ModuleLinear,
+    OneDnnLinear,
+    make_linear,
+    replace_linears,
+)
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.linear import half_scale
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -265,7 +271,7 @@ def test_layers_of_any_module_are_replaced(native: bool) -> None:
 
 
 def test_half_holds_bfloat16_and_half_but_not_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.native.linear.CHUNK_WEIGHTS", 1000)
+    monkeypatch.setattr("truedraft.engine.native.linear.CHUNK_WEIGHTS", 1000)
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(2)) * 0.02
     assert half_scale([weight]) is None
     assert half_scale([weight.half().float()]) == half_scale([weight.half()]) == 1

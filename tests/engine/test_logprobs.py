@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 from tests.engine.conftest import Models
 from tests.models import make_engine
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.core import scheduler
-from engine.core.sequence import RowNeeds
-from engine.messages import Generate, SamplingParams
 from tests.engine.native_pair import save_pair
 from tests.models import make_engine, stepped
+from truedraft.engine.core import scheduler
+from truedraft.engine.core.sequence import RowNeeds
+from truedraft.engine.messages import Generate, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 

@@ -14,23 +14,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine import batch
-from engine.core import commit as commits
-from engine.core import engine as core
-from engine.core.block_pool import BlockTable
-from engine.core.sequence import Sequence
-from engine.core.step import StepPlan
-from engine.messages import SamplingParams
-from engine.models.errors import ModelLoadError
-from engine.proposers import draft_model
-from engine.proposers.draft_model import DraftModelProposer
-from engine.sampling import adjust, backend, sampler, verify
-from engine.sampling.ops import inverse_cdf
-from engine.sampling.random import Stream
-from engine.sampling.sampler import Drafts, Rule, Sampler
-from engine.sampling.verify import Verdict
 from tests.engine import gates
 from tests.engine.conftest import Models
+from truedraft.engine import batch
+from truedraft.engine.core import commit as commits
+from truedraft.engine.core import engine as core
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import StepPlan
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.proposers import draft_model
+from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.sampling import adjust, backend, sampler, verify
+from truedraft.engine.sampling.ops import inverse_cdf
+from truedraft.engine.sampling.random import Stream
+from truedraft.engine.sampling.sampler import Drafts, Rule, Sampler
+from truedraft.engine.sampling.verify import Verdict
 
 Patch = pytest.MonkeyPatch
 

@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
-from engine.core.block_pool import BlockTable
-from engine.kv_cache import KVCache, LayerShape
-from engine.models.layer_parts import ACTIVATIONS, AttentionShape, LayerParts, Norm, TorchParts
-from engine.models.llama import Llama
-from engine.native import library
-from engine.native.layer_parts import NativeKernels, serves
-from engine.native.linear import NativeLinear, half_scale, linear_library
-from engine.native.threads import set_num_threads
 from tests.engine.test_llama import CONFIGS, PARTS, logits_in_parts, save
 from tests.models import make_engine
+from truedraft.engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.models.layer_parts import ACTIVATIONS, AttentionShape, LayerParts, Norm, TorchParts
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.native import library
+from truedraft.engine.native.layer_parts import NativeKernels, serves
+from truedraft.engine.native.linear import NativeLinear, half_scale, linear_library
+from truedraft.engine.native.threads import set_num_threads
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE = 96, 4

@@ -9,16 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.messages import SamplingParams
-from engine.native import library
-from engine.native.backend import NativeBackend, native_backend
-from engine.native.threads import set_num_threads
-from engine.sampling.adjust import History
-from engine.sampling.backend import SamplingBackend, TorchBackend
-from engine.sampling.ops import argmax
-from engine.sampling.processors import SamplingTensors
-from engine.sampling.random import Stream, exponential_noise, uniform
-from engine.sampling.sampler import Drafts, Row, Rule, Sampler
 from tests.engine import gates, simulation
 from tests.engine.conftest import Models
 from tests.engine.planners import phases_of
@@ -26,6 +16,16 @@ from tests.engine.test_native import plant as plant_in
 from tests.engine.test_processors import GRID
 from tests.models import make_engine
 from tests.naive import distribution
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.native import library
+from truedraft.engine.native.backend import NativeBackend, native_backend
+from truedraft.engine.native.threads import set_num_threads
+from truedraft.engine.sampling.adjust import History
+from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
+from truedraft.engine.sampling.ops import argmax
+from truedraft.engine.sampling.processors import SamplingTensors
+from truedraft.engine.sampling.random import Stream, exponential_noise, uniform
+from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
 
 CPU = torch.device("cpu")
 TORCH = TorchBackend

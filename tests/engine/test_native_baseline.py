@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.native import library
+from truedraft.engine.native import library
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or library.load_library() is None, reason="needs x86-64 and a C compiler"

@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from engine.messages import SamplingParams
-from engine.models.fresh import FreshModel
-from engine.models.llama import Llama
-from engine.models.loader import load_model
-from engine.models.options import LoadOptions
-from engine.native.library import load_library
-from engine.native.linear import NativeLinear
-from engine.native.threads import set_num_threads
 from tests.engine.native_pair import make_twins, save_pair
 from tests.engine.test_llama import CONFIGS, logits_in_parts, save
 from tests.models import make_engine, run_engine
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.linear import NativeLinear
+from truedraft.engine.native.threads import set_num_threads
 
 BFLOAT16 = LoadOptions(torch.bfloat16)
 # Of a number to eight bits.

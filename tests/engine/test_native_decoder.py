@@ -6,17 +6,17 @@ import pytest
 import torch
 from transformers import MistralConfig, PreTrainedConfig
 
-from engine.batch import MAX_GROUPED_QUERIES, Span
-from engine.core.block_pool import BlockTable
-from engine.kv_cache import KVCache
-from engine.models.llama import Llama
-from engine.models.model_runner import ModelRunner
-from engine.native import library
-from engine.native.decoder import NativeDecoder
-from engine.native.threads import set_num_threads
 from tests.engine.test_llama import CONFIGS, SHAPE, save
 from tests.engine.test_native import plant
 from tests.models import make_engine
+from truedraft.engine.batch import MAX_GROUPED_QUERIES, Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.native import library
+from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.threads import set_num_threads
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 

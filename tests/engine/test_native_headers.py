@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.native import headers, library
+from truedraft.engine.native import headers, library
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.native.library import load_library
-from engine.native.quantised import TYPES, Blocks, QuantisedEmbeddings, QuantisedLinear
-from engine.native.threads import set_num_threads
 from tests.gguf_blocks import dequantised, random_blocks, rounded_inputs
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.quantised import TYPES, Blocks, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.threads import set_num_threads
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 

@@ -11,19 +11,19 @@ import pytest
 import torch
 from msgspec.structs import replace as with_params
 
-from engine.core.engine import EngineCore
-from engine.core.sequence import RowNeeds
-from engine.core.step import Round, StepPlan, StepResult
-from engine.messages import Failed, Generate, SamplingParams, TokenOutput
-from engine.native import library
-from engine.native.rows import NativeRow
-from engine.native.runner import NativeRunner
-from engine.sampling.adjust import History, adjust_logits
 from tests.engine.native_pair import LONG, make_twins, native_runner, save_pair
 from tests.engine.native_rounds import RandomMasks, RowPlan, Side, compare, make_sequence
 from tests.engine.planners import phases_of
 from tests.engine.test_native import plant
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.sequence import RowNeeds
+from truedraft.engine.core.step import Round, StepPlan, StepResult
+from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
+from truedraft.engine.native import library
+from truedraft.engine.native.rows import NativeRow
+from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.sampling.adjust import History, adjust_logits
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -283,7 +283,9 @@ def test_it_supports_what_its_models_and_draws_do(tmp_path: Path) -> None:
 def test_a_row_with_log_probabilities_bounds_the_rounds_by_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.native.runner.MAX_LOGITS_BYTES", 2 * 4 * 40 * 4)  # two rounds of four tokens
+    monkeypatch.setattr(
+        "truedraft.engine.native.runner.MAX_LOGITS_BYTES", 2 * 4 * 40 * 4
+    )  # two rounds of four tokens
     assert len(one_step(tmp_path, RowPlan(with_params(GREEDY, logprobs=1), [1, 2, 3]))[2]) == 2
 
 
@@ -455,7 +457,7 @@ def spied_needs(monkeypatch: pytest.MonkeyPatch, runner: Any, name: str) -> list
 
 def test_long_prompts_and_parts_of_them_go_by_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those whose log-probabilities are asked for; all others are rows of a round."""
-    monkeypatch.setattr("engine.core.scheduler.MAX_PROMPT_TOKENS", 20)
+    monkeypatch.setattr("truedraft.engine.core.scheduler.MAX_PROMPT_TOKENS", 20)
     native, phased = make_twins(*save_pair(tmp_path), max_num_batched_tokens=30)
     by_phases = spied_needs(monkeypatch, phases_of(native), "run")
     in_c = spied_needs(monkeypatch, native.runner, "run_rounds")

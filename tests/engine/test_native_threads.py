@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.native import library
 from tests.engine.test_native import plant
+from truedraft.engine.native import library
 
 Task = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 MUCH_WORK = 1 << 40

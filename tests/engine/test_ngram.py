@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Generate, SamplingParams
-from engine.proposers.suffix_automaton import SuffixAutomaton
-from engine.speculation import lookups
 from tests.engine.conftest import Models
 from tests.engine.gates import PROMPTS
 from tests.models import make_engine, run_engine, stepped
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.proposers.suffix_automaton import SuffixAutomaton
+from truedraft.engine.speculation import lookups
 
 
 def most_frequent(text: list[int], num_tokens: int) -> list[int]:

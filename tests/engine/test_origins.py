@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams, TokenOutput
-from engine.models.fresh import FreshModel, processed
-from engine.models.options import LoadOptions
 from tests.engine.conftest import Models
 from tests.engine.native_pair import LONG, save_pair
 from tests.models import make_engine, stepped
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
+from truedraft.engine.models.fresh import FreshModel, processed
+from truedraft.engine.models.options import LoadOptions
 
 PROMPTS = [[1, 2, 3], [5, 6, 5, 6, 5, 6, 5]]
 

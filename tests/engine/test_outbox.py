@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import (
+from truedraft.engine.messages import (
     Abort,
     DraftCounts,
     Failed,
@@ -22,8 +22,8 @@ from engine.messages import (
     ToWorker,
     encode,
 )
-from engine.outbox import Outbox
-from engine.worker import Worker
+from truedraft.engine.outbox import Outbox
+from truedraft.engine.worker import Worker
 
 LONG = 1e9
 SEQUENCES = [("a", 0), ("a", 1), ("b", 0)]

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from engine.messages import SamplingParams
-from engine.models.errors import ModelLoadError
-from engine.models.fresh import FreshModel
-from engine.models.llama import Llama
-from engine.models.loader import load_causal_model, load_model
-from engine.models.options import LoadOptions
-from engine.models.packed import open_packed
-from engine.models.weights import Checkpoint
-from engine.native.quantised import TYPES, QuantisedLinear
 from tests.gguf_blocks import dequantised
 from tests.models import make_engine, run_engine, save_random_llama
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.packed import open_packed
+from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.native.quantised import TYPES, QuantisedLinear
 
 GROUP, VOCAB_SIZE = 32, 48
 COMPRESSED = {

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.messages import SamplingParams
-from engine.sampling.sampler import Rule
 from tests.engine.simulation import STOP_ID, p_value, simulate
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.sampling.sampler import Rule
 
 SIGNIFICANCE = 1e-5  # some 400 tests with fixed seeds: none should come near it
 

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams, TokenOutput
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
 
 SHARED = [(7 * i + i // 3) % 16 for i in range(100)]
 PARAMS = SamplingParams(max_tokens=30, temperature=0.9, seed=3)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.messages import SamplingParams
-from engine.sampling import processors
-from engine.sampling.processors import SamplingTensors, to_probs
 from tests.naive import distribution
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.sampling import processors
+from truedraft.engine.sampling.processors import SamplingTensors, to_probs
 
 GRID = [
     SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 import torch
 
-from engine.commands.replay import Replayer, RoundReport
-from engine.commands.replay_round import Outcome
-from engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
-from engine.commands.verify_trace import ReplaySettings, main
-from engine.messages import Generate, SamplingParams
-from engine.models.fresh import FreshModel
-from engine.models.options import LoadOptions
 from tests.engine.conftest import Models
 from tests.models import make_engine, stepped
+from truedraft.engine.commands.replay import Replayer, RoundReport
+from truedraft.engine.commands.replay_round import Outcome
+from truedraft.engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
+from truedraft.engine.commands.verify_trace import ReplaySettings, main
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.options import LoadOptions
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3], [7, 5, 7, 2, 9]]
@@ -38,7 +38,7 @@ EVERYTHING: dict[str, Any] = {
 def traced(
     target: str, draft: str | None, n: int = 1, dtype: str = "float32", **params: Any
 ) -> dict[str, Any]:
-    """The ``foretoken`` object of an answer, as the server writes it."""
+    """The ``truedraft`` object of an answer, as the server writes it."""
     core = make_engine(target, draft, dtype=dtype)
     sampling = SamplingParams(**{"max_tokens": 30, "trace": True, "seed": 5, **params})
     for number, prompt in enumerate(PROMPTS):
@@ -171,7 +171,7 @@ def test_the_answer_must_say_what_the_trace_says(models: Models) -> None:
     text = [i for r in choice.rounds for i in [*r.draft_ids[: r.num_accepted], r.next_token]]
 
     def outcomes(token_ids: list[int]) -> set[Outcome]:
-        answer = {"foretoken": report, "choices": [{"index": 0, "token_ids": token_ids, "text": ""}]}
+        answer = {"truedraft": report, "choices": [{"index": 0, "token_ids": token_ids, "text": ""}]}
         return {r.outcome for r in replay(answer, models.target, models.close_draft)}
 
     assert outcomes(text) == {Outcome.CONFIRMED}
@@ -198,8 +198,8 @@ def test_a_near_tie_is_not_a_failure(models: Models) -> None:
     "broken",
     [
         {},
-        {"foretoken": {"rounds": 3}},
-        {"foretoken": None},
+        {"truedraft": {"rounds": 3}},
+        {"truedraft": None},
         {"trace": [[]], "seeds": [1]},
         {"trace": [[]], "seeds": [1, 2], "prompt_token_ids": [[1]], "sampling_params": {"max_tokens": 1}},
         {"trace": [[]], "seeds": [1], "prompt_token_ids": [], "sampling_params": {"max_tokens": 1}},

@@ -20,27 +20,27 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig, PreTrainedConfig
 
 import tests.models
-from engine.batch import ForwardBatch, PagedRows
-from engine.core.engine import EngineCore
-from engine.messages import Failed, Generate, SamplingParams
-from engine.models import llama
-from engine.models.llama import Llama
-from engine.runtime.cuda import graphs as graphs_module
-from engine.runtime.cuda import plan as plan_module
-from engine.runtime.cuda import runner as runner_module
-from engine.runtime.cuda import sampling as sampling_module
-from engine.runtime.cuda.graphs import RoundGraphs
-from engine.runtime.cuda.rows import DeviceRows, Field
-from engine.runtime.cuda.runner import CudaRunner
-from engine.runtime.cuda.sampling import Draws
-from engine.runtime.cuda.shapes import MAX_GRAPHS, MAX_TOKENS, Shape, plan_shapes, smallest
-from engine.runtime.phases import PhaseRunner
 from tests.engine import graph_gates, torch_kernels
 from tests.engine.conftest import Models
 from tests.engine.graph_gates import PROMPTS, graphs_of, same_as_eager
 from tests.engine.test_llama import CONFIGS, ROPE, SHAPE, save
 from tests.models import outputs_by_choice, run_engine
 from tests.tape import NotCapturableError, Tape, TapeCapture
+from truedraft.engine.batch import ForwardBatch, PagedRows
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Failed, Generate, SamplingParams
+from truedraft.engine.models import llama
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.runtime.cuda import graphs as graphs_module
+from truedraft.engine.runtime.cuda import plan as plan_module
+from truedraft.engine.runtime.cuda import runner as runner_module
+from truedraft.engine.runtime.cuda import sampling as sampling_module
+from truedraft.engine.runtime.cuda.graphs import RoundGraphs
+from truedraft.engine.runtime.cuda.rows import DeviceRows, Field
+from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.runtime.cuda.sampling import Draws
+from truedraft.engine.runtime.cuda.shapes import MAX_GRAPHS, MAX_TOKENS, Shape, plan_shapes, smallest
+from truedraft.engine.runtime.phases import PhaseRunner
 
 Patch = pytest.MonkeyPatch
 # A tape holds torch's operations only.

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.block_pool import BlockPool, BlockTable
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
-from engine.core.step import ScheduledSequence
-from engine.messages import SamplingParams
 from tests.engine.planners import FixedPlanner
 from tests.engine.test_cache_bookkeeping import assert_partition
+from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.scheduler import Scheduler
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.messages import SamplingParams
 
 BLOCK_SIZE = 4
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.messages import Generate, SamplingParams
 from tests.engine.conftest import Models
 from tests.models import make_engine, outputs_by_choice, run_engine
+from truedraft.engine.messages import Generate, SamplingParams
 
 PROMPTS = [[i, (3 * i) % 16, 5] for i in range(8)]
 PARAMS = [

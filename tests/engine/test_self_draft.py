@@ -8,24 +8,24 @@ import pytest
 from pydantic import ValidationError
 from transformers import LlamaConfig
 
-from engine.commands import check, verify_trace
-from engine.commands.check_exactness import check_law, expected_law
-from engine.commands.check_speed import Costs, Speed
-from engine.config import EngineConfig
-from engine.core.engine import EngineCore
-from engine.messages import SamplingParams, Verification
-from engine.models.errors import ModelLoadError
-from engine.models.fresh import FreshModel
-from engine.models.gguf import open_gguf
-from engine.models.llama import Llama
-from engine.models.options import LoadOptions
-from engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
-from engine.native.quantised import TYPES, QuantisedLinear
-from engine.native.runner import NativeRunner
-from server.config import read_options
 from tests.engine.test_replay import traced
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_random_llama
+from truedraft.engine.commands import check, verify_trace
+from truedraft.engine.commands.check_exactness import check_law, expected_law
+from truedraft.engine.commands.check_speed import Costs, Speed
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import SamplingParams, Verification
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.gguf import open_gguf
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
+from truedraft.engine.native.quantised import TYPES, QuantisedLinear
+from truedraft.engine.native.runner import NativeRunner
+from truedraft.server.config import read_options
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 

@@ -14,15 +14,6 @@ from tokenizers import Tokenizer, decoders
 from tokenizers import models as token_models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.core.engine import EngineCore
-from engine.messages import Generate, SamplingParams
-from engine.models.errors import ModelLoadError
-from engine.native.runner import NativeRunner
-from engine.proposers.draft_model import DraftModelProposer
-from engine.proposers.translated.draft_text import DraftText
-from engine.proposers.translated.proposer import TranslatedDraftProposer
-from engine.sampling.sampler import Drafts, Sampler
-from engine.worker import describe
 from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import LEARNT, TOKENIZERS, save_learnt, save_tokenizer
 from tests.engine.planners import phases_of
@@ -30,6 +21,15 @@ from tests.engine.simulation import chi_square
 from tests.engine.test_replay import Outcome, replay, traced
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from tests.reference import joint_distribution, with_temperature
+from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.proposers.translated.draft_text import DraftText
+from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
+from truedraft.engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.worker import describe
 
 STEPS = {"coarse": 80, "fine": 100, "metaspace": 100, "characters": 150}
 DRAFTS = ["fine", "metaspace", "characters"]
@@ -400,7 +400,7 @@ def test_a_tokenizer_that_fails_to_load_is_none(
 
 
 def test_the_server_names_the_draft(learnt: dict[str, str]) -> None:
-    from engine.config import EngineConfig
+    from truedraft.engine.config import EngineConfig
 
     core = make_engine(learnt["coarse"], learnt["fine"])
     ready = describe(core, EngineConfig(target=learnt["coarse"], draft=learnt["fine"]))

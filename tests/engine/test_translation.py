@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.proposers.translated.draft_text import DraftText
-from engine.proposers.translated.target_text import TargetText
-from engine.proposers.translated.tokenizer import NO_CUT, TextTokenizer
 from tests.engine.other_tokenizers import TEXT, TOKENIZERS
+from truedraft.engine.proposers.translated.draft_text import DraftText
+from truedraft.engine.proposers.translated.target_text import TargetText
+from truedraft.engine.proposers.translated.tokenizer import NO_CUT, TextTokenizer
 
 LOSSLESS = ["coarse", "fine", "metaspace"]
 NAMES = st.sampled_from(LOSSLESS)

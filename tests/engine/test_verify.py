@@ -13,11 +13,17 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 
-from engine.sampling.explain import Explanation, explain_block, explain_equality, explain_rejection
-from engine.sampling.ops import CHUNK, gumbel_argmax, inverse_cdf
-from engine.sampling.random import Stream, exponential_noise, uniform
-from engine.sampling.verify import Verdict, accept_while_equal, verify_block, verify_greedy, verify_rejection
 from tests.engine.gates import leaves_its_inputs_alone
+from truedraft.engine.sampling.explain import Explanation, explain_block, explain_equality, explain_rejection
+from truedraft.engine.sampling.ops import CHUNK, gumbel_argmax, inverse_cdf
+from truedraft.engine.sampling.random import Stream, exponential_noise, uniform
+from truedraft.engine.sampling.verify import (
+    Verdict,
+    accept_while_equal,
+    verify_block,
+    verify_greedy,
+    verify_rejection,
+)
 
 Explain = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Explanation]
 RULES = {"rejection": (explain_rejection, verify_rejection), "block": (explain_block, verify_block)}

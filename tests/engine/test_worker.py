@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from engine.connection import Connection
-from engine.messages import (
+from tests.engine.conftest import Models
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.connection import Connection
+from truedraft.engine.messages import (
     Abort,
     Failed,
     FromWorker,
@@ -28,7 +29,6 @@ from engine.messages import (
     ToWorker,
     decode_from_worker,
 )
-from tests.engine.conftest import Models
 
 # For a machine that is busy: a process has torch to load. Only a failure takes so long.
 PATIENCE_SECONDS = 300
@@ -65,7 +65,7 @@ def spawned(config: EngineConfig) -> Iterator[SpawnedWorker]:
     """At the other end of a connection, which ends with the context."""
     ours, theirs = socket.socketpair()
     connection = Connection(ours.detach())
-    command = [sys.executable, "-m", "engine.worker", "--socket", str(theirs.fileno())]
+    command = [sys.executable, "-m", "truedraft.engine.worker", "--socket", str(theirs.fileno())]
     with subprocess.Popen(
         [*command, "--config", config.model_dump_json()],
         pass_fds=[theirs.fileno()],

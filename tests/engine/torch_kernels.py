@@ -4,7 +4,7 @@ place. A tape holds them, as no shape depends on a number."""
 import torch
 import torch.nn.functional as F
 
-from engine.batch import PagedRows
+from truedraft.engine.batch import PagedRows
 
 
 def attend_rows(

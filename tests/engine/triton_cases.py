@@ -14,12 +14,6 @@ import torch
 import triton
 from triton.runtime import interpreter
 
-from engine.messages import SamplingParams
-from engine.models.layer_parts import AttentionShape
-from engine.models.llama import Llama
-from engine.runtime.cuda import kernels, layer_parts
-from engine.runtime.cuda import plan as plan_module
-from engine.runtime.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
 from tests.engine import graph_gates, torch_kernels
 from tests.engine.conftest import Models
 from tests.engine.test_llama import CONFIGS, save
@@ -27,6 +21,12 @@ from tests.engine.triton_bugs import BUGS, SMALL_BUGS, planted
 from tests.engine.triton_gates import same_as_gathered, same_gate, same_norm, same_rotation_and_cache
 from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.layer_parts import AttentionShape
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.runtime.cuda import kernels, layer_parts
+from truedraft.engine.runtime.cuda import plan as plan_module
+from truedraft.engine.runtime.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 
@@ -183,7 +183,7 @@ def taped(monkeypatch: Patch, on_the_cpu: None) -> None:
 
 
 def on_tape(kernel: Callable[..., None]) -> Callable[..., None]:
-    @torch.library.custom_op(f"foretoken_tests::attend_{id(kernel)}", mutates_args={"output"})
+    @torch.library.custom_op(f"truedraft_tests::attend_{id(kernel)}", mutates_args={"output"})
     def operation(
         output: torch.Tensor,
         query: torch.Tensor,

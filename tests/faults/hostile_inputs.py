@@ -22,7 +22,7 @@ import httpx
 
 from tests.integration.conftest import Server, serving
 
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 LIMIT_SECONDS = 0.3
 SIZE = 7_900_000  # bytes of a body, below max_body_size
 

@@ -21,7 +21,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import BUNDLED_PAIR
 from tests.faults.watched import (
     CASES,
     COMPLETIONS,
@@ -33,6 +32,7 @@ from tests.faults.watched import (
     wait_for,
     watched,
 )
+from truedraft.engine.config import BUNDLED_PAIR
 
 MAX_QUEUED = 24
 NAN_TOKEN = 1999

@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from engine import messages
-from server.text.tokenizer import Tokenizer
 from tests.server.running import MODEL, fake_worker_app
 from tests.server.test_speculation_state import STATS
+from truedraft.engine import messages
+from truedraft.server.text.tokenizer import Tokenizer
 
 NUM_INPUTS = int(os.environ.get("FUZZ_INPUTS", "1500"))
 

@@ -62,7 +62,7 @@ def test_streams_of_both_workers_are_exact(server: Watched) -> None:
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         assert all(asked.result() for asked in ask_all(server, threads, CASES))
     lines = server.server.get("/metrics").text.splitlines()
-    scored = [line for line in lines if line.startswith("foretoken_phase_seconds_total") and "score" in line]
+    scored = [line for line in lines if line.startswith("truedraft_phase_seconds_total") and "score" in line]
     assert [line.partition('worker="')[2][0] for line in scored] == ["0", "1"]
     statuses = [server.server.get(f"/speculation?worker={number}").status_code for number in range(3)]
     assert statuses == [200, 200, 400]
@@ -91,7 +91,7 @@ def test_a_killed_worker_takes_no_stream_of_the_other_with_it(server: Watched) -
     assert server.is_ready(), "the other one serves on"
     wait_for(lambda: num_ready(server) == 2, lambda: "it was not replaced")
     assert survivor in children_of(server.server.pid)
-    assert server.server.metric("foretoken_worker_restarts_total") == 1
+    assert server.server.metric("truedraft_worker_restarts_total") == 1
     for case, reference in zip(server.cases, server.references, strict=True):
         assert server.ask(case) == reference
     wait_for(lambda: not any(server.gauges().values()), lambda: f"gauges: {server.gauges()}")

@@ -19,7 +19,7 @@ import httpx
 
 from tests.integration.conftest import PATIENCE_SECONDS, Server, serving
 
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 # Only a failure takes so long: the restart of a worker on a busy machine is the slowest of these events.
@@ -92,18 +92,17 @@ def children_of(pid: int) -> list[int]:
 def workers_of(pid: int) -> list[int]:
     """A server's children but the process that tries grammars."""
     commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children_of(pid)}
-    return [child for child, command in commands.items() if b"engine.spawned" in command]
+    return [child for child, command in commands.items() if b"truedraft.engine.spawned" in command]
 
 
 # The command as installed, but for shorter pauses between restarts of the worker.
 IMPATIENT = """
 import sys
 from functools import partial
-import server.cli
-import server.launch
-from server.client.worker_client import WorkerClient
-server.launch.WorkerClient = partial(WorkerClient, first_backoff_seconds=0.05)
-sys.exit(server.cli.main(sys.argv[1:]))
+from truedraft.server import cli, launch
+from truedraft.server.client.worker_client import WorkerClient
+launch.WorkerClient = partial(WorkerClient, first_backoff_seconds=0.05)
+sys.exit(cli.main(sys.argv[1:]))
 """
 
 
@@ -135,7 +134,7 @@ class Watched:
         return self.server.get("/ready").status_code == 200
 
     def gauges(self) -> dict[str, float]:
-        return {name: self.server.metric(f"foretoken_{name}") for name in GAUGES}
+        return {name: self.server.metric(f"truedraft_{name}") for name in GAUGES}
 
     def assert_intact(self) -> None:
         """One worker, nothing running, every cache block free, no connection left, the next answers exact."""

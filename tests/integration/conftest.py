@@ -49,7 +49,7 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "server")) -> Iterator[Server]:
+def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "truedraft")) -> Iterator[Server]:
     """A server process started as a user would start it; its log goes to ``folder``."""
     log_path = folder / "log"
     # From another directory: the bundled pair must be found wherever the command is run.

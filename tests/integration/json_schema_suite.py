@@ -15,9 +15,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.sampling.grammar import Grammars
-from server.text.grammar import JSON_OPTIONS
-from server.text.pattern import read_schema
+from truedraft.engine.sampling.grammar import Grammars
+from truedraft.server.text.grammar import JSON_OPTIONS
+from truedraft.server.text.pattern import read_schema
 
 
 def accepts(tokenizer: LLTokenizer, grammar: str, instance: Any) -> bool:

@@ -13,10 +13,10 @@ import torch
 from openai import OpenAI
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from engine.commands.verify_trace import ReplaySettings
-from engine.commands.verify_trace import main as verify_trace
 from tests.integration.conftest import DRAFTED, Server, serving
 from tests.translation_pair import PREFIX, SENTENCES, save_pair
+from truedraft.engine.commands.verify_trace import ReplaySettings
+from truedraft.engine.commands.verify_trace import main as verify_trace
 
 MODEL = "t5-toy"
 NIETZSCHE = "He who fights with monsters must take care not to become a monster."
@@ -91,8 +91,8 @@ def test_all_sentences_at_once_streamed(translator: Translator, generated: dict[
 
     with ThreadPoolExecutor(len(SENTENCES)) as pool:
         assert list(pool.map(stream, SENTENCES)) == [generated[english] for english in SENTENCES]
-    drafted = translator.server.metric("foretoken_spec_decode_num_draft_tokens_total")
-    accepted = translator.server.metric("foretoken_spec_decode_num_accepted_tokens_total")
+    drafted = translator.server.metric("truedraft_spec_decode_num_draft_tokens_total")
+    accepted = translator.server.metric("truedraft_spec_decode_num_accepted_tokens_total")
     assert 0 < accepted < drafted
 
 

@@ -20,7 +20,6 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.settings import Settings
 from tests.faults.watched import (
     CASES,
     COMPLETIONS,
@@ -32,13 +31,14 @@ from tests.faults.watched import (
     read_stream,
     wait_for,
 )
+from truedraft.server.settings import Settings
 
-ray = pytest.importorskip("ray", reason="Ray is not installed; it comes with pip install 'foretoken[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed; it comes with pip install '.[ray]'")
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 NUM_STREAMS = 32
-RUNNING, WAITING = "foretoken_num_requests_running", "foretoken_num_requests_waiting"
+RUNNING, WAITING = "truedraft_num_requests_running", "truedraft_num_requests_waiting"
 SETTINGS = {"num_threads": 1, "cache_memory": "64MiB"}
 LONG = STORY | {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
@@ -69,7 +69,7 @@ def url() -> Iterator[str]:
 def run(**options: Any) -> None:
     from ray import serve
 
-    from server.ray_serve import deployment
+    from truedraft.server.ray_serve import deployment
 
     common: dict[str, Any] = {"ray_actor_options": {"num_cpus": 0.5}, "max_ongoing_requests": 64}
     serve.run(deployment(SETTINGS).options(**common, **options).bind())
@@ -79,7 +79,7 @@ def num_replicas() -> int:
     from ray import serve
 
     (application,) = serve.status().applications.values()
-    return int(application.deployments["Foretoken"].replica_states.get("RUNNING", 0))
+    return int(application.deployments["Truedraft"].replica_states.get("RUNNING", 0))
 
 
 def replicas() -> list[int]:
@@ -87,7 +87,7 @@ def replicas() -> list[int]:
     pids = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"engine.spawned" in (process / "cmdline").read_bytes():
+            if b"truedraft.engine.spawned" in (process / "cmdline").read_bytes():
                 pids.add(int((process / "stat").read_text().rpartition(")")[2].split()[1]))
         except OSError:  # it has just ended
             continue
@@ -190,11 +190,11 @@ def test_the_file_is_valid() -> None:
     text = (Path(__file__).parents[2] / "deploy" / "ray_serve.yaml").read_text()
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
     Settings(**application.args)
-    assert [deployment.name for deployment in application.deployments] == ["Foretoken"]
+    assert [deployment.name for deployment in application.deployments] == ["Truedraft"]
 
 
 def test_settings_of_the_proxy_are_refused() -> None:
-    from server.ray_serve import app
+    from truedraft.server.ray_serve import app
 
     with pytest.raises(ValueError, match="takes the place of: port"):
         app({"port": 1234})

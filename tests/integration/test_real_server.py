@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 from tests.integration.conftest import DRAFTED, Server
 from tests.server.running import wait_for
 
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 HEROES = [
     "a little girl",
     "a big dog",
@@ -63,7 +63,7 @@ def test_speculation_changes_nothing_but_the_rounds(server: Server, parameters: 
         for method in ("draft_model", "ngram"):
             answer = run({"method": method, "num_speculative_tokens": k})
             assert answer.choices[0].text == plain.choices[0].text
-            assert answer.foretoken["method"] == method
+            assert answer.truedraft["method"] == method
 
 
 @pytest.mark.parametrize("parameters", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}])
@@ -120,8 +120,8 @@ def test_chat_streams_a_role_then_text_then_usage(server: Server) -> None:
 
 
 def test_counters_grow_by_what_was_generated(server: Server) -> None:
-    before = server.metric("foretoken_generation_tokens_total")
-    drafted = server.metric("foretoken_spec_decode_num_draft_tokens_total")
+    before = server.metric("truedraft_generation_tokens_total")
+    drafted = server.metric("truedraft_spec_decode_num_draft_tokens_total")
     completion = server.openai.completions.create(
         model=MODEL,
         prompt=PROMPTS[1],
@@ -131,8 +131,8 @@ def test_counters_grow_by_what_was_generated(server: Server) -> None:
     )
     assert completion.usage is not None
     assert completion.usage.completion_tokens == 40
-    assert server.metric("foretoken_generation_tokens_total") - before == 40
-    assert server.metric("foretoken_spec_decode_num_draft_tokens_total") > drafted
+    assert server.metric("truedraft_generation_tokens_total") - before == 40
+    assert server.metric("truedraft_spec_decode_num_draft_tokens_total") > drafted
 
 
 def test_shared_beginning_is_computed_once(server: Server) -> None:
@@ -144,13 +144,13 @@ def test_shared_beginning_is_computed_once(server: Server) -> None:
             model=MODEL, prompt=story, max_tokens=20, temperature=0, extra_body=fields
         )
 
-    hits = server.metric("foretoken_prefix_cache_hits_total")
+    hits = server.metric("truedraft_prefix_cache_hits_total")
     first, again, alone, salted = ask(), ask(priority=0), ask(cache_prompt=False), ask(cache_salt="mine")
     assert len({answer.choices[0].text for answer in (first, again, alone, salted)}) == 1
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in (first, again, alone, salted)]
     assert cached[0] == cached[2] == cached[3] == 0
     assert cached[1] > first.usage.prompt_tokens // 2
-    assert server.metric("foretoken_prefix_cache_hits_total") - hits == cached[1]
+    assert server.metric("truedraft_prefix_cache_hits_total") - hits == cached[1]
 
 
 def test_logprobs_of_echo_are_those_of_generation(server: Server) -> None:
@@ -170,16 +170,16 @@ def test_logprobs_of_echo_are_those_of_generation(server: Server) -> None:
 
 def test_a_client_that_leaves_frees_its_sequence(server: Server) -> None:
     """Tried again where everything was said before it had left, which is for the machine to say."""
-    aborted = server.metric("foretoken_requests_aborted_total")
+    aborted = server.metric("truedraft_requests_aborted_total")
     body = {"model": MODEL, "prompt": PROMPTS[3], "max_tokens": 900, "ignore_eos": True}
     for _ in range(100):
         with server.stream("/v1/completions", body) as response:
             next(response.iter_lines())
-        wait_for(lambda: server.metric("foretoken_num_requests_running") == 0, "the end")
-        if server.metric("foretoken_requests_aborted_total") > aborted:
+        wait_for(lambda: server.metric("truedraft_num_requests_running") == 0, "the end")
+        if server.metric("truedraft_requests_aborted_total") > aborted:
             break
-    assert server.metric("foretoken_requests_aborted_total") == aborted + 1
-    assert server.metric("foretoken_kv_cache_usage_perc") == 0
+    assert server.metric("truedraft_requests_aborted_total") == aborted + 1
+    assert server.metric("truedraft_kv_cache_usage_perc") == 0
 
 
 def test_speculation_is_told(server: Server) -> None:

@@ -95,7 +95,7 @@ def test_the_grammar_starts_behind_the_reasoning(thinker: tuple[Server, dict[str
             assert answer["choices"][0]["token_ids"] == plain["token_ids"]
         message = plain["message"]
         assert streamed(server, asked) == (message.get("reasoning_content") or "", message["content"])
-        for each in drafted["foretoken"]["trace"][0]:
+        for each in drafted["truedraft"]["trace"][0]:
             inside += ids[CLOSE] in [token["id"] for token in each["drafted"][:-1] if token["accepted"]]
         is_thinking = ids[CLOSE] not in plain["token_ids"] and (opens or ids["<think>"] in plain["token_ids"])
         if plain["finish_reason"] == "stop" and not is_thinking:

@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 from tests.integration.conftest import DRAFTED, Server
 from tests.server.running import wait_for
 
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 ASK: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Tell me a story about a dog."}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 
@@ -36,7 +36,7 @@ def async_sdk(server: Server) -> openai.AsyncOpenAI:
 
 def test_models(sdk: openai.OpenAI) -> None:
     assert [model.id for model in sdk.models.list()] == [MODEL]
-    assert sdk.models.retrieve(MODEL).owned_by == "foretoken"
+    assert sdk.models.retrieve(MODEL).owned_by == "truedraft"
 
 
 def test_chat_streams_and_helpers_agree(sdk: openai.OpenAI, said: str) -> None:
@@ -146,7 +146,7 @@ def test_examples_of_the_document_work(server: Server) -> None:
     for path, name, body in examples:
         response = server.post(path, body)
         assert response.status_code == 200, (path, name, response.text)
-        assert "x-foretoken-ignored" not in response.headers
+        assert "x-truedraft-ignored" not in response.headers
 
 
 def test_tokenize(server: Server) -> None:
@@ -174,4 +174,4 @@ def test_speculation_says_everything(server: Server, sdk: openai.OpenAI) -> None
     assert 0 < state["acceptance_rate"] < 1
     assert set(state["phase_seconds"]) == {"draft", "score", "verify", "host"}
     assert state["policy"]["policy"] == "auto"
-    assert server.metric("foretoken_request_queue_time_seconds_count") > 0
+    assert server.metric("truedraft_request_queue_time_seconds_count") > 0

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.conftest import Server
 
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 ENDPOINTS = ["/v1/completions", "/v1/chat/completions"]
 each_endpoint = pytest.mark.parametrize("path", ENDPOINTS)
 
@@ -70,7 +70,7 @@ def test_frames_roles_and_usage(server: Server, path: str, k: int) -> None:
     assert choices[-1]["finish_reason"] == expected["finish_reason"]
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == expected["completion_tokens"]
-    assert last["foretoken"]["drafted_tokens"] > 0 if k else last["foretoken"]["drafted_tokens"] == 0
+    assert last["truedraft"]["drafted_tokens"] > 0 if k else last["truedraft"]["drafted_tokens"] == 0
 
 
 @each_endpoint

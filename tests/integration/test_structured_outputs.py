@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from tests.integration import random_schemas
 from tests.integration.conftest import Server
 
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 ASK: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Tell me about your pet."}]
 
 
@@ -93,7 +93,7 @@ def test_forced_tokens_save_rounds(server: Server) -> None:
         },
         "speculation": {"method": "grammar"},
     }
-    report = server.post("/v1/chat/completions", body).json()["foretoken"]
+    report = server.post("/v1/chat/completions", body).json()["truedraft"]
     assert report["accepted_tokens"] == report["drafted_tokens"] > 0
     assert report["acceptance_length"] > 1.2
 

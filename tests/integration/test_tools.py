@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from tests.integration.conftest import Server
 
-MODEL = "foretoken-demo"
+MODEL = "truedraft-demo"
 
 
 class Weather(BaseModel):
@@ -87,7 +87,7 @@ def test_drafts_change_no_call(server: Server) -> None:
         [call["function"] for call in answer["choices"][0]["message"]["tool_calls"]] for answer in answers
     )
     assert first == second
-    assert answers[1]["foretoken"]["accepted_tokens"] > 20
+    assert answers[1]["truedraft"]["accepted_tokens"] > 20
 
 
 def test_free_answers_are_text_or_calls(sdk: openai.OpenAI) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.running import RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
+from truedraft.server.text.tokenizer import Tokenizer, load_tokenizer
 
 StartServer = Callable[..., AbstractContextManager[RunningServer]]
 
@@ -18,15 +18,15 @@ StartServer = Callable[..., AbstractContextManager[RunningServer]]
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith("FORETOKEN_"):
+        if name.startswith("TRUEDRAFT_"):
             monkeypatch.delenv(name)
 
 
 @pytest.fixture(autouse=True)
 def no_logging_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``foretoken serve`` sets up writes to the stderr of now. A test's is closed at its end, while the
+    """What ``truedraft serve`` sets up writes to the stderr of now. A test's is closed at its end, while the
     set-up would stay, and every later line would be an error."""
-    monkeypatch.setattr("server.cli.configure_logging", lambda level, style: None)
+    monkeypatch.setattr("truedraft.server.cli.configure_logging", lambda level, style: None)
 
 
 @pytest.fixture(scope="session")

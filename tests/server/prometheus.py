@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from server.launch import bind
 from tests.server.running import wait_for
+from truedraft.server.launch import bind
 
 MONITORING = Path(__file__).parents[2] / "deploy/monitoring"
-DASHBOARD = MONITORING / "grafana/dashboards/foretoken.json"
+DASHBOARD = MONITORING / "grafana/dashboards/truedraft.json"
 
 
 def executable(name: str) -> str:
@@ -62,7 +62,7 @@ def run_prometheus(folder: Path, target: str, interval: str = "1s") -> Iterator[
     """The shipped configuration, but for the target and the interval."""
     prometheus = executable("prometheus")
     config = (MONITORING / "prometheus.yml").read_text()
-    config = config.replace("foretoken:8000", target).replace("5s", interval)
+    config = config.replace("truedraft:8000", target).replace("5s", interval)
     (folder / "prometheus.yml").write_text(config)
     shutil.copy(MONITORING / "alerts.yml", folder)
     with bind("127.0.0.1", 0) as listener:

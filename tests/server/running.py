@@ -20,17 +20,17 @@ import uvicorn
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.app import create_app
-from server.client.open_requests import QueueLimits
-from server.client.worker_client import WorkerClient
-from server.client.worker_pool import WorkerPool
-from server.client.worker_process import Patience
-from server.launch import bind
-from server.metrics import Metrics
-from server.services import Services, TokenizerLoader
-from server.settings import Settings
-from server.text.tokenizer import Tokenizer
 from tests.server.orders import WorkerOrders
+from truedraft.server.app import create_app
+from truedraft.server.client.open_requests import QueueLimits
+from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.client.worker_pool import WorkerPool
+from truedraft.server.client.worker_process import Patience
+from truedraft.server.launch import bind
+from truedraft.server.metrics import Metrics
+from truedraft.server.services import Services, TokenizerLoader
+from truedraft.server.settings import Settings
+from truedraft.server.text.tokenizer import Tokenizer
 
 MODEL = "tiny-model"
 
@@ -100,7 +100,7 @@ class RunningServer:
 
     def wait_for_tokens(self, number: int) -> None:
         """Until ``number`` of them have come back from the worker, in all."""
-        wait_for(lambda: self.metric("foretoken_generation_tokens_total") == number, f"{number} tokens")
+        wait_for(lambda: self.metric("truedraft_generation_tokens_total") == number, f"{number} tokens")
 
     @contextmanager
     def one_step_at_a_time(self, num_tokens: int, tokens_per_step: int = 4) -> Iterator[None]:

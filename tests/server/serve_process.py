@@ -1,4 +1,4 @@
-"""Runs ``foretoken serve`` as a process of its own, around the fake worker."""
+"""Runs ``truedraft serve`` as a process of its own, around the fake worker."""
 
 import json
 import re
@@ -21,12 +21,11 @@ SERVE = """
 import json
 import sys
 from functools import partial
-import server.cli
-import server.launch
-from server.client.worker_client import WorkerClient
+from truedraft.server import cli, launch
+from truedraft.server.client.worker_client import WorkerClient
 command = (sys.executable, "-m", "tests.fake_worker", *json.loads(sys.argv[1]))
-server.launch.WorkerClient = partial(WorkerClient, worker_command=command)
-sys.exit(server.cli.main(["serve", *sys.argv[2:]]))
+launch.WorkerClient = partial(WorkerClient, worker_command=command)
+sys.exit(cli.main(["serve", *sys.argv[2:]]))
 """
 
 

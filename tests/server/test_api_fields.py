@@ -5,12 +5,12 @@ from typing import Any
 import openai
 import pytest
 
-from server.schemas.chat import Message
-from server.text.prompt import _template_message
 from tests.server.conftest import StartServer
 from tests.server.refusals import CHAT, COMPLETIONS, refused
 from tests.server.running import MODEL, RunningServer
 from tests.server.wire import answers
+from truedraft.server.schemas.chat import Message
+from truedraft.server.text.prompt import _template_message
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
 
@@ -52,7 +52,7 @@ def test_undeclared_fields_of_messages_do_not_reach_the_template(server: Running
     """They are reported as ignored, so they must be."""
     message = {"role": "user", "content": "hi", "secret": "s"}
     answer = server.post(CHAT, {"messages": [message], "max_tokens": 1})
-    assert answer.headers["x-foretoken-ignored"] == "messages.0.secret"
+    assert answer.headers["x-truedraft-ignored"] == "messages.0.secret"
     assert _template_message(Message(**message)) == {"role": "user", "content": "hi"}
     thought = Message(role="assistant", content="a", reasoning_content="r", name="n")
     assert _template_message(thought) == {

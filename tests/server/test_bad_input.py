@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.messages import Generate, SamplingParams
-from server.text.tokenizer import load_tokenizer
 from tests.server.conftest import StartServer
 from tests.server.refusals import CHAT, COMPLETIONS, body, refused, refused_raw
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
+from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.server.text.tokenizer import load_tokenizer
 
 CONTEXT = 512  # of the fake worker
 VOCAB_SIZE = 260
@@ -44,8 +44,8 @@ FLOAT_FIELDS = [
 def _worker_must_not_notice(server: RunningServer) -> Iterator[None]:
     """What is answered with an error has not reached the worker, and the server goes on as before."""
     yield
-    assert server.metric("foretoken_worker_restarts_total") == 0
-    assert server.metric("foretoken_request_errors_total", code="internal_error") == 0
+    assert server.metric("truedraft_worker_restarts_total") == 0
+    assert server.metric("truedraft_request_errors_total", code="internal_error") == 0
     assert server.get("/ready").status_code == 200
 
 
@@ -201,7 +201,7 @@ def test_message_that_cannot_be_sent_hurts_nobody_else(start_server: StartServer
             asyncio.run_coroutine_threadsafe(submit(), server.loop).result()
         assert engine.num_requests == 0
         assert server.post(COMPLETIONS, {"prompt": "x"}).status_code == 200
-        assert server.metric("foretoken_worker_restarts_total") == 0
+        assert server.metric("truedraft_worker_restarts_total") == 0
 
 
 @pytest.mark.parametrize("key", ["\u0000", "\u2028", '"\\', "é😀", "a.b", "</script>"])

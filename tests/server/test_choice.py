@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.messages import (
+from tests.server.tiny_tokenizer import write_tokenizer
+from truedraft.engine.messages import (
     FinishReason,
     PredictionUse,
     RoundOrigin,
@@ -19,13 +20,12 @@ from engine.messages import (
     TokenLogprob,
     TokenOutput,
 )
-from server.text.chat_message import whole_message
-from server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice
-from server.text.detokenizer import Detokenizer
-from server.text.families import CALL_FORMATS, REASONING_MARKS
-from server.text.message_reader import MessageFormat, MessageReader
-from server.text.tokenizer import ChatTemplates, Tokenizer
-from tests.server.tiny_tokenizer import write_tokenizer
+from truedraft.server.text.chat_message import whole_message
+from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice
+from truedraft.server.text.detokenizer import Detokenizer
+from truedraft.server.text.families import CALL_FORMATS, REASONING_MARKS
+from truedraft.server.text.message_reader import MessageFormat, MessageReader
+from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer
 
 EOS = 256
 

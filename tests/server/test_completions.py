@@ -211,7 +211,7 @@ def test_chat_messages_reach_the_template(server: RunningServer, tokenizer: Any)
     ]
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
     response = server.post("/v1/chat/completions", body)
-    assert "x-foretoken-ignored" not in response.headers
+    assert "x-truedraft-ignored" not in response.headers
     assert tokenizer.decode(response.json()["prompt_token_ids"], skip_special_tokens=False) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\na\nb<|im_end|>\n"

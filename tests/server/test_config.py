@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig
-from server.cli import main
-from server.config import ConfigError, load_settings
-from server.help import configuration_page, setting_groups
-from server.settings import Settings
+from truedraft.engine.config import EngineConfig
+from truedraft.server.cli import main
+from truedraft.server.config import ConfigError, load_settings
+from truedraft.server.help import configuration_page, setting_groups
+from truedraft.server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,8 +25,8 @@ def yaml_file(tmp_path: Path) -> Path:
 def test_flags_before_environment_before_yaml_before_defaults(
     yaml_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORETOKEN_PORT", "1002")
-    monkeypatch.setenv("FORETOKEN_MAX_NUM_SEQUENCES", "1002")
+    monkeypatch.setenv("TRUEDRAFT_PORT", "1002")
+    monkeypatch.setenv("TRUEDRAFT_MAX_NUM_SEQUENCES", "1002")
     settings = load_settings(["--config", str(yaml_file), "--port", "1003"])
     assert settings.port == 1003
     assert settings.max_num_sequences == 1002
@@ -35,7 +35,7 @@ def test_flags_before_environment_before_yaml_before_defaults(
 
 
 def test_config_file_from_the_environment(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORETOKEN_CONFIG", str(yaml_file))
+    monkeypatch.setenv("TRUEDRAFT_CONFIG", str(yaml_file))
     assert load_settings([]).port == 1001
     assert load_settings([f"--config={yaml_file}"]).port == 1001
 
@@ -47,7 +47,7 @@ def test_lists_and_sizes(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert settings.cache_memory == 2 << 30
     assert settings.strict_parameters
     assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
-    monkeypatch.setenv("FORETOKEN_API_KEYS", "c,d")
+    monkeypatch.setenv("TRUEDRAFT_API_KEYS", "c,d")
     assert [key.get_secret_value() for key in load_settings([]).api_keys] == ["c", "d"]
     assert "c" not in repr(load_settings([]).api_keys).replace("Secret", "")
 
@@ -79,14 +79,14 @@ def test_mistakes_in_flags(flags: list[str], message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["FORETOKEN_PROT", "FORETOKEN_MAX_NUM_SEQUENCE", "foretoken_api_key"])
+@pytest.mark.parametrize("name", ["TRUEDRAFT_PROT", "TRUEDRAFT_MAX_NUM_SEQUENCE", "truedraft_api_key"])
 def test_mistakes_in_the_environment(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
-    with pytest.raises(ConfigError, match=f"Unknown variable {name}. Did you mean FORETOKEN_"):
+    with pytest.raises(ConfigError, match=f"Unknown variable {name}. Did you mean TRUEDRAFT_"):
         load_settings([])
 
 
-@pytest.mark.parametrize("name", ["FORETOKEN_SERVICE_HOST", "FORETOKEN_PORT_8000_TCP_ADDR", "FORETOKENS"])
+@pytest.mark.parametrize("name", ["TRUEDRAFT_SERVICE_HOST", "TRUEDRAFT_PORT_8000_TCP_ADDR", "TRUEDRAFTS"])
 def test_variables_of_others(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "10.0.0.1")
     load_settings([])
@@ -121,7 +121,7 @@ def test_engine_gets_its_own_settings_only() -> None:
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
-        ([], "foretoken-demo"),
+        ([], "truedraft-demo"),
         (["--target", "org/model"], "org/model"),
         (["--target", str(ROOT)], ROOT.name),
         (["--target", "org/model", "--served-model-name", "mine"], "mine"),
@@ -147,7 +147,7 @@ def test_default_file_has_every_setting_with_its_default() -> None:
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     versions = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert versions == ["foretoken", "python", "torch", "device", "kernels"]
+    assert versions == ["truedraft", "python", "torch", "device", "kernels"]
     assert main([]) == 0
     assert "serve" in capsys.readouterr().out
     assert main(["serve", "--help"]) == 0

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-import server.cli
-from engine.commands.verify_trace import ReplaySettings
-from engine.config import EngineConfig
-from server.config import ConfigError, load_settings, read_options
-from server.help import serve_help
+from truedraft.engine.commands.verify_trace import ReplaySettings
+from truedraft.engine.config import EngineConfig
+from truedraft.server import cli
+from truedraft.server.config import ConfigError, load_settings, read_options
+from truedraft.server.help import serve_help
 
 
 def keys(*flags: str) -> list[str]:
@@ -20,7 +20,7 @@ def test_an_empty_key_is_no_key(monkeypatch: pytest.MonkeyPatch, given: str) -> 
     """It would let in clients that send ``Authorization: Bearer`` and nothing else."""
     with pytest.raises(ConfigError, match="api_keys: one of the keys is empty"):
         load_settings([f"--api-keys={given}"])
-    monkeypatch.setenv("FORETOKEN_API_KEYS", given)
+    monkeypatch.setenv("TRUEDRAFT_API_KEYS", given)
     with pytest.raises(ConfigError, match="api_keys: one of the keys is empty"):
         load_settings([])
 
@@ -79,7 +79,7 @@ def test_help_names_units() -> None:
 def test_a_file_is_no_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.safetensors"
     model.touch()
-    assert server.cli.main(["serve", str(model), "--port", "0"]) == 1
+    assert cli.main(["serve", str(model), "--port", "0"]) == 1
     assert "is a file" in capsys.readouterr().err
 
 
@@ -88,7 +88,7 @@ def test_a_file_of_settings_for_commands_without_a_server(
 ) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("target: /models/a\nport: 9\nmax_num_sequences: 4\ndraft: null\n")
-    monkeypatch.setenv("FORETOKEN_MAX_NUM_SEQUENCES", "5")
+    monkeypatch.setenv("TRUEDRAFT_MAX_NUM_SEQUENCES", "5")
     settings = read_options(ReplaySettings, ["a.json", "--config", str(file), "--tolerance", "1"])
     assert (settings.target, settings.max_num_sequences) == ("/models/a", 5)
     assert (str(settings.file), settings.tolerance) == ("a.json", 1)
@@ -124,19 +124,19 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: st
     """Neither a traceback nor a page of usage, whatever the command."""
     command, *rest = arguments.split()
     try:
-        code = server.cli.main([command, *rest])
+        code = cli.main([command, *rest])
     except SystemExit as end:
         code = int(end.code or 0)
     output = capsys.readouterr()
     (line,) = output.err.splitlines()
     assert (code, output.out) == (2, "")
-    assert line.startswith(f"foretoken {command}: error: {message}")
+    assert line.startswith(f"truedraft {command}: error: {message}")
 
 
 @pytest.mark.parametrize("command", ["generate", "check", "verify-trace"])
 def test_help_of_a_terminal_command(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    assert server.cli.main([command, "--help"]) == 0
+    assert cli.main([command, "--help"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"usage: foretoken {command} ")
+    assert text.startswith(f"usage: truedraft {command} ")
     for expected in ("--cache-memory-share NUMBER", "--[no-]self-check", "--max-num-sequences N"):
         assert expected in text

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.text.detokenizer import Detokenizer, find_stop, longest_stop_prefix
-from server.text.tokenizer import Tokenizer
+from truedraft.server.text.detokenizer import Detokenizer, find_stop, longest_stop_prefix
+from truedraft.server.text.tokenizer import Tokenizer
 
 
 def run(detokenizer: Detokenizer, steps: Sequence[Sequence[int]]) -> tuple[list[str], int, bool]:

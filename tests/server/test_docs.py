@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from server import errors
-from server.http import error_handlers
-from server.metrics import Metrics
-from server.schemas.chat import ChatRequest
-from server.schemas.common import SpeculationOptions
-from server.schemas.completion import CompletionRequest
-from server.schemas.responses import ResponsesRequest
-from server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from tests.server.running import RunningServer
+from truedraft.server import errors
+from truedraft.server.http import error_handlers
+from truedraft.server.metrics import Metrics
+from truedraft.server.schemas.chat import ChatRequest
+from truedraft.server.schemas.common import SpeculationOptions
+from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
 WORDS = set(re.findall(r"[a-z0-9_]+", PAGE))
@@ -52,7 +52,7 @@ def test_error_codes() -> None:
 
 
 def test_metrics() -> None:
-    names = {family.name.removeprefix("foretoken_") for family in Metrics().exposed.collect()}
+    names = {family.name.removeprefix("truedraft_") for family in Metrics().exposed.collect()}
     names = {name for name in names if not name.startswith("process_")}
     assert names - {"build"} <= {word.removesuffix("_total") for word in WORDS}
     assert "build_info" in WORDS

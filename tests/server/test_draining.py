@@ -71,7 +71,7 @@ def test_running_requests_finish_and_new_ones_are_refused(model_folder: Path, tm
         assert ready.json()["status"] == "draining"
         assert "draining" in ready.json()["reason"]
         assert get(serve, "/health").status_code == 200
-        assert 'foretoken_ready{model_name="tiny-model"} 0.0' in get(serve, "/metrics").text.splitlines()
+        assert 'truedraft_ready{model_name="tiny-model"} 0.0' in get(serve, "/metrics").text.splitlines()
         refused = httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=PATIENCE_SECONDS)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
         assert refused.json()["error"]["code"] == "not_ready"

@@ -7,11 +7,11 @@ from typing import Any
 import openai
 import pytest
 
-from server.parameters import UNSUPPORTED
-from server.text.tokenizer import load_tokenizer
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
+from truedraft.server.parameters import UNSUPPORTED
+from truedraft.server.text.tokenizer import load_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -152,7 +152,7 @@ def test_what_is_not_served_is_refused_by_name(server: RunningServer, name: str)
         for neutral in (None, *UNSUPPORTED[name]):
             response = server.post(path, {**prompt, "max_tokens": 1, name: neutral})
             assert response.status_code == 200
-            assert "x-foretoken-ignored" not in response.headers
+            assert "x-truedraft-ignored" not in response.headers
         meaningful = MEANINGFUL.get(name, {"some": "thing"})
         if meaningful is not None:
             response = server.post(path, {**prompt, name: meaningful})
@@ -177,7 +177,7 @@ def test_unknown_fields_are_reported(server: RunningServer, start_server: StartS
     body = {"messages": [message], "max_tokens": 1, "wörd": 1, "bogus": 2}
     response = server.post(CHAT, body)
     assert response.status_code == 200
-    assert response.headers["x-foretoken-ignored"] == "w\\xf6rd, bogus, messages.0.mood"
+    assert response.headers["x-truedraft-ignored"] == "w\\xf6rd, bogus, messages.0.mood"
     with start_server(strict_parameters=True) as strict:
         response = strict.post(CHAT, body)
         assert response.status_code == 400
@@ -190,7 +190,7 @@ def test_harmless_metadata_is_accepted(server: RunningServer) -> None:
     body |= {"safety_identifier": "x", "prompt_cache_key": "y"}
     response = server.post(CHAT, {"messages": HELLO, "max_tokens": 1} | body)
     assert response.status_code == 200
-    assert "x-foretoken-ignored" not in response.headers
+    assert "x-truedraft-ignored" not in response.headers
 
 
 def test_context_length(server: RunningServer) -> None:
@@ -277,7 +277,7 @@ def test_our_own_bugs_tell_nothing_but_the_id(
         assert error["code"] == "internal_error"
         assert "mine-2" in error["message"]
         assert "division" not in response.text
-        assert server.metric("foretoken_request_errors_total", code="internal_error") == 1
+        assert server.metric("truedraft_request_errors_total", code="internal_error") == 1
 
 
 def test_full_queue(start_server: StartServer) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from server.app import create_app
-from server.client.worker_client import WorkerClient
-from server.client.worker_pool import WorkerPool
-from server.metrics import Metrics
-from server.settings import Settings
 from tests.server.conftest import StartServer
 from tests.server.refusals import refused_raw
 from tests.server.running import MODEL, RunningServer
+from truedraft.server.app import create_app
+from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.client.worker_pool import WorkerPool
+from truedraft.server.metrics import Metrics
+from truedraft.server.settings import Settings
 
 # A valid request for each, with few tokens.
 VALID: dict[str, dict[str, Any]] = {

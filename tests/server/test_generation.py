@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
-from server.client.engine_stream import EngineStream
-from server.errors import EngineError
-from server.generation import Generation, Job
-from server.metrics import Metrics
-from server.text.choice import ChoiceDelta, FinishedChoice
-from server.text.prompt import TokenPrompt
-from server.text.tokenizer import Tokenizer
+from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
+from truedraft.server.client.engine_stream import EngineStream
+from truedraft.server.errors import EngineError
+from truedraft.server.generation import Generation, Job
+from truedraft.server.metrics import Metrics
+from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
+from truedraft.server.text.prompt import TokenPrompt
+from truedraft.server.text.tokenizer import Tokenizer
 
 STOP = "ab"
 
@@ -127,7 +127,7 @@ async def answer(
         generation.usage(),
         generation.speculation,
         [choice.trace for choice in generation.choices],
-        metrics.registry.get_sample_value("foretoken_generation_tokens_total") or 0.0,
+        metrics.registry.get_sample_value("truedraft_generation_tokens_total") or 0.0,
     )
 
 
@@ -199,9 +199,9 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
         await reading
         names = ("round_interval", "inter_token_latency", "time_to_first_token", "request_queue_time")
         samples = metrics.registry.get_sample_value
-        rounds, tokens = (samples(f"foretoken_{name}_seconds_sum") for name in names[:2])
+        rounds, tokens = (samples(f"truedraft_{name}_seconds_sum") for name in names[:2])
         assert rounds == pytest.approx(tokens)
-        return {name: samples(f"foretoken_{name}_seconds_count") or 0.0 for name in names}
+        return {name: samples(f"truedraft_{name}_seconds_count") or 0.0 for name in names}
 
     expected = {
         "round_interval": 10.0,

@@ -11,8 +11,8 @@ from gguf import GGUFWriter
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.gguf_file import GgufError
-from server.text.tokenizer import load_tokenizer
+from truedraft.engine.gguf_file import GgufError
+from truedraft.server.text.tokenizer import load_tokenizer
 
 CORPUS = ["the cat sat on the mat, 1234 times", "def f(x):\n    return x + 10", "naïve café, 猫が好き"] * 9
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -142,6 +142,8 @@ def test_unknown_rules_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", train("gpt-2"), "gpt2", "gpt-2")
-    code = "import sys; from server.text.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]);"
+    code = (
+        "import sys; from truedraft.server.text.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]);"
+    )
     code += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, path], check=True)

@@ -7,10 +7,10 @@ import signal
 import pytest
 from llguidance import LLMatcher
 
-from server.settings import Settings
-from server.text.grammar_checks import GrammarChecks
-from server.text.tokenizer import Tokenizer
 from tests.server.test_structured import intersection
+from truedraft.server.settings import Settings
+from truedraft.server.text.grammar_checks import GrammarChecks
+from truedraft.server.text.tokenizer import Tokenizer
 
 FINE = LLMatcher.grammar_from_lark('start: "a"')
 WRONG = LLMatcher.grammar_from_lark("start: nothing")

@@ -41,7 +41,7 @@ def status_of(answer: bytes) -> int:
 def _goes_on(server: RunningServer) -> object:
     yield
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
-    assert server.metric("foretoken_request_errors_total", code="internal_error") == 0
+    assert server.metric("truedraft_request_errors_total", code="internal_error") == 0
 
 
 @pytest.mark.parametrize("length", [b"-1", b"abc", b"1e3", b"9" * 5000, b"\xb2", b"5, 6", b""])

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from server.errors import RequestTooLargeError
-from server.http.json_body import MAX_CONTAINERS, MAX_VALUES, parse_json
-from server.http.large_json import BATCH, write_json
-from server.schemas.chat import ChatRequest
-from server.schemas.completion import CompletionRequest
-from server.schemas.logprobs import CompletionLogprobs
-from server.schemas.responses import ResponsesRequest
-from server.schemas.tokenize import DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from server.text.tokenizer import Tokenizer
 from tests.server.conftest import StartServer
 from tests.server.refusals import CHAT, COMPLETIONS, refused
 from tests.server.running import RunningServer
+from truedraft.server.errors import RequestTooLargeError
+from truedraft.server.http.json_body import MAX_CONTAINERS, MAX_VALUES, parse_json
+from truedraft.server.http.large_json import BATCH, write_json
+from truedraft.server.schemas.chat import ChatRequest
+from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.logprobs import CompletionLogprobs
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.schemas.tokenize import DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from truedraft.server.text.tokenizer import Tokenizer
 
 REQUESTS = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest]
 

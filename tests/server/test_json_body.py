@@ -2,10 +2,10 @@
 
 import pytest
 
-from server.errors import InvalidRequestError
-from server.http.json_body import MAX_DEPTH, parse_json
 from tests.server.refusals import CHAT, COMPLETIONS, body, refused_raw
 from tests.server.running import MODEL, RunningServer
+from truedraft.server.errors import InvalidRequestError
+from truedraft.server.http.json_body import MAX_DEPTH, parse_json
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import EncoderDecoderLengths, Ready
-from server.errors import ContextLengthError
-from server.launch import capacity
-from server.sampling_params import build_sampling_params, longest_request
-from server.schemas.completion import CompletionRequest
-from server.settings import RequestSettings, Settings
-from server.text.tokenizer import load_tokenizer
+from truedraft.engine.messages import EncoderDecoderLengths, Ready
+from truedraft.server.errors import ContextLengthError
+from truedraft.server.launch import capacity
+from truedraft.server.sampling_params import build_sampling_params, longest_request
+from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.settings import RequestSettings, Settings
+from truedraft.server.text.tokenizer import load_tokenizer
 
 WORKER = Ready(
     target="target",

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from engine.lifeline import PARENT_VARIABLE
-from server.client.worker_client import WORKER_COMMAND
-from server.client.worker_process import worker_environment
 from tests.server.conftest import StartServer
 from tests.server.refusals import COMPLETIONS
 from tests.server.running import PATIENCE_SECONDS, wait_for
 from tests.server.serve_process import ROOT, ServeProcess, body, serve_process
+from truedraft.engine.lifeline import PARENT_VARIABLE
+from truedraft.server.client.worker_client import WORKER_COMMAND
+from truedraft.server.client.worker_process import worker_environment
 
 FOR_EVER = ("--drain-timeout", "1000")
 
@@ -177,8 +177,8 @@ def test_descriptors_for_many_connections(model_folder: Path, tmp_path: Path) ->
 
 def test_the_workers_environment_has_no_settings() -> None:
     environ = {
-        "FORETOKEN_API_KEYS": "secret",
-        "foretoken_api_key_file": "/keys",
+        "TRUEDRAFT_API_KEYS": "secret",
+        "truedraft_api_key_file": "/keys",
         "PATH": "/bin",
         "HF_HOME": "x",
         "OMP_WAIT_POLICY": "passive",
@@ -201,7 +201,7 @@ def test_torchs_threads_do_not_wait_long_unless_the_environment_says_so(name: st
 def test_keys_are_not_in_the_workers_environment(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FORETOKEN_API_KEYS", "a-secret-key")
+    monkeypatch.setenv("TRUEDRAFT_API_KEYS", "a-secret-key")
     with serve_process(model_folder, tmp_path) as serve:
         process = Path(f"/proc/{worker_pid(serve)}")
         assert b"a-secret-key" in Path(f"/proc/{serve.process.pid}/environ").read_bytes()

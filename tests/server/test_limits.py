@@ -33,9 +33,9 @@ def test_deadline_before_the_first_byte(start_server: StartServer, stream: bool)
         assert "0.3 seconds" in error["message"]
         server.wait_for_messages("Abort", 2)
         assert server.services.engine.num_requests == 0
-        assert server.metric("foretoken_requests_aborted_total", reason="timeout") == 1
-        assert server.metric("foretoken_requests_aborted_total", reason="disconnect") == 0
-        assert server.metric("foretoken_request_errors_total", code="request_timeout") == 1
+        assert server.metric("truedraft_requests_aborted_total", reason="timeout") == 1
+        assert server.metric("truedraft_requests_aborted_total", reason="disconnect") == 0
+        assert server.metric("truedraft_request_errors_total", code="request_timeout") == 1
 
 
 def test_deadline_in_a_stream_is_an_event(start_server: StartServer) -> None:
@@ -61,7 +61,7 @@ def test_deadline_that_is_kept(start_server: StartServer) -> None:
     with start_server(request_timeout=LONG_SECONDS) as server:
         assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 100}).status_code == 200
         server.pass_time(LONG_SECONDS)
-        assert server.metric("foretoken_requests_aborted_total", reason="timeout") == 0
+        assert server.metric("truedraft_requests_aborted_total", reason="timeout") == 0
         assert server.messages_to_worker("Abort") == []
 
 
@@ -74,7 +74,7 @@ def test_sdk_does_not_try_again_after_a_deadline(start_server: StartServer) -> N
         with pytest.raises(openai.InternalServerError) as caught:
             sdk.completions.create(model=MODEL, prompt="a")
         assert (caught.value.status_code, caught.value.code) == (504, "request_timeout")
-        assert server.metric("foretoken_request_errors_total", code="request_timeout") == 1
+        assert server.metric("truedraft_request_errors_total", code="request_timeout") == 1
 
 
 def test_queued_tokens_are_limited(start_server: StartServer) -> None:
@@ -100,7 +100,7 @@ def test_queued_tokens_are_limited(start_server: StartServer) -> None:
         server.worker.go_on()
         assert [future.result().status_code for future in accepted] == [200, 200]
         assert server.post(COMPLETIONS, {"prompt": ["x" * 5, "x" * 6]}).status_code == 200
-        assert server.metric("foretoken_request_errors_total", code="queue_full") == 2
+        assert server.metric("truedraft_request_errors_total", code="queue_full") == 2
 
 
 def test_sdk_comes_back_when_the_queue_was_full(start_server: StartServer) -> None:
@@ -115,7 +115,7 @@ def test_sdk_comes_back_when_the_queue_was_full(start_server: StartServer) -> No
         server.wait_for_requests(1)
         started = time.monotonic()
         answer = threads.submit(sdk.completions.create, model=MODEL, prompt="x", max_tokens=1)
-        refusals = partial(server.metric, "foretoken_request_errors_total", code="queue_full")
+        refusals = partial(server.metric, "truedraft_request_errors_total", code="queue_full")
         wait_for(lambda: refusals() > 0, "a refusal")
         server.worker.go_on()
         assert answer.result().choices

@@ -16,16 +16,16 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer as Server
 from pydantic_settings import CliApp
 
-from loadtest.client import BenchmarkError, Endpoint, Reply
-from loadtest.command import loads
-from loadtest.counters import DraftCounters, read_counters
-from loadtest.generator import LoadResult, arrivals, closed_loop, new_session, open_loop
-from loadtest.options import BenchOptions
-from loadtest.prompts import read_prompts
-from loadtest.report import print_table
-from loadtest.rows import lag, load_row
-from server.cli import main
 from tests.server.running import PATIENCE_SECONDS
+from truedraft.loadtest.client import BenchmarkError, Endpoint, Reply
+from truedraft.loadtest.command import loads
+from truedraft.loadtest.counters import DraftCounters, read_counters
+from truedraft.loadtest.generator import LoadResult, arrivals, closed_loop, new_session, open_loop
+from truedraft.loadtest.options import BenchOptions
+from truedraft.loadtest.prompts import read_prompts
+from truedraft.loadtest.report import print_table
+from truedraft.loadtest.rows import lag, load_row
+from truedraft.server.cli import main
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6}}
 
@@ -110,11 +110,11 @@ async def test_chat_deltas_are_text(key: str) -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"foretoken": {"rounds": 2, "drafted_tokens": 8, "accepted_tokens": 4}},
+        {"truedraft": {"rounds": 2, "drafted_tokens": 8, "accepted_tokens": 4}},
         {"timings": {"draft_n": 8, "draft_n_accepted": 4}},
     ],
 )
-async def test_acceptance_comes_from_the_answers_of_foretoken_and_llama_cpp(extra: dict[str, Any]) -> None:
+async def test_acceptance_comes_from_the_answers_of_truedraft_and_llama_cpp(extra: dict[str, Any]) -> None:
     reply = await one_reply(text("a"), {**USAGE, **extra})
     assert (reply.num_draft_tokens, reply.num_accepted_tokens) == (8, 4)
     assert load_row("x", [LoadResult([reply], 1.0)], None)["acceptance"] == 0.5
@@ -262,9 +262,9 @@ def test_nothing_is_reported_of_requests_that_all_failed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "labels"), [("foretoken_", '{method="draft_model"}'), ("vllm:", '{engine="0",model_name="m"}')]
+    ("prefix", "labels"), [("truedraft_", '{method="draft_model"}'), ("vllm:", '{engine="0",model_name="m"}')]
 )
-async def test_counters_of_foretoken_and_vllm(prefix: str, labels: str) -> None:
+async def test_counters_of_truedraft_and_vllm(prefix: str, labels: str) -> None:
     names = {"drafts": 5, "draft_tokens": 20, "accepted_tokens": 13}
     lines = []
     for name, value in names.items():

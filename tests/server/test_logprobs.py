@@ -8,14 +8,14 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from engine.messages import TokenLogprob
-from server.text.logprobs import ScoredToken, chat_logprobs, completion_logprobs, echoed_tokens
-from server.text.prompt import TokenPrompt
-from server.text.tokenizer import Tokenizer
 from tests.fake_worker import logprob_at
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer
 from tests.server.wire import answers
+from truedraft.engine.messages import TokenLogprob
+from truedraft.server.text.logprobs import ScoredToken, chat_logprobs, completion_logprobs, echoed_tokens
+from truedraft.server.text.prompt import TokenPrompt
+from truedraft.server.text.tokenizer import Tokenizer
 
 TEXT = "Hello, wörld 😀! "  # what the fake worker repeats
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -163,7 +163,7 @@ def test_scoring_a_prompt(server: RunningServer, stream: bool) -> None:
     body = {"prompt": ["abc", "d"], "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
     body |= {"n": 2, "min_tokens": 0, "speculation": {"trace": True}}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
-    before = server.metric("foretoken_generation_tokens_total")
+    before = server.metric("truedraft_generation_tokens_total")
     chunks = answers(server, COMPLETIONS, body)
     assert merged(chunks, 1)["tokens"] == ["a", "b", "c"]
     assert merged(chunks, 1)["token_logprobs"] == [None, shown(1), shown(2)]
@@ -175,8 +175,8 @@ def test_scoring_a_prompt(server: RunningServer, stream: bool) -> None:
         ("d", "length"),
     }
     assert chunks[-1]["usage"]["completion_tokens"] == 0
-    assert chunks[-1]["foretoken"]["trace"] == [[], [], [], []]
-    assert server.metric("foretoken_generation_tokens_total") == before
+    assert chunks[-1]["truedraft"]["trace"] == [[], [], [], []]
+    assert server.metric("truedraft_generation_tokens_total") == before
 
 
 def test_no_tokens_and_no_prompt(server: RunningServer) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from server.logs import TEXT, JsonFormatter, WithRequestId
-from server.tracing import make_provider
 from tests.server.conftest import StartServer
 from tests.server.running import RunningServer, wait_for
+from truedraft.server.logs import TEXT, JsonFormatter, WithRequestId
+from truedraft.server.tracing import make_provider
 
 SECONDS = {"seconds", "queue_seconds", "first_token_seconds"}
 
@@ -35,7 +35,7 @@ class Log:
 @pytest.fixture(params=["text", "json"])
 def log(request: pytest.FixtureRequest) -> Iterator[Log]:
     found = Log(JsonFormatter() if request.param == "json" else logging.Formatter(TEXT))
-    logger = logging.getLogger("foretoken")
+    logger = logging.getLogger("truedraft")
     level = logger.level
     logger.addHandler(found.handler)
     logger.setLevel("INFO")
@@ -112,7 +112,7 @@ def test_a_path_cannot_forge_a_line(server: RunningServer, log: Log) -> None:
 def test_an_exception_has_the_requests_id(
     server: RunningServer, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.routes.ops.package_version", lambda: 1 / 0)
+    monkeypatch.setattr("truedraft.server.routes.ops.package_version", lambda: 1 / 0)
     assert server.get("/version", headers={"x-request-id": "broken"}).status_code == 500
     wait_for(lambda: log.stream.getvalue().count("broken") == 2, "both lines")
     assert "ZeroDivisionError" in log.stream.getvalue()
@@ -120,7 +120,7 @@ def test_an_exception_has_the_requests_id(
 
 def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr("server.tracing.make_provider", lambda: make_provider(exporter))
+    monkeypatch.setattr("truedraft.server.tracing.make_provider", lambda: make_provider(exporter))
     with start_server(otel=True) as server:
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         body = {"prompt": "log", "max_tokens": 8}
@@ -142,7 +142,7 @@ def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> N
     assert [part.end_time for part in parts[:-1]] == [part.start_time for part in parts[1:]]
     assert parts[-1].end_time == whole.end_time
     assert dict(parts[-1].attributes or {}) == {
-        "foretoken.rounds": 2,
-        "foretoken.drafted_tokens": 6,
-        "foretoken.accepted_tokens": 6,
+        "truedraft.rounds": 2,
+        "truedraft.drafted_tokens": 6,
+        "truedraft.accepted_tokens": 6,
     }

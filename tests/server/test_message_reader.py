@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from server.text.chat_message import DeltaWriter, whole_message
-from server.text.families import CALL_FORMATS, REASONING_MARKS, CallFormat, ReasoningMarks
-from server.text.message_reader import MessageFormat, MessageReader, Part, joined
+from truedraft.server.text.chat_message import DeltaWriter, whole_message
+from truedraft.server.text.families import CALL_FORMATS, REASONING_MARKS, CallFormat, ReasoningMarks
+from truedraft.server.text.message_reader import MessageFormat, MessageReader, Part, joined
 
 FORMATS = {each.name: each for each in CALL_FORMATS}
 SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}

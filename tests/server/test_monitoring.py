@@ -14,53 +14,53 @@ SERVER = 'instance="server:8000", model_name="m"'
 
 # Alert -> a series that provokes it, sampled every minute for half an hour, and one that does not.
 PROVOKING: dict[str, tuple[str, str, str]] = {
-    "ForetokenDown": ('up{job="foretoken", instance="server:8000"}', "0x30", "1x30"),
-    "ForetokenNotReady": (f"foretoken_ready{{{SERVER}}}", "0x30", "1 1 0 0 1x26"),
-    "ForetokenWorkerRestarted": (f"foretoken_worker_restarts_total{{{SERVER}}}", "0x24 1x5", "3x30"),
-    "ForetokenServerErrors": (
-        f'foretoken_http_requests_total{{{SERVER}, route="/v1/completions", status="500"}}',
+    "TruedraftDown": ('up{job="truedraft", instance="server:8000"}', "0x30", "1x30"),
+    "TruedraftNotReady": (f"truedraft_ready{{{SERVER}}}", "0x30", "1 1 0 0 1x26"),
+    "TruedraftWorkerRestarted": (f"truedraft_worker_restarts_total{{{SERVER}}}", "0x24 1x5", "3x30"),
+    "TruedraftServerErrors": (
+        f'truedraft_http_requests_total{{{SERVER}, route="/v1/completions", status="500"}}',
         "0+1x30",
         "5x30",
     ),
-    "ForetokenStreamErrors": (
-        f'foretoken_request_errors_total{{{SERVER}, code="worker_lost"}}',
+    "TruedraftStreamErrors": (
+        f'truedraft_request_errors_total{{{SERVER}, code="worker_lost"}}',
         "0+1x30",
         "5x30",
     ),
-    "ForetokenQueueFull": (
-        f'foretoken_request_errors_total{{{SERVER}, code="queue_full"}}',
+    "TruedraftQueueFull": (
+        f'truedraft_request_errors_total{{{SERVER}, code="queue_full"}}',
         "0+9x30",
         "9x30",
     ),
-    "ForetokenSlowFirstToken": (
-        f'foretoken_time_to_first_token_seconds_bucket{{{SERVER}, le="5"}}',
+    "TruedraftSlowFirstToken": (
+        f'truedraft_time_to_first_token_seconds_bucket{{{SERVER}, le="5"}}',
         "0x30",
         "0+9x30",
     ),
-    "ForetokenCacheFull": (
-        f'foretoken_kv_cache_usage_perc{{{SERVER}, model="target"}}',
+    "TruedraftCacheFull": (
+        f'truedraft_kv_cache_usage_perc{{{SERVER}, model="target"}}',
         "0.99x30",
         "0.9x30",
     ),
-    "ForetokenPreemptions": (f"foretoken_num_preemptions_total{{{SERVER}}}", "0+60x30", "0+1x30"),
-    "ForetokenLowAcceptance": (
-        f'foretoken_spec_decode_num_accepted_tokens_total{{{SERVER}, method="draft_model"}}',
+    "TruedraftPreemptions": (f"truedraft_num_preemptions_total{{{SERVER}}}", "0+60x30", "0+1x30"),
+    "TruedraftLowAcceptance": (
+        f'truedraft_spec_decode_num_accepted_tokens_total{{{SERVER}, method="draft_model"}}',
         "0+60x60",
         "0+600x60",
     ),
 }
 # What else an alert looks at.
 BESIDE = {
-    "ForetokenSlowFirstToken": [
+    "TruedraftSlowFirstToken": [
         {
-            "series": f'foretoken_time_to_first_token_seconds_bucket{{{SERVER}, le="{le}"}}',
+            "series": f'truedraft_time_to_first_token_seconds_bucket{{{SERVER}, le="{le}"}}',
             "values": values,
         }
         for le, values in (("10", "0+9x30"), ("+Inf", "0+9x30"))
     ],
-    "ForetokenLowAcceptance": [
+    "TruedraftLowAcceptance": [
         {
-            "series": f'foretoken_spec_decode_num_draft_tokens_total{{{SERVER}, method="draft_model"}}',
+            "series": f'truedraft_spec_decode_num_draft_tokens_total{{{SERVER}, method="draft_model"}}',
             "values": "0+1000x60",
         }
     ],
@@ -87,7 +87,7 @@ def test_every_alert_fires_when_provoked_and_not_otherwise(tmp_path: Path) -> No
                     "promql_expr_test": [
                         {
                             "expr": query,
-                            "eval_time": "45m" if alert == "ForetokenLowAcceptance" else "28m",
+                            "eval_time": "45m" if alert == "TruedraftLowAcceptance" else "28m",
                             "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
                         }
                     ],
@@ -128,7 +128,7 @@ def test_every_query_of_the_dashboard_finds_something(start_server: StartServer,
         wait_for(lambda: not empty(), "queries that find something")
         assert prometheus.firing() == set()
         server.worker.die()
-        wait_for(lambda: server.metric("foretoken_worker_restarts_total") > 0, "the worker's end")
+        wait_for(lambda: server.metric("truedraft_worker_restarts_total") > 0, "the worker's end")
         server.worker.go_on()
         server.wait_until_ready()
-        wait_for(lambda: "ForetokenWorkerRestarted" in prometheus.firing(), "the alert")
+        wait_for(lambda: "TruedraftWorkerRestarted" in prometheus.firing(), "the alert")

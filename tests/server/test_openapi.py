@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from server.http.openapi import TAGS
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer
+from truedraft.server.http.openapi import TAGS
 
 REQUESTS = [
     "CompletionRequest",
@@ -70,7 +70,7 @@ def test_examples_work_with_the_served_name(server: RunningServer, document: dic
             assert example["value"]["model"] == MODEL
             response = server.client.post(name.split()[1], json=example["value"])
             assert response.status_code == 200, (name, title, response.text)
-            assert "x-foretoken-ignored" not in response.headers
+            assert "x-truedraft-ignored" not in response.headers
 
 
 def test_keys_are_described_where_there_are_some(document: dict[str, Any], start_server: StartServer) -> None:

@@ -34,8 +34,8 @@ def test_sums_are_those_of_usage_report_and_metrics(
     server: RunningServer, path: str, way: dict[str, Any], n: int
 ) -> None:
     """Characters of the text have up to four tokens, which chunks do not tear apart."""
-    accepted_name = "foretoken_spec_decode_num_accepted_tokens_total"
-    generated = server.metric("foretoken_generation_tokens_total")
+    accepted_name = "truedraft_spec_decode_num_accepted_tokens_total"
+    generated = server.metric("truedraft_generation_tokens_total")
     accepted = server.metric(accepted_name, method="draft_model")
     chunks = answers(server, path, body(path, n=n, **way))
     tokens: list[list[dict[str, Any]]] = [[] for _ in range(n)]
@@ -45,7 +45,7 @@ def test_sums_are_those_of_usage_report_and_metrics(
             tokens[choice["index"]] += choice.get("origins") or []
             texts[choice["index"]] += text_of(choice)
             assert bool(text_of(choice)) <= bool(choice.get("origins"))
-    usage, report = chunks[-1]["usage"], chunks[-1]["foretoken"]
+    usage, report = chunks[-1]["usage"], chunks[-1]["truedraft"]
     for own, text in zip(tokens, texts, strict=True):
         assert "".join(token["text"] for token in own) == text
         assert [token["origin"] for token in own] == ORIGINS * 5
@@ -53,7 +53,7 @@ def test_sums_are_those_of_usage_report_and_metrics(
     num_accepted = sum(token["origin"] == "accepted" for token in everything)
     assert len(everything) == usage["completion_tokens"] == 20 * n
     assert num_accepted == report["accepted_tokens"] == 15 * n
-    assert server.metric("foretoken_generation_tokens_total") == generated + 20 * n
+    assert server.metric("truedraft_generation_tokens_total") == generated + 20 * n
     assert server.metric(accepted_name, method="draft_model") == accepted + 15 * n
     assert "trace" not in report
 
@@ -121,7 +121,7 @@ def test_only_for_those_who_ask(server: RunningServer, path: str) -> None:
             chunks = answers(server, path, body(path, speculation=speculation, **way))
             assert not any("origins" in choice for chunk in chunks for choice in chunk["choices"])
     chunks = answers(server, path, body(path, speculation={"trace": True, "origins": True}))
-    assert chunks[-1]["foretoken"]["trace"]
+    assert chunks[-1]["truedraft"]["trace"]
 
 
 @pytest.mark.parametrize("value", ["all", 1, "true", None])

@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from server.routes.page import FOLDER
-from server.text.tokenizer import load_tokenizer
 from tests.server.browser import Browser, open_browser
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.test_tools import TEMPLATE, THOUGHT
 from tests.server.tiny_tokenizer import write_tokenizer
+from truedraft.server.routes.page import FOLDER
+from truedraft.server.text.tokenizer import load_tokenizer
 
 HOSTILE = (
     "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
@@ -83,14 +83,14 @@ def test_files_are_small_plain_and_refer_to_nothing_else(server: RunningServer) 
 @pytest.mark.parametrize("stream", [True, False])
 def test_playground(browser: Browser, server: RunningServer, mode: str, stream: bool) -> None:
     """The fake worker gives three accepted tokens and a bonus each step."""
-    generated = server.metric("foretoken_generation_tokens_total")
+    generated = server.metric("truedraft_generation_tokens_total")
     with page(browser, server):
         browser.click(f"[name=mode][value={mode}]")
         browser.fill("[name=max_tokens]", "20")
         browser.run(f"document.querySelector('[name=stream]').checked = {str(stream).lower()}")
         tokens = generate(browser)
         assert "".join(tokens).replace("\u25aa", "") == "Hello, wörld 😀! "
-        assert server.metric("foretoken_generation_tokens_total") == generated + 20
+        assert server.metric("truedraft_generation_tokens_total") == generated + 20
         assert legend(browser) == {"accepted, draft model": 15, "bonus": 5}
         assert figures(browser)["tokens"] == "20"
         assert figures(browser)["accepted"] == "15 of 15 (100 %)"
@@ -192,7 +192,7 @@ def test_race(browser: Browser, server: RunningServer, order: str) -> None:
 def test_live(browser: Browser, server: RunningServer) -> None:
     with page(browser, server, "live"):
         server.post("/v1/completions", {"prompt": "x", "max_tokens": 8})
-        tokens = f"{server.metric('foretoken_generation_tokens_total'):,.0f}"
+        tokens = f"{server.metric('truedraft_generation_tokens_total'):,.0f}"
         browser.wait(
             f"document.querySelector('#now').textContent.includes('{tokens}tokens') || "
             f"document.querySelector('#now').textContent.includes('tokens generated{tokens}')"

@@ -74,7 +74,7 @@ def test_another_method_leaves_it_unused(server: RunningServer, path: str, metho
 @pytest.mark.parametrize(("speculation", "method"), [({}, "auto"), ({"method": "prediction"}, "prediction")])
 def test_the_report_says_who_may_draft(server: RunningServer, speculation: Any, method: str) -> None:
     body = {"prompt": "x", "max_tokens": 8, "speculation": speculation} | predicted("Hello, w")
-    assert answers(server, COMPLETIONS, body)[-1]["foretoken"]["method"] == method
+    assert answers(server, COMPLETIONS, body)[-1]["truedraft"]["method"] == method
 
 
 @endpoints

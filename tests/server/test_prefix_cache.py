@@ -37,7 +37,7 @@ def test_fields_reach_the_engine(server: RunningServer, path: str, fields: dict[
     )
     response = server.post(path, {"max_tokens": 1} | prompt | fields)
     assert response.status_code == 200
-    assert "x-foretoken-ignored" not in response.headers
+    assert "x-truedraft-ignored" not in response.headers
     assert sent in server.messages_to_worker("Generate")[-1]
 
 
@@ -78,8 +78,8 @@ def test_cached_tokens(start_server: StartServer) -> None:
         assert ask(max_tokens=0) == 0  # nothing is computed at all
         assert ask(max_tokens=0, echo=True, logprobs=0) == 16
         lengths = [32, 32, 43, 32, 32, 32]  # without the one that opted out, and the one of no tokens
-        assert server.metric("foretoken_prefix_cache_queries_total") == sum(lengths)
-        assert server.metric("foretoken_prefix_cache_hits_total") == 16 + 32 + 16 + 16
+        assert server.metric("truedraft_prefix_cache_queries_total") == sum(lengths)
+        assert server.metric("truedraft_prefix_cache_hits_total") == 16 + 32 + 16 + 16
 
 
 def test_cached_tokens_are_counted_once_per_prompt(start_server: StartServer) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from server.text import message_reader
-from server.text.chat_message import DeltaWriter
-from server.text.families import REASONING_MARKS
-from server.text.message_reader import MessageReader
 from tests.server import test_choice
 from tests.server import test_message_reader as tests
+from truedraft.server.text import message_reader
+from truedraft.server.text.chat_message import DeltaWriter
+from truedraft.server.text.families import REASONING_MARKS
+from truedraft.server.text.message_reader import MessageReader
 
 Gate = Callable[[], None]
 

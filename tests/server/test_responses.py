@@ -188,7 +188,7 @@ def test_answers_can_be_given_back(sdk: openai.OpenAI) -> None:
     conversation += [item.to_dict() for item in first.output]  # type: ignore[misc]
     conversation.append({"role": "user", "content": "More"})
     answer = sdk.responses.with_raw_response.create(model=MODEL, input=conversation, max_output_tokens=9)
-    assert "x-foretoken-ignored" not in answer.headers
+    assert "x-truedraft-ignored" not in answer.headers
     assert answer.parse().output_text == text_of(9)
 
 
@@ -214,8 +214,8 @@ def test_extensions_work_here_too(server: RunningServer) -> None:
     answer = server.post(PATH, fields).json()
     assert answer["output"][0]["content"][0]["text"] == "Hello, w"
     assert answer["status"] == "completed"
-    assert (answer["foretoken"]["verification"], answer["foretoken"]["seeds"]) == ("coupled", [4])
-    assert "foretoken" not in server.post(PATH, {"input": "Hi", "max_output_tokens": 1}).json()
+    assert (answer["truedraft"]["verification"], answer["truedraft"]["seeds"]) == ("coupled", [4])
+    assert "truedraft" not in server.post(PATH, {"input": "Hi", "max_output_tokens": 1}).json()
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_what_is_not_served_is_refused_by_name(
 def test_what_asks_for_nothing_is_fine(server: RunningServer, fields: dict[str, Any]) -> None:
     response = server.post(PATH, {"input": "Hi", "max_output_tokens": 1} | fields)
     assert response.status_code == 200, response.text
-    assert "x-foretoken-ignored" not in response.headers
+    assert "x-truedraft-ignored" not in response.headers
     assert response.json()["parallel_tool_calls"] is fields.get("parallel_tool_calls", True)
     assert response.json()["tool_choice"] == fields.get("tool_choice", "auto")
 
@@ -304,7 +304,7 @@ def test_unknown_fields_are_reported(server: RunningServer) -> None:
     part = {"type": "input_text", "text": "x", "size": 1}
     fields = {"input": [{"role": "user", "content": [part], "mood": "good"}], "bogus": 1}
     response = server.post(PATH, fields | {"max_output_tokens": 1})
-    assert response.headers["x-foretoken-ignored"] == "bogus, input.0.mood, input.0.content.0.size"
+    assert response.headers["x-truedraft-ignored"] == "bogus, input.0.mood, input.0.content.0.size"
 
 
 def test_failure_in_a_stream_is_an_event(start_server: StartServer) -> None:
@@ -320,7 +320,7 @@ def test_failure_in_a_stream_is_an_event(start_server: StartServer) -> None:
         assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
         assert last["response"]["error"]["code"] == "server_error"
         assert "exited with code 7" in last["response"]["error"]["message"]
-        assert server.metric("foretoken_request_errors_total", code="worker_lost") == 1
+        assert server.metric("truedraft_request_errors_total", code="worker_lost") == 1
 
 
 def test_client_that_leaves_frees_its_sequence(start_server: StartServer) -> None:
@@ -330,5 +330,5 @@ def test_client_that_leaves_frees_its_sequence(start_server: StartServer) -> Non
         with server.client.stream("POST", PATH, json=body) as response:
             next(response.iter_lines())
         server.wait_for_messages("Abort", 1)
-        aborted = partial(server.metric, "foretoken_requests_aborted_total", reason="disconnect")
+        aborted = partial(server.metric, "truedraft_requests_aborted_total", reason="disconnect")
         wait_for(lambda: aborted() == 1, "the count")

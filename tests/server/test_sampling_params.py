@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import Ready, SamplingParams
-from server.sampling_params import build_sampling_params
-from server.schemas.chat import ChatRequest
-from server.schemas.completion import CompletionRequest
-from server.settings import RequestSettings
+from truedraft.engine.messages import Ready, SamplingParams
+from truedraft.server.sampling_params import build_sampling_params
+from truedraft.server.schemas.chat import ChatRequest
+from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.settings import RequestSettings
 
 WITH_DRAFT = Ready(
     "target", "draft", "cpu", "float32", 100, 50, 4, 4, 16, ["draft_model", "ngram"], "draft_model"

@@ -1,4 +1,4 @@
-"""``foretoken serve`` as a process: start-up, friendly failures, and an orderly end."""
+"""``truedraft serve`` as a process: start-up, friendly failures, and an orderly end."""
 
 import shutil
 import signal
@@ -15,11 +15,10 @@ import httpx
 import openai
 import pytest
 
-import server.cli
-import server.launch
-from server.client.worker_client import WorkerClient
 from tests.server.running import PATIENCE_SECONDS, wait_for
 from tests.server.serve_process import ROOT, SERVE, body, serve_process
+from truedraft.server import cli, launch
+from truedraft.server.client.worker_client import WorkerClient
 
 FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
 
@@ -38,7 +37,7 @@ def test_serves_until_a_signal_stops_it(model_folder: Path, tmp_path: Path) -> N
 def test_port_that_is_taken(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert server.cli.main(["serve", "--target", str(model_folder), "--port", port]) == 1
+        assert cli.main(["serve", "--target", str(model_folder), "--port", port]) == 1
     assert f"Cannot listen on 127.0.0.1 port {port}: Address already in use" in capsys.readouterr().err
 
 
@@ -46,14 +45,14 @@ def test_models_that_do_not_load_end_it(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = (*FAKE_WORKER, "--fail-at-start", "not enough memory")
-    monkeypatch.setattr(server.launch, "WorkerClient", partial(WorkerClient, worker_command=command))
-    assert server.cli.main(["serve", "--target", str(model_folder), "--port", "0"]) == 1
+    monkeypatch.setattr(launch, "WorkerClient", partial(WorkerClient, worker_command=command))
+    assert cli.main(["serve", "--target", str(model_folder), "--port", "0"]) == 1
     assert "error: The worker failed: not enough memory" in capsys.readouterr().err
 
 
 def test_connections_do_not_wait_for_acknowledgements() -> None:
     """With a socket whose protocol asyncio cannot see, each request took 40 ms longer."""
-    with server.launch.bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+    with launch.bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.proto == socket.IPPROTO_TCP
@@ -66,7 +65,7 @@ def test_sdk_waits_until_the_models_are_loaded(model_folder: Path, tmp_path: Pat
         def were_refused(number: int) -> bool:
             metrics = httpx.get(f"{serve.url}/metrics", timeout=PATIENCE_SECONDS).text
             return (
-                f'foretoken_request_errors_total{{code="not_ready",model_name="tiny-model"}} {number}.0'
+                f'truedraft_request_errors_total{{code="not_ready",model_name="tiny-model"}} {number}.0'
                 in metrics
             )
 
@@ -97,7 +96,7 @@ def test_a_unix_socket(model_folder: Path, tmp_path: Path) -> None:
                 answer = client.post("http://server/v1/completions", json=body(max_tokens=3))
                 assert answer.json()["usage"]["completion_tokens"] == 3
                 second = ["serve", "--target", str(model_folder), "--uds", str(path)]
-                assert server.cli.main(second) == 1
+                assert cli.main(second) == 1
             assert path.is_socket()  # left by the one that was killed
 
 
@@ -129,7 +128,7 @@ def test_tls_files_that_do_not_work(
     if content is not None:
         file.write_text(content)
     files = ["--ssl-certfile", str(file), "--ssl-keyfile", str(file)]
-    assert server.cli.main(["serve", "--target", str(model_folder), "--port", "0", *files]) == 1
+    assert cli.main(["serve", "--target", str(model_folder), "--port", "0", *files]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "ssl_certfile" in line
 

@@ -1,4 +1,4 @@
-"""The ``foretoken`` object: counts, seeds, the rule in force, and the trace, in answers and in streams."""
+"""The ``truedraft`` object: counts, seeds, the rule in force, and the trace, in answers and in streams."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ def report(server: RunningServer, body: dict[str, Any], path: str = COMPLETIONS)
         {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
     )
     *chunks, last = answers(server, path, prompt | {"max_tokens": 8} | body)
-    assert not any("foretoken" in chunk for chunk in chunks)
-    return last["foretoken"]
+    assert not any("truedraft" in chunk for chunk in chunks)
+    return last["truedraft"]
 
 
 @ways_to_answer
@@ -53,7 +53,7 @@ def test_counts(server: RunningServer, way: dict[str, Any], path: str) -> None:
 @ways_to_answer
 def test_only_for_those_who_speak_of_it(server: RunningServer, way: dict[str, Any]) -> None:
     chunks = answers(server, COMPLETIONS, {"prompt": "x", "max_tokens": 8} | way)
-    assert not any("foretoken" in chunk for chunk in chunks)
+    assert not any("truedraft" in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize(

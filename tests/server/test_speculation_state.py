@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import DraftCounts, Stats
-from server.metrics import WorkerMetrics
-from server.settings import Settings
-from server.speculation_state import speculation_state
 from tests.server.conftest import StartServer
 from tests.server.test_launch import WORKER, worker
+from truedraft.engine.messages import DraftCounts, Stats
+from truedraft.server.metrics import WorkerMetrics
+from truedraft.server.settings import Settings
+from truedraft.server.speculation_state import speculation_state
 
 STATS = Stats(
     num_running=1,
@@ -102,7 +102,7 @@ def samples(metrics: WorkerMetrics, name: str) -> list[float]:
 
 def test_gauge_follows_the_policy() -> None:
     metrics = WorkerMetrics()
-    name = "foretoken_estimated_speedup"
+    name = "truedraft_estimated_speedup"
     assert math.isnan(samples(metrics, name)[0])
     metrics.speculation(AUTO)
     assert samples(metrics, name) == [1.4]
@@ -113,10 +113,10 @@ def test_gauge_follows_the_policy() -> None:
 def test_a_dead_workers_cache_is_not_in_use() -> None:
     metrics = WorkerMetrics()
     metrics.stats(msgspec.structs.replace(STATS, cache_usage={"target": 0.5}))
-    assert samples(metrics, "foretoken_kv_cache_usage_perc") == [0.5]
+    assert samples(metrics, "truedraft_kv_cache_usage_perc") == [0.5]
     metrics.stats(msgspec.structs.replace(STATS, cache_usage={"target": 0.7}))
     metrics.lost()
-    assert not samples(metrics, "foretoken_kv_cache_usage_perc")
+    assert not samples(metrics, "truedraft_kv_cache_usage_perc")
 
 
 def test_what_a_worker_counted_before_it_died_is_kept() -> None:
@@ -126,4 +126,4 @@ def test_what_a_worker_counted_before_it_died_is_kept() -> None:
     metrics.lost()
     metrics.ready(WORKER)
     metrics.stats(msgspec.structs.replace(STATS, num_preemptions=4))
-    assert samples(metrics, "foretoken_num_preemptions_total") == [7]
+    assert samples(metrics, "truedraft_num_preemptions_total") == [7]

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 from starlette.types import Message
 
-from server.errors import NotReadyError
-from server.http.sse import DONE, EventStreamResponse, chunk_event, error_event
-from server.schemas.completion import Completion
 from tests.server.virtual_time import in_virtual_time
+from truedraft.server.errors import NotReadyError
+from truedraft.server.http.sse import DONE, EventStreamResponse, chunk_event, error_event
+from truedraft.server.schemas.completion import Completion
 
 PING = b": ping\n\n"
 

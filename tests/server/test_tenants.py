@@ -6,11 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from server.client.open_requests import FairShare
-from server.text.tokenizer import Tokenizer
 from tests.server.conftest import StartServer
 from tests.server.refusals import COMPLETIONS, refused
 from tests.server.running import RunningServer
+from truedraft.server.client.open_requests import FairShare
+from truedraft.server.text.tokenizer import Tokenizer
 
 KEYS = ["anna-secret", "bert-secret"]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from server.text.detokenizer import Detokenizer
-from server.text.tokenizer import ChatTemplates, Tokenizer
+from truedraft.server.text.detokenizer import Detokenizer
+from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer
 
 WORDS = ["<unk>", "▁", "▁the", "a", "é", "▁▁"]
 BYTE_IDS = range(len(WORDS), len(WORDS) + 256)

@@ -11,14 +11,14 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from server.schemas.tools import FunctionDefinition
-from server.text.chat_message import whole_message
-from server.text.families import CALL_FORMATS, REASONING_MARKS, CallFormat, ReasoningMarks
-from server.text.message_reader import MessageFormat, MessageReader
-from server.text.tokenizer import ChatTemplates
-from server.text.tokenizer import Tokenizer as ServerTokenizer
-from server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
 from tests.server.tiny_tokenizer import byte_characters
+from truedraft.server.schemas.tools import FunctionDefinition
+from truedraft.server.text.chat_message import whole_message
+from truedraft.server.text.families import CALL_FORMATS, REASONING_MARKS, CallFormat, ReasoningMarks
+from truedraft.server.text.message_reader import MessageFormat, MessageReader
+from truedraft.server.text.tokenizer import ChatTemplates
+from truedraft.server.text.tokenizer import Tokenizer as ServerTokenizer
+from truedraft.server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
 
 FORMATS = {each.name: each for each in CALL_FORMATS}
 EOS = "<|endoftext|>"

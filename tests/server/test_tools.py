@@ -11,14 +11,14 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 
-from server.errors import UnsupportedParameterError
-from server.schemas.chat import ChatRequest
-from server.text.tokenizer import ChatTemplates, Tokenizer, load_tokenizer
-from server.text.tools import tool_use
 from tests.server.refusals import CHAT, refused
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 from tests.server.wire import answers
+from truedraft.server.errors import UnsupportedParameterError
+from truedraft.server.schemas.chat import ChatRequest
+from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer, load_tokenizer
+from truedraft.server.text.tools import tool_use
 
 RESPONSES = "/v1/responses"
 # Short, and of two known families at once. ``enable_thinking`` switches its reasoning off.

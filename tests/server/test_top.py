@@ -1,4 +1,4 @@
-"""``foretoken top`` against the real application: the figures of ``/metrics`` and ``/speculation``."""
+"""``truedraft top`` against the real application: the figures of ``/metrics`` and ``/speculation``."""
 
 import io
 import re
@@ -6,10 +6,10 @@ import re
 import pytest
 from rich.console import Console
 
-from server.cli import main
-from server.top import Client, History, sparkline, view
 from tests.server.conftest import StartServer
 from tests.server.running import RunningServer
+from truedraft.server.cli import main
+from truedraft.server.top import Client, History, sparkline, view
 
 
 def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -11,11 +11,11 @@ import httpx
 import openai
 import pytest
 
-from server.text.tokenizer import Tokenizer
 from tests.fake_worker import QUEUE_SECONDS
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, PATIENCE_SECONDS, RunningServer, fake_worker_app, wait_for
 from tests.server.wire import events
+from truedraft.server.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
 
@@ -28,11 +28,11 @@ def test_client_that_leaves_a_stream_frees_its_sequences(start_server: StartServ
             next(response.iter_lines())
         server.wait_for_messages("Abort", 2)
         server.wait_for_requests(0)
-        aborted = partial(server.metric, "foretoken_requests_aborted_total", reason="disconnect")
+        aborted = partial(server.metric, "truedraft_requests_aborted_total", reason="disconnect")
         wait_for(lambda: aborted() == 1, "the count")
-        usage = partial(server.metric, "foretoken_kv_cache_usage_perc", model="target")
+        usage = partial(server.metric, "truedraft_kv_cache_usage_perc", model="target")
         wait_for(lambda: usage() == 0, "the worker's word that nothing is in use")
-        assert server.metric("foretoken_num_requests_running") == 0
+        assert server.metric("truedraft_num_requests_running") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -73,10 +73,10 @@ def test_crash_gives_an_error_and_a_new_worker(start_server: StartServer) -> Non
         server.worker.go_on()
         server.wait_until_ready()
         assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 100}).status_code == 200
-        assert server.metric("foretoken_worker_restarts_total") == 1
+        assert server.metric("truedraft_worker_restarts_total") == 1
         # 40 tokens before the crash and 100 after it, although the new worker counts from zero.
-        assert server.metric("foretoken_generation_tokens_total") == 140
-        drafts = server.metric("foretoken_spec_decode_num_drafts_total", method="draft_model")
+        assert server.metric("truedraft_generation_tokens_total") == 140
+        drafts = server.metric("truedraft_spec_decode_num_drafts_total", method="draft_model")
         assert drafts == 140 / 4
 
 
@@ -105,7 +105,7 @@ def test_requests_without_a_token_go_to_the_next_worker(start_server: StartServe
             line.partition("prompt_token_ids=")[2][:4] for line in server.messages_to_worker("Generate")
         ]
         assert prompts == ["[97]", "[98]", "[99]", "[100", "[98]", "[99]"]
-        assert server.metric("foretoken_worker_restarts_total") == 1
+        assert server.metric("truedraft_worker_restarts_total") == 1
 
 
 def test_request_that_kills_two_workers_is_not_tried_again(start_server: StartServer) -> None:
@@ -129,8 +129,8 @@ def test_crash_in_a_stream_is_an_event(start_server: StartServer) -> None:
         *_, error, done, end = response.text.split("\n\n")
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "worker_lost"
         assert (done, end) == ("data: [DONE]", "")
-        assert server.metric("foretoken_request_errors_total", code="worker_lost") == 1
-        assert server.metric("foretoken_requests_aborted_total", reason="disconnect") == 0
+        assert server.metric("truedraft_request_errors_total", code="worker_lost") == 1
+        assert server.metric("truedraft_requests_aborted_total", reason="disconnect") == 0
         server.worker.go_on()
         server.wait_until_ready()
 
@@ -161,11 +161,11 @@ def test_port_is_open_while_the_models_load(start_server: StartServer) -> None:
     with start_server(wait=False) as server:
         assert server.get("/health").status_code == 200
         assert server.get("/ready").json() == {"status": "loading", "reason": "The models are loading."}
-        assert server.metric("foretoken_ready") == 0
+        assert server.metric("truedraft_ready") == 0
         assert server.post(COMPLETIONS, {"prompt": "a"}).status_code == 503
         server.worker.go_on()
         server.wait_until_ready()
-        assert server.metric("foretoken_ready") == 1
+        assert server.metric("truedraft_ready") == 1
 
 
 async def test_a_tokenizer_that_loads_longer_than_the_worker(
@@ -186,7 +186,7 @@ async def test_a_tokenizer_that_loads_longer_than_the_worker(
         answer = await client.get("/ready")
         assert answer.status_code == 503
         assert answer.json() == {"status": "loading", "reason": "The tokenizer is loading."}
-        gauge = 'foretoken_ready{model_name="tiny-model"}'
+        gauge = 'truedraft_ready{model_name="tiny-model"}'
         assert f"{gauge} 0.0" in (await client.get("/metrics")).text
         may_load.set()
         await app.state.services.wait_until_ready()
@@ -220,7 +220,7 @@ def test_logits_that_are_no_distribution_fail_their_request_only(
         assert (error["type"], error["code"]) == ("server_error", "invalid_logits")
         assert error["message"] == "the model gave no distribution"
         assert server.get("/ready").status_code == 200
-        assert server.metric("foretoken_request_errors_total", code="invalid_logits") == 1
+        assert server.metric("truedraft_request_errors_total", code="invalid_logits") == 1
 
 
 VLLM_NAMES = (
@@ -262,31 +262,31 @@ def test_metrics_are_exact(start_server: StartServer) -> None:
     with start_server() as server:
         with server.one_step_at_a_time(40):
             server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 40})
-        assert server.metric("foretoken_generation_tokens_total") == 40
-        assert server.metric("foretoken_prompt_tokens_total") == 3
-        assert server.metric("foretoken_request_success_total", finished_reason="length") == 1
-        assert server.metric("foretoken_time_to_first_token_seconds_count") == 1
-        assert server.metric("foretoken_request_queue_time_seconds_count") == 1
-        assert server.metric("foretoken_request_queue_time_seconds_sum") == QUEUE_SECONDS
-        assert server.metric("foretoken_e2e_request_latency_seconds_count") == 1
-        latency = server.metric("foretoken_e2e_request_latency_seconds_sum")
-        first = server.metric("foretoken_time_to_first_token_seconds_sum")
-        decode = server.metric("foretoken_request_decode_time_seconds_sum")
+        assert server.metric("truedraft_generation_tokens_total") == 40
+        assert server.metric("truedraft_prompt_tokens_total") == 3
+        assert server.metric("truedraft_request_success_total", finished_reason="length") == 1
+        assert server.metric("truedraft_time_to_first_token_seconds_count") == 1
+        assert server.metric("truedraft_request_queue_time_seconds_count") == 1
+        assert server.metric("truedraft_request_queue_time_seconds_sum") == QUEUE_SECONDS
+        assert server.metric("truedraft_e2e_request_latency_seconds_count") == 1
+        latency = server.metric("truedraft_e2e_request_latency_seconds_sum")
+        first = server.metric("truedraft_time_to_first_token_seconds_sum")
+        decode = server.metric("truedraft_request_decode_time_seconds_sum")
         assert first + decode == pytest.approx(latency)
-        prefill = server.metric("foretoken_request_prefill_time_seconds_sum")
+        prefill = server.metric("truedraft_request_prefill_time_seconds_sum")
         assert prefill == pytest.approx(max(0.0, first - QUEUE_SECONDS))
         # Ten rounds of four tokens: the first one has nothing before it.
-        assert server.metric("foretoken_round_interval_seconds_count") == 9
-        assert server.metric("foretoken_inter_token_latency_seconds_count") == 36
-        interval = server.metric("foretoken_round_interval_seconds_sum")
-        assert server.metric("foretoken_inter_token_latency_seconds_sum") == pytest.approx(interval)
-        assert server.metric("foretoken_request_generation_tokens_sum") == 40
-        assert server.metric("foretoken_request_acceptance_rate_count") == 1
-        assert server.metric("foretoken_spec_decode_num_draft_tokens_total", method="draft_model") == 30
-        assert server.metric("foretoken_spec_decode_num_accepted_tokens_total", method="draft_model") == 30
-        assert server.metric("foretoken_spec_decode_num_draft_tokens_per_pos_total", position="0") == 10
-        assert server.metric("foretoken_kv_cache_usage_perc", model="target") == 0
-        assert server.metric("foretoken_phase_seconds_total", phase="score") == 1.0
+        assert server.metric("truedraft_round_interval_seconds_count") == 9
+        assert server.metric("truedraft_inter_token_latency_seconds_count") == 36
+        interval = server.metric("truedraft_round_interval_seconds_sum")
+        assert server.metric("truedraft_inter_token_latency_seconds_sum") == pytest.approx(interval)
+        assert server.metric("truedraft_request_generation_tokens_sum") == 40
+        assert server.metric("truedraft_request_acceptance_rate_count") == 1
+        assert server.metric("truedraft_spec_decode_num_draft_tokens_total", method="draft_model") == 30
+        assert server.metric("truedraft_spec_decode_num_accepted_tokens_total", method="draft_model") == 30
+        assert server.metric("truedraft_spec_decode_num_draft_tokens_per_pos_total", position="0") == 10
+        assert server.metric("truedraft_kv_cache_usage_perc", model="target") == 0
+        assert server.metric("truedraft_phase_seconds_total", phase="score") == 1.0
 
 
 def test_metrics_have_vllms_names(start_server: StartServer) -> None:
@@ -299,12 +299,12 @@ def test_metrics_have_vllms_names(start_server: StartServer) -> None:
             assert server.has_metric(f"vllm:{name}", **labels), name
         assert server.metric("vllm:request_success_total", finished_reason="length") == 1
         assert server.metric("vllm:generation_tokens_total") == 8
-        assert "foretoken_" not in server.get("/metrics").text
+        assert "truedraft_" not in server.get("/metrics").text
 
 
 def test_http_requests_by_route_and_status(start_server: StartServer) -> None:
     def count(route: str, status: int) -> float:
-        return server.metric("foretoken_http_requests_total", route=route, status=str(status))
+        return server.metric("truedraft_http_requests_total", route=route, status=str(status))
 
     with start_server() as server:
         server.post(COMPLETIONS, {"prompt": "abc", "max_tokens": 8})
@@ -331,8 +331,8 @@ def test_stop_string_counts_only_what_counts(start_server: StartServer) -> None:
         server.worker.at_most(2)
         answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 40, "stop": "o"}).json()
         assert answer["usage"]["completion_tokens"] == 5
-        assert server.metric("foretoken_generation_tokens_total") == 5
-        assert server.metric("foretoken_request_success_total", finished_reason="stop") == 1
+        assert server.metric("truedraft_generation_tokens_total") == 5
+        assert server.metric("truedraft_request_success_total", finished_reason="stop") == 1
 
 
 def test_metrics_formats(server: RunningServer) -> None:
@@ -345,5 +345,5 @@ def test_metrics_formats(server: RunningServer) -> None:
 
 def test_version(server: RunningServer) -> None:
     version = server.get("/version").json()
-    assert version["name"] == "foretoken"
+    assert version["name"] == "truedraft"
     assert (version["model"], version["device"], version["dtype"]) == (MODEL, "cpu", "float32")

@@ -6,17 +6,17 @@ import sys
 import msgspec
 import pytest
 
-from engine.config import EngineConfig
-from engine.messages import Failed, FromWorker
-from server.client import worker_process
-from server.client.worker_process import WorkerProcess
 from tests.server.running import PATIENCE_SECONDS
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.messages import Failed, FromWorker
+from truedraft.server.client import worker_process
+from truedraft.server.client.worker_process import WorkerProcess
 
 # Its messages come when it is dead already, as from a connection that has been slow: a child brings them.
 LATE = """
 import os, sys, time
-from engine.connection import Connection
-from engine.messages import Failed
+from truedraft.engine.connection import Connection
+from truedraft.engine.messages import Failed
 parent = os.getpid()
 if os.fork():
     os._exit(3)

@@ -5,7 +5,7 @@ encoded anew with the new text behind them. The window's own beginning lacks its
 from the first place on where both ways of cutting agree.
 """
 
-from engine.proposers.translated.tokenizer import NO_CUT, TextTokenizer
+from truedraft.engine.proposers.translated.tokenizer import NO_CUT, TextTokenizer
 
 # Tokens encoded again with every addition, and how many of them are only context.
 WINDOW, MARGIN = 16, 4

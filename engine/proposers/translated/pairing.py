@@ -8,9 +8,9 @@ Used by ``build``, so that the server does what ``check`` says.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.gguf_file import load_pretrained_tokenizer
-from engine.models.errors import ModelLoadError
-from engine.proposers.translated.tokenizer import TextTokenizer, fast_form
+from truedraft.engine.gguf_file import load_pretrained_tokenizer
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.proposers.translated.tokenizer import TextTokenizer, fast_form
 
 # More differing strings than this share, and it is another tokenizer rather than a few added tokens.
 DIFFERENT_SHARE = 0.01

@@ -10,17 +10,17 @@ import math
 import weakref
 from dataclasses import dataclass, field
 
-from engine.batch import Span
-from engine.core.block_pool import BlockPool, BlockTable
-from engine.core.sequence import Sequence
-from engine.core.step import ScheduledSequence
-from engine.messages import Source
-from engine.models.model_runner import ModelRunner
-from engine.proposers.known import known_drafts
-from engine.proposers.translated.draft_text import DraftText
-from engine.proposers.translated.target_text import TargetText
-from engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
-from engine.sampling.sampler import Drafts, Sampler
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.messages import Source
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.proposers.known import known_drafts
+from truedraft.engine.proposers.translated.draft_text import DraftText
+from truedraft.engine.proposers.translated.target_text import TargetText
+from truedraft.engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
+from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 # Draft tokens per target token: no more, however short the draft's tokens are.
 MAX_TOKENS_PER_TOKEN = 6

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
+from truedraft.engine.proposers.translated.tokenizer import BROKEN, TextTokenizer
 
 # Tokens before the new ones that are decoded with them: spaces and characters depend on neighbours.
 CONTEXT = 8

@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.batch import Span
-from engine.core.block_pool import BlockTable
-from engine.host_to_device import on_device
-from engine.models.llama import TOLERANCES, Llama, same_logits
-from engine.models.model_runner import ModelRunner
-from engine.proposers.draft_model import in_width
-from engine.runtime.cuda.capture import Capture
-from engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows, Field
-from engine.runtime.cuda.sampling import Draws, draw_draft, verdict
-from engine.runtime.cuda.shapes import DRAFT_TOKENS, Shape, smallest
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.host_to_device import on_device
+from truedraft.engine.models.llama import TOLERANCES, Llama, same_logits
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.proposers.draft_model import in_width
+from truedraft.engine.runtime.cuda.capture import Capture
+from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows, Field
+from truedraft.engine.runtime.cuda.sampling import Draws, draw_draft, verdict
+from truedraft.engine.runtime.cuda.shapes import DRAFT_TOKENS, Shape, smallest
 
 # Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19

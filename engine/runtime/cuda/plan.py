@@ -8,16 +8,16 @@ import logging
 import time
 from dataclasses import dataclass
 
-from engine.cache_memory import free_memory
-from engine.config import EngineConfig
-from engine.models.base import Model
-from engine.models.llama import Llama
-from engine.models.model_runner import ModelRunner
-from engine.runtime.cuda.capture import Capture, make_capture
-from engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
-from engine.runtime.cuda.rows import DeviceRows
-from engine.runtime.cuda.sampling import Draws
-from engine.runtime.cuda.shapes import Shape, max_drafts, plan_shapes
+from truedraft.engine.cache_memory import free_memory
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.runtime.cuda.capture import Capture, make_capture
+from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
+from truedraft.engine.runtime.cuda.rows import DeviceRows
+from truedraft.engine.runtime.cuda.sampling import Draws
+from truedraft.engine.runtime.cuda.shapes import Shape, max_drafts, plan_shapes
 
 # What the driver keeps for one graph of some thousand kernels: a guess, which has not been measured.
 GRAPH_BYTES = 8 << 20

@@ -10,10 +10,10 @@ from enum import IntEnum, auto
 
 import torch
 
-from engine.batch import ForwardBatch, PagedRows
-from engine.messages import SamplingParams
-from engine.runtime.cuda.capture import Capture, SentNumbers
-from engine.sampling.processors import SMALLEST, SamplingTensors
+from truedraft.engine.batch import ForwardBatch, PagedRows
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
+from truedraft.engine.sampling.processors import SMALLEST, SamplingTensors
 
 TARGET, DRAFT = 0, 1  # whose block tables
 

@@ -14,15 +14,15 @@ from typing import TypeVar
 
 import torch
 
-from engine.batch import Span
-from engine.core.sequence import RowNeeds, Sequence
-from engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
-from engine.runtime.base import Runner
-from engine.runtime.cuda.capture import Mark
-from engine.runtime.cuda.graphs import RoundGraphs
-from engine.runtime.cuda.rows import DRAFT, TARGET, RuleCode
-from engine.runtime.cuda.sampling import Draws
-from engine.runtime.cuda.shapes import Shape
+from truedraft.engine.batch import Span
+from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.runtime.base import Runner
+from truedraft.engine.runtime.cuda.capture import Mark
+from truedraft.engine.runtime.cuda.graphs import RoundGraphs
+from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, RuleCode
+from truedraft.engine.runtime.cuda.sampling import Draws
+from truedraft.engine.runtime.cuda.shapes import Shape
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ from enum import IntEnum
 import torch
 import torch.nn.functional as F
 
-from engine.runtime.cuda.rows import DeviceRows, Field, RuleCode
-from engine.sampling.ops import inverse_cdf
-from engine.sampling.processors import to_probs
-from engine.sampling.random import Stream, noise_on_device, round_seeds_on_device, uniform_on_device
-from engine.sampling.verify import draw_next, leading_on_device, longest_block, probs_of_draft
+from truedraft.engine.runtime.cuda.rows import DeviceRows, Field, RuleCode
+from truedraft.engine.sampling.ops import inverse_cdf
+from truedraft.engine.sampling.processors import to_probs
+from truedraft.engine.sampling.random import Stream, noise_on_device, round_seeds_on_device, uniform_on_device
+from truedraft.engine.sampling.verify import draw_next, leading_on_device, longest_block, probs_of_draft
 
 
 class Draws(IntEnum):

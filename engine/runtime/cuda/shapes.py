@@ -7,8 +7,8 @@ empty. How long the rows' texts are is no part of a shape: kernels stop where a 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.core.planning import AUTO_LIMITS
-from engine.runtime.cuda.sampling import Draws
+from truedraft.engine.core.planning import AUTO_LIMITS
+from truedraft.engine.runtime.cuda.sampling import Draws
 
 # Tokens that a draft model's pass takes of a row: after a full acceptance it lacks the one before the last.
 DRAFT_TOKENS = 2

@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.core.planning import DraftChoice, Planner
-from engine.core.sequence import Sequence
-from engine.core.step import (
+from truedraft.engine.core.planning import DraftChoice, Planner
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import (
     PhaseSeconds,
     Round,
     RowNeeds,
@@ -19,9 +19,9 @@ from engine.core.step import (
     StepPlan,
     StepResult,
 )
-from engine.messages import SamplingParams, Source
-from engine.speculation.costs import MAX_LENGTH, Costs, PassCosts
-from engine.speculation.planner import SpeculationPlanner
+from truedraft.engine.messages import SamplingParams, Source
+from truedraft.engine.speculation.costs import MAX_LENGTH, Costs, PassCosts
+from truedraft.engine.speculation.planner import SpeculationPlanner
 
 UNIT = 0.01
 CALIBRATED_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 144)

@@ -9,15 +9,6 @@ from functools import cache
 
 import pytest
 
-from engine.core.planning import DraftChoice
-from engine.core.sequence import Sequence
-from engine.core.step import PhaseSeconds, Round, RowNeeds, ScheduledSequence, StepPlan, StepResult
-from engine.proposers.ngram import NgramProposer
-from engine.speculation import lookups
-from engine.speculation.acceptance import Acceptance
-from engine.speculation.costs import MAX_LENGTH, MIXED, Costs, PassCosts, Shape
-from engine.speculation.planner import SpeculationPlanner
-from engine.speculation.policy import FEW_ROUNDS
 from tests.engine.speculation.simulation import (
     MACHINES,
     SMALL,
@@ -28,6 +19,15 @@ from tests.engine.speculation.simulation import (
     fixed_rates,
     interpolate,
 )
+from truedraft.engine.core.planning import DraftChoice
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import PhaseSeconds, Round, RowNeeds, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.proposers.ngram import NgramProposer
+from truedraft.engine.speculation import lookups
+from truedraft.engine.speculation.acceptance import Acceptance
+from truedraft.engine.speculation.costs import MAX_LENGTH, MIXED, Costs, PassCosts, Shape
+from truedraft.engine.speculation.planner import SpeculationPlanner
+from truedraft.engine.speculation.policy import FEW_ROUNDS
 
 PACKED, GPU = MACHINES[0], MACHINES[4]
 ACCEPTANCES = (0.1, 0.5, 0.8, 0.95)
@@ -273,7 +273,7 @@ def test_a_bound_on_reading_that_is_used_up_is_caught(monkeypatch: pytest.Monkey
         for lookup in asked:
             left -= lookup.source.read(lookup.sequence, left)
 
-    monkeypatch.setattr("engine.speculation.planner.read_all", read_all)
+    monkeypatch.setattr("truedraft.engine.speculation.planner.read_all", read_all)
     with pytest.raises(AssertionError):
         test_ngrams_still_draft_after_many_tokens()
 

@@ -1,4 +1,4 @@
-"""Foretoken's own engine, in this process, plain and speculative."""
+"""Truedraft's own engine, in this process, plain and speculative."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,14 +8,14 @@ import torch
 
 from benchmarks.common import Run
 from benchmarks.engine_runs import decode_params, run_engine
-from engine.build import build_engine
-from engine.config import EngineConfig
-from engine.worker import keep_loaded
+from truedraft.engine.build import build_engine
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.worker import keep_loaded
 
-PLAIN, SPECULATIVE = "Foretoken plain", "Foretoken speculative"
+PLAIN, SPECULATIVE = "Truedraft plain", "Truedraft speculative"
 
 
-class Foretoken:
+class Truedraft:
     """One engine does both: plain decoding is its step with no drafts."""
 
     def __init__(

@@ -1,0 +1,51 @@
+"""The public Python API: generation in this process, without a server.
+
+from truedraft import LLM, SamplingParams
+
+llm = LLM()  # the bundled pair; or LLM(target="path", draft="path")
+for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=100, seed=1)):
+    print(completion.text)
+
+What is imported from here is stable within a minor version; ``truedraft.engine`` and ``truedraft.server`` are
+not. Names are imported when they are first used, since the server does without torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from truedraft.server.version import package_version
+
+if TYPE_CHECKING:
+    from truedraft.engine.core.admission import RequestError
+    from truedraft.engine.llm import LLM, Completion
+    from truedraft.engine.messages import SamplingParams, TokenOutput
+    from truedraft.engine.models.errors import ModelLoadError
+else:
+    HOMES = {
+        "LLM": "engine.llm",
+        "Completion": "engine.llm",
+        "ModelLoadError": "engine.models.errors",
+        "RequestError": "engine.core.admission",
+        "SamplingParams": "engine.messages",
+        "TokenOutput": "engine.messages",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return __all__
+
+
+__version__ = package_version()
+__all__ = [
+    "LLM",
+    "Completion",
+    "ModelLoadError",
+    "RequestError",
+    "SamplingParams",
+    "TokenOutput",
+    "__version__",
+]

@@ -1,0 +1,8 @@
+"""``python -m truedraft``: the same as the command ``truedraft``."""
+
+import sys
+
+from truedraft.server.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
