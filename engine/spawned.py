@@ -1,4 +1,4 @@
-"""Starts the worker process with the arguments of ``engine.worker``: ``python -P -m truedraft.engine.spawned``.
+"""Starts the worker with the arguments of ``engine.worker``: ``python -P -m truedraft.engine.spawned``.
 
 Importing the engine takes seconds, in which the front end may already be gone; so this comes first.
 """
