@@ -36,7 +36,8 @@ from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
 from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
-from truedraft.engine.sampling.grammar import Grammars, load_tokenizer
+from truedraft.engine.sampling.grammar import Grammars
+from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.speculation.costs import Costs
 from truedraft.engine.speculation.planner import SpeculationPlanner
 

@@ -157,12 +157,19 @@ class _Reader:
 
 
 def load_pretrained_tokenizer(path: str) -> Any:
-    """transformers' tokenizer of a GGUF file, a folder or a hub id. Slow: imports transformers.
+    """Loads transformers' tokenizer of a GGUF file, a folder or a hub id. Slow: imports transformers.
 
-    ``OSError`` or ``ValueError`` if there is none.
+    It neither cuts nor pads a text, whatever its file says: training writes both into tokenizer.json.
+    Raises ``OSError`` or ``ValueError`` if there is none.
     """
-    if is_gguf(path):
-        return _gguf_tokenizer(path)
+    tokenizer = _gguf_tokenizer(path) if is_gguf(path) else _auto_tokenizer(path)
+    if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        fast.no_truncation()
+        fast.no_padding()
+    return tokenizer
+
+
+def _auto_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:

@@ -46,6 +46,7 @@ class Job:
     include_stop_string: bool
     skip_special_tokens: bool
     echo: bool
+    continues_prompt: bool  # with the same text, where a message begins a new one
     report_trace: bool = False
     message: MessageFormat | None = None
 
@@ -260,6 +261,7 @@ def _reader(job: Job, index: int, tokenizer: Tokenizer) -> ChoiceReader:
         tokenizer.stream(
             skip_special_tokens=job.skip_special_tokens,
             marks=job.message.literals if job.message is not None else (),
+            after=job.prompt_of(index).token_ids if job.continues_prompt else (),
         ),
         job.stop_strings,
         include_stop_string=job.include_stop_string,

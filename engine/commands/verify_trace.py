@@ -21,7 +21,8 @@ from truedraft.engine.grammar_compiler import GrammarError
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_options
-from truedraft.engine.sampling.grammar import Grammars, load_tokenizer
+from truedraft.engine.sampling.grammar import Grammars
+from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2
 # Half precision leaves logits two or three digits.

@@ -14,10 +14,8 @@ from threading import Lock, Thread
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 
 from truedraft.engine.deep_stack import start_on_deep_stack
-from truedraft.engine.gguf_file import load_pretrained_tokenizer
 from truedraft.engine.grammar_compiler import GrammarError, compile_grammar, error_of
 
 # Compiled grammars that are kept, the least recently used leave first.
@@ -184,15 +182,3 @@ class Grammars:
         tokenizer = self.tokenizer
         end_ids = frozenset(tokenizer.eos_tokens)
         return Matcher(parser, tokenizer.vocab_size, end_ids, list(after))
-
-
-def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
-    """That of a model, with the width of its logits. ``GrammarError`` if it has none that fits."""
-    eos = sorted(eos_token_ids)
-    if not eos:
-        raise GrammarError("the model has no end-of-sequence token to end a match with")
-    try:
-        tokenizer = load_pretrained_tokenizer(path)
-        return from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=eos)
-    except (OSError, ValueError) as error:
-        raise GrammarError(f"the model's tokenizer cannot be used for grammars: {error}") from error

@@ -21,19 +21,27 @@ PING = {"type": "http.response.body", "body": KEEPALIVE_COMMENT, "more_body": Tr
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
+# JSON may have them as they are, but clients in several languages take them for the end of a line.
+LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+
+
 def chunk_event(chunk: Answer, *, with_usage: bool) -> bytes:
     """Without ``with_usage`` the key is absent, with it every chunk has it, null until the last."""
-    return format_sse_event(data_str=chunk.model_dump_json(exclude=None if with_usage else {"usage"}))
+    return _event(chunk.model_dump_json(exclude=None if with_usage else {"usage"}))
 
 
 def typed_event(fields: dict[str, Any]) -> bytes:
     """An event of ``/v1/responses``: named, as OpenAI does there, by the type that its data also has."""
     data = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-    return format_sse_event(data_str=data, event=str(fields["type"]))
+    return _event(data, str(fields["type"]))
 
 
 def error_event(error: ApiError) -> bytes:
-    return format_sse_event(data_str=json.dumps(error.body(), ensure_ascii=False))
+    return _event(json.dumps(error.body(), ensure_ascii=False))
+
+
+def _event(data: str, name: str | None = None) -> bytes:
+    return format_sse_event(data_str=data if data.isascii() else data.translate(LINE_ENDS), event=name)
 
 
 class EventStreamResponse(EventSourceResponse):

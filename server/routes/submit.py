@@ -79,6 +79,7 @@ def start_generation(
         include_stop_string=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
+        continues_prompt=message is None or bool(getattr(body, "continue_final_message", None)),
         message=message,
         report_trace=body.speculation is not None and body.speculation.trace,
     )

@@ -177,7 +177,7 @@ class ChoiceReader:
         self.finish_reason = "stop" if piece.stopped else output.finish_reason
         stop_reason: str | int | None = piece.stop_string
         if output.finish_reason is not None and not piece.stopped:
-            last = self._detokenizer.finish()
+            last = self._detokenizer.finish(is_cut=output.finish_reason == "length")
             text += last.text
             num_shown += last.num_shown
             if ended_by_token:

@@ -18,8 +18,11 @@ class TextStream(Protocol):
         """The text that became complete with this token; empty inside a split character."""
         ...
 
-    def flush(self) -> str:
-        """What was held back because its character never became complete."""
+    def flush(self, *, is_cut: bool = False) -> str:
+        """Returns what was held back because its character never became complete.
+
+        A text that ``is_cut`` ends before a character that it has only the beginning of.
+        """
         ...
 
 
@@ -81,9 +84,12 @@ class Detokenizer:
         text = self._release()
         return Piece(text, offsets, self._count_shown())
 
-    def finish(self) -> Piece:
-        """Release everything: no further token can complete a character or a stop string."""
-        rest = self._stream.flush()
+    def finish(self, *, is_cut: bool = False) -> Piece:
+        """Releases everything: no further token can complete a character or a stop string.
+
+        ``is_cut``: the model would have gone on, so what it wrote of a last character is left out.
+        """
+        rest = self._stream.flush(is_cut=is_cut)
         self._num_characters += len(rest)
         self._held += rest
         return self._end(find_stop(self._held, self._stop_strings), [])

@@ -21,7 +21,7 @@ from truedraft.server.schemas.structured import (
     StructuredOutputs,
 )
 from truedraft.server.text.grammar_checks import GrammarChecks
-from truedraft.server.text.pattern import read_schema
+from truedraft.server.text.pattern import exact_regex, read_schema
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.text.tools import Reasoning, ToolUse
 
@@ -152,7 +152,7 @@ def _grammar(kind: str, source: Any) -> str:
         case "json":
             return LLMatcher.grammar_from_json_schema(read_schema(source), defaults=JSON_OPTIONS)  # type: ignore[arg-type]
         case "regex":
-            return LLMatcher.grammar_from_regex(source)
+            return LLMatcher.grammar_from_regex(exact_regex(source))
         case "choice":
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in source)
             return LLMatcher.grammar_from_lark(f"start: {choices}")

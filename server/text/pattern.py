@@ -30,6 +30,7 @@ TOKEN = re.compile(
 )
 QUANTIFIER = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??")
 GROUP = re.compile(r"\((?:\?:|\?P?<[A-Za-z_][A-Za-z_0-9]*>|(?!\?))")
+FLAGS = re.compile(r"\(\?(?:[ims]+(?:-[ims]+)?|-[ims]+)[:)]")
 # Flags, conditions and look-arounds; a bound that is one in Python only.
 UNSUPPORTED = re.compile(r"\(|\{,[0-9]*\}")
 SPECIAL = r"\.+*?()|[]{}^$#&-~"
@@ -78,9 +79,15 @@ def exact_pattern(pattern: str) -> Exact:
     return _Writer(pattern).write()
 
 
+def exact_regex(pattern: str) -> str:
+    """Returns the regular expression of a whole text, read as a schema's pattern is; it may have flags."""
+    return _Writer(pattern, may_have_flags=True).write().text
+
+
 class _Writer:
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, *, may_have_flags: bool = False) -> None:
         self._pattern = pattern
+        self._may_have_flags = may_have_flags
         self._place = 0
         self._is_narrowed = False
 
@@ -95,6 +102,9 @@ class _Writer:
             self._place = found.end()
             if found[0][0] != "(" and self._pattern.startswith((*"*+?{",), self._place):
                 raise self._error("a quantifier behind another one")
+            return found[0]
+        if self._may_have_flags and (found := FLAGS.match(self._pattern, self._place)):
+            self._place = found.end()
             return found[0]
         token = self._token()
         if token["shorthand"] or token["property"]:

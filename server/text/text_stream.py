@@ -25,8 +25,9 @@ class TokenTextStream:
     fallback.
     """
 
-    def __init__(self, fast: FastTokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> None:
         self._fast = fast
+        self._vocabulary = vocabulary
         self._skip_special_tokens = skip_special_tokens
         self._decode_stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._token_ids: list[int] = []
@@ -42,9 +43,21 @@ class TokenTextStream:
         self._num_characters += len(text)
         return text
 
-    def flush(self) -> str:
+    def flush(self, *, is_cut: bool = False) -> str:
         full = str(self._fast.decode(self._token_ids, skip_special_tokens=self._skip_special_tokens))
-        return full[self._num_characters :]
+        text = full[self._num_characters :]
+        return text.removesuffix(REPLACEMENT) if is_cut and self._ends_inside_character() else text
+
+    def _ends_inside_character(self) -> bool:
+        """Whether the last bytes are the beginning of a character, which has four at most."""
+        tail = b""
+        for token_id in reversed(self._token_ids):
+            tail = (self._vocabulary.bytes_of(token_id) or b"") + tail
+            if len(tail) >= 4:
+                break
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        utf8.decode(tail)
+        return bool(utf8.getstate()[0])
 
 
 class ByteFallbackTextStream:
@@ -72,8 +85,11 @@ class ByteFallbackTextStream:
             return ""
         return self._leave_bytes() + (self._decode_stream.step(self._fast, token_id) or "")
 
-    def flush(self) -> str:
-        return self._enter_bytes() + self._leave_bytes()
+    def flush(self, *, is_cut: bool = False) -> str:
+        text = self._enter_bytes()
+        if is_cut:
+            self._utf8.reset()
+        return text + self._leave_bytes()
 
     def _enter_bytes(self) -> str:
         """The text that the decoder holds. A stand-in for the bytes keeps a space after them."""
@@ -105,8 +121,8 @@ class MarkedTextStream:
             self._stream = self._make()
         return text + cut + mark
 
-    def flush(self) -> str:
-        return self._stream.flush()
+    def flush(self, *, is_cut: bool = False) -> str:
+        return self._stream.flush(is_cut=is_cut)
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:

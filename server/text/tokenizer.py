@@ -5,7 +5,6 @@ renders templates. transformers is slow to import, so ``load_tokenizer`` does it
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from truedraft.engine.gguf_file import load_pretrained_tokenizer
 from truedraft.server.text.detokenizer import TextStream
 from truedraft.server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
-from truedraft.server.text.text_stream import ByteFallbackTextStream, MarkedTextStream, TokenTextStream
+from truedraft.server.text.text_stream import (
+    REPLACEMENT,
+    ByteFallbackTextStream,
+    MarkedTextStream,
+    TokenTextStream,
+)
 from truedraft.server.text.vocabulary import Vocabulary
 
 # A folder with a tokenizer has at least one of them.
@@ -45,20 +49,38 @@ class Tokenizer:
         (text,) = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
-    def stream(self, *, skip_special_tokens: bool, marks: Sequence[str] = ()) -> TextStream:
-        """Special tokens that are part of ``marks`` are text in any case."""
+    def stream(
+        self, *, skip_special_tokens: bool, marks: Sequence[str] = (), after: Sequence[int] = ()
+    ) -> TextStream:
+        """Starts a text that continues the tokens ``after``: a decoder may drop a space before its first one.
+
+        Special tokens that are part of ``marks`` are text in any case.
+        """
         shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
         make = partial(self._plain_stream, skip_special_tokens=skip_special_tokens)
-        return (
+        stream = (
             MarkedTextStream(make, {token_id: text for text, token_id in shown.items()}) if shown else make()
         )
+        for token_id in self._end_of(after):
+            stream.step(token_id)
+        return stream
+
+    def _end_of(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Returns the last tokens, as many as have some text that no decoder drops; all if none has."""
+        length = 8
+        while length < len(token_ids):
+            text = self.decode(token_ids[-length:], skip_special_tokens=True)
+            if text.strip().strip(REPLACEMENT):
+                break
+            length *= 2
+        return token_ids[-length:]
 
     def _plain_stream(self, *, skip_special_tokens: bool) -> TextStream:
         if self.vocabulary.fallback_bytes:
             return ByteFallbackTextStream(
                 self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens
             )
-        return TokenTextStream(self._fast, skip_special_tokens=skip_special_tokens)
+        return TokenTextStream(self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens)
 
     def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Of the tokens that are part of ``texts`` and that llguidance takes for no text."""
@@ -66,10 +88,7 @@ class Tokenizer:
 
     def for_grammars(self) -> dict[str, Any]:
         """Arguments of ``LLTokenizer``, as ``llguidance.hf`` makes them. Any end will do to compile one."""
-        plain = copy(self._fast)
-        plain.no_padding()
-        plain.no_truncation()
-        return {"tokenizer": plain.to_str(), "eos_token": self.templates.eos_token_id or 0}
+        return {"tokenizer": self._fast.to_str(), "eos_token": self.templates.eos_token_id or 0}
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return self.templates.render(messages, {"add_generation_prompt": True} | dict(options))

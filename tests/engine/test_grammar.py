@@ -17,6 +17,7 @@ from tests.models import make_engine, outputs_by_choice, run_engine, stepped
 from truedraft.engine.commands.replay import Replayer
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
+from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import StepPlan, StepResult
@@ -25,11 +26,21 @@ from truedraft.engine.models.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.runner import NativeRunner
 from truedraft.engine.proposers import known
-from truedraft.engine.sampling.grammar import Grammars, Matcher, load_tokenizer
+from truedraft.engine.sampling.grammar import Grammars, Matcher
+from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.sampling.sampler import Drafts
 from truedraft.engine.speculation import lookups, planner
 
 Patch = pytest.MonkeyPatch
+
+
+def bits(masks: torch.Tensor | None) -> list[list[int]]:
+    """The token ids that each position's mask allows."""
+    assert masks is not None
+    return [
+        [32 * word + bit for word, value in enumerate(row) for bit in range(32) if value >> bit & 1]
+        for row in masks.tolist()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -457,6 +468,24 @@ def test_deep_grammars_are_compiled() -> None:
 def test_a_tokenizer_needs_an_end() -> None:
     with pytest.raises(ValueError, match="end-of-sequence"):
         load_tokenizer("nowhere", 6, [])
+
+
+@pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_start|>", "<|endoftext|><|im_end|>"])
+def test_the_name_of_a_special_token_is_forced_as_text(text: str) -> None:
+    """A grammar that wants the token itself still gets it."""
+    tokenizer = load_tokenizer(str(BUNDLED_PAIR / "target"), 2050, [0])
+    compiled = Grammars(lambda: tokenizer)
+    written: list[int] = []
+    matcher = compiled.matcher(LLMatcher.grammar_from_lark(f'start: "{text}"'))
+    while forced := matcher.forced(1):
+        (allowed,) = bits(matcher.masks([]))
+        assert forced == allowed
+        matcher.advance(forced)
+        written += forced
+    assert tokenizer.decode_str(written) == text
+    assert not any(map(tokenizer.is_special_token, written))
+    special = compiled.matcher("start: <|im_end|>").forced(1)
+    assert [tokenizer.is_special_token(token_id) for token_id in special] == [True]
 
 
 @pytest.mark.parametrize(

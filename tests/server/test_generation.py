@@ -2,17 +2,18 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.server.test_text_stream import TOKENIZERS
 from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
 from truedraft.server.client.engine_stream import EngineStream
 from truedraft.server.errors import EngineError
-from truedraft.server.generation import Generation, Job
+from truedraft.server.generation import Generation, Job, _reader
 from truedraft.server.metrics import Metrics
 from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
 from truedraft.server.text.prompt import TokenPrompt
@@ -56,6 +57,7 @@ def job(num_prompts: int, n: int) -> Job:
         include_stop_string=False,
         skip_special_tokens=True,
         echo=False,
+        continues_prompt=True,
     )
 
 
@@ -214,3 +216,16 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
     assert asyncio.run(read([1, 5])) == expected
     expected |= {"round_interval": 6.0, "inter_token_latency": 6.0}
     assert asyncio.run(read([3, 1, 2])) == expected
+
+
+@pytest.mark.parametrize(("continues_prompt", "text"), [(True, " the"), (False, "the")])
+def test_a_completion_goes_on_with_its_prompt_and_a_message_begins(continues_prompt: bool, text: str) -> None:
+    """SentencePiece's decoder drops the space before the first word of a text."""
+    asked = replace(job(1, 1), prompts=[TokenPrompt([3], "a")], continues_prompt=continues_prompt)
+    reader = _reader(asked, 0, TOKENIZERS["bpe"])
+    assert (
+        reader.read(
+            [TokenOutput("cmpl-x-0", 0, [2], "length", num_draft_tokens=0, num_accepted_tokens=0)]
+        ).text
+        == text
+    )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from truedraft.server.text.pattern import exact_pattern, exact_schema
+from truedraft.server.text.pattern import exact_pattern, exact_regex, exact_schema
 
 BYTES = LLTokenizer("byte")
 CHARACTERS = 'ab1_-"\\/]^ \n\r\t\x00\x01\x0b\x1c\x1f\x7f\x85\xa0éſ٣²\u0301\u2028\u200d\ufeff名😀'
@@ -192,3 +192,29 @@ def test_the_schema_that_was_not_kept() -> None:
     assert not Draft202012Validator(schema).is_valid('"')
     assert allows(schema, '"'), "llguidance reads it as it is meant: nothing here is needed any more"
     assert not allows(exact_schema(schema), '"')
+
+
+def allows_text(regex: str, text: str) -> bool:
+    matcher = LLMatcher(BYTES, LLMatcher.grammar_from_regex(exact_regex(regex)), log_level=0)
+    ids = [*text.encode()]
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("regex", "matching", "others"),
+    [
+        (r"\d{2}", ["12"], ["१२", "🯸🯸"]),
+        (r"\w+", ["a_1"], ["é", "ſ"]),
+        (r"[\d.]+", ["1.5"], ["٣"]),
+        (r"(?i)ab|c", ["AB", "c", "C"], ["d"]),
+        (r"(?i:a)b", ["Ab"], ["AB"]),
+        (r"(?P<year>\d{4})-\d\d", ["2026-11"], ["202٣-11"]),
+        (r"a\s?b", ["a b", "ab"], ["a\x85b"]),
+    ],
+)
+def test_a_regular_expression_is_read_as_a_pattern_is(
+    regex: str, matching: list[str], others: list[str]
+) -> None:
+    assert [allows_text(regex, text) for text in (*matching, *others)] == (
+        [True] * len(matching) + [False] * len(others)
+    )

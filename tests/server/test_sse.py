@@ -1,6 +1,7 @@
 """Framing of server-sent events, and the comments that keep an idle connection open."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,7 +9,7 @@ from starlette.types import Message
 
 from tests.server.virtual_time import in_virtual_time
 from truedraft.server.errors import NotReadyError
-from truedraft.server.http.sse import DONE, EventStreamResponse, chunk_event, error_event
+from truedraft.server.http.sse import DONE, EventStreamResponse, chunk_event, error_event, typed_event
 from truedraft.server.schemas.completion import Completion
 
 PING = b": ping\n\n"
@@ -92,3 +93,14 @@ def test_frames() -> None:
         'data: {"error": {"message": "nö", "type": "service_unavailable_error", "param": null, '
         '"code": "not_ready"}}\n\n'.encode()
     )
+
+
+def test_an_event_has_no_line_end_but_its_own() -> None:
+    """Clients that read by lines split at Unicode's, too."""
+    text = "a\u2028b\u2029c\x85d\x0be\x1cf\ng\rhé"
+    events = [typed_event({"type": "x", "text": text}), error_event(NotReadyError(text))]
+    for event in events:
+        lines = event.decode().splitlines()
+        assert [line.partition(":")[0] for line in lines if line] in (["event", "data"], ["data"])
+        data = json.loads(next(line for line in lines if line.startswith("data:"))[5:])
+        assert text in (data.get("text"), data.get("error", {}).get("message"))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
+from tests.server.tiny_tokenizer import byte_characters
 from truedraft.server.text.detokenizer import Detokenizer
 from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer
 
@@ -39,7 +40,16 @@ def byte_fallback(model: str) -> Tokenizer:
     return Tokenizer(fast, ChatTemplates(None))
 
 
+def byte_level() -> Tokenizer:
+    """As GPT-2's, without merges: token id = byte."""
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    fast = FastTokenizer(models.BPE(vocabulary, []))
+    fast.decoder = decoders.ByteLevel()
+    return Tokenizer(fast, ChatTemplates(None))
+
+
 TOKENIZERS = {model: byte_fallback(model) for model in ("bpe", "unigram")}
+BYTE_LEVEL = byte_level()
 
 
 def byte_of(token_id: int) -> int | None:
@@ -117,3 +127,41 @@ def test_a_decoder_that_changes_its_text_ends_no_stream() -> None:
     fast.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "x")])
     tokenizer = Tokenizer(fast, ChatTemplates(None))
     assert streamed(tokenizer, [2, 0, 1, 2, 0, 2], skip=True) == "cacac"[:2] + "cac"
+
+
+@pytest.mark.parametrize("model", TOKENIZERS)
+@given(before=token_lists, token_ids=token_lists, skip=st.booleans())
+@example(before=[3], token_ids=[2], skip=True)
+@example(before=[3, *[SPECIAL] * 20], token_ids=[2], skip=True)
+@example(before=[1, 5, 1, 1, 5, 1, 1, 1, 1], token_ids=[2], skip=True)
+def test_a_text_goes_on_with_what_was_before(
+    model: str, before: list[int], token_ids: list[int], skip: bool
+) -> None:
+    """A decoder drops a space before the first token, and this is not the first one."""
+    stream = TOKENIZERS[model].stream(skip_special_tokens=skip, after=before)
+    text = "".join([*map(stream.step, token_ids), stream.flush()])
+    whole = expected([*before, *token_ids], skip)
+    first = streamed(TOKENIZERS[model], before, skip)
+    if not first.endswith("\ufffd"):  # else the tokens may complete a character
+        assert first + text == whole
+
+
+@pytest.mark.parametrize("model", [*TOKENIZERS, "byte level"])
+@given(text=st.text(max_size=4), cut=st.integers(1, 3), skip=st.booleans())
+def test_a_cut_text_ends_before_the_character_that_is_not_complete(
+    model: str, text: str, cut: int, skip: bool
+) -> None:
+    raw = text.encode()
+    ids = [BYTE_IDS[byte] for byte in raw] if model in TOKENIZERS else [*raw]
+    stream = (TOKENIZERS | {"byte level": BYTE_LEVEL})[model].stream(skip_special_tokens=skip)
+    whole = (
+        raw[: max(0, len(raw) - cut)].decode(errors="ignore").removeprefix(" " if model in TOKENIZERS else "")
+    )
+    out = "".join(map(stream.step, ids[: max(0, len(raw) - cut)]))
+    assert out + stream.flush(is_cut=True) == whole
+
+
+def test_bytes_that_begin_no_character_stay() -> None:
+    for tokenizer, ids in ((TOKENIZERS["bpe"], [BYTE_IDS[0x41], BYTE_IDS[0xFF]]), (BYTE_LEVEL, [0x41, 0xFF])):
+        stream = tokenizer.stream(skip_special_tokens=True)
+        assert "".join(map(stream.step, ids)) + stream.flush(is_cut=True) == "A\ufffd"

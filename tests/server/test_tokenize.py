@@ -1,12 +1,17 @@
 """``/tokenize`` and ``/detokenize``: the ids a request would use, there and back."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
 
 from tests.server.conftest import StartServer
 from tests.server.refusals import refused
 from tests.server.running import MODEL, RunningServer
+from tests.server.tiny_tokenizer import write_tokenizer
+from truedraft.server.text.tokenizer import load_tokenizer
 
 CONTEXT = 512  # of the fake worker
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -85,3 +90,17 @@ def test_not_while_loading_and_not_without_a_key(start_server: StartServer) -> N
             assert server.post(path, body).status_code == 401
             response = server.post(path, body, headers=key)
             assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_tokenizer_that_was_saved_after_training_neither_cuts_nor_pads(tmp_path: Path, side: str) -> None:
+    folder = write_tokenizer(tmp_path / "model")
+    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.enable_truncation(8, direction=side)
+    fast.enable_padding(length=16, direction=side, pad_id=259, pad_token="<|pad|>")
+    fast.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(folder))
+    for text in ("abc", 20 * "abc"):
+        assert tokenizer.encode(text, add_special_tokens=True) == [*text.encode()]
+    written = json.loads(tokenizer.for_grammars()["tokenizer"])
+    assert (written["truncation"], written["padding"]) == (None, None)
