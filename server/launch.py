@@ -24,7 +24,7 @@ from truedraft.server.client.open_requests import QueueLimits
 from truedraft.server.client.worker_client import WorkerClient
 from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.client.worker_process import Patience
-from truedraft.server.draining import CLOSING_SECONDS, Server, drain_on_signal
+from truedraft.server.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
 from truedraft.server.metrics import Metrics
 from truedraft.server.sampling_params import longest_request
 from truedraft.server.services import Services
@@ -71,9 +71,12 @@ def launch(settings: Settings) -> int:
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
         _say(_introduction(settings, listener))
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            server = Server(config)
-            runner.run(_serve(server, listener, app.state.services))
+        server = Server(config, settings.drain_timeout)
+        try:
+            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                runner.run(serve(server, listener, app.state.services))
+        finally:
+            server.has_ended()
     # The interpreter's last collection would take a second to walk through what transformers has imported.
     gc.freeze()
     return server.exit_code
@@ -188,7 +191,8 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(server: Server, listener: socket.socket, services: Services) -> None:
+async def serve(server: Server, listener: socket.socket, services: Services) -> None:
+    """Serves until a signal or a failure ends it; raises what the failure was."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(services, server))
     failing = asyncio.create_task(services.engine.wait_until_failed())
@@ -198,7 +202,7 @@ async def _serve(server: Server, listener: socket.socket, services: Services) ->
         await asyncio.wait({serving, announcing}, return_when=asyncio.FIRST_COMPLETED)
         if announcing.done() and announcing.exception() is None:
             await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True  # one of them has failed, or serving is over anyhow
+        server.advance(Phase.CLOSING)  # one of them has failed, or serving is over anyhow
         await serving
         for task in (announcing, failing):
             if task.done() and not server.num_signals:  # after a signal, the end of the worker is no failure

@@ -6,6 +6,7 @@ is decided by ``server.client.worker_pool``. Built by ``server.launch``.
 
 import asyncio
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ REFUSAL_CODES = frozenset(
     | {"speculation_unavailable", "unsupported_parameter"}
 )
 
-# A worker that served this long before it died is restarted without delay.
+# A worker that served this long before it died is restarted without delay. Loading does not count.
 STABLE_SECONDS = 60.0
 
 
@@ -94,6 +95,7 @@ class WorkerClient:
         self._has_failed = asyncio.Event()
         self._worker: WorkerProcess | None = None
         self._load_error = ""
+        self._ready_since = math.inf  # of the worker that runs now
         self._speculation: dict[str, Any] = {}
         self._stats: Stats | None = None
         self._supervision: asyncio.Task[None] | None = None
@@ -149,12 +151,12 @@ class WorkerClient:
         backoff = self._first_backoff_seconds
         num_in_a_row = 0
         while True:
-            started = time.monotonic()
+            self._ready_since = math.inf
             reason = await self._run_worker(owner, number)
             if self._state.status == "stopped":
                 return
             was_ready = self._state.status == "ready"
-            if time.monotonic() - started >= STABLE_SECONDS:
+            if time.monotonic() - self._ready_since >= STABLE_SECONDS:
                 backoff, num_in_a_row = self._first_backoff_seconds, 0
             num_in_a_row += 1
             if not self._first_load_over.is_set():
@@ -210,6 +212,7 @@ class WorkerClient:
             case Ready():
                 self._speculation, self._stats = {}, None
                 self._state = EngineState("ready", "The server is ready.", message)
+                self._ready_since = time.monotonic()
                 self._observer.ready(message)
                 self._first_load_over.set()
                 owner.worker_ready(number)
