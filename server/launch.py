@@ -5,6 +5,7 @@ The one place where engine client, app and uvicorn meet. Called by ``server.cli`
 
 import asyncio
 import gc
+import logging
 import os
 import resource
 import signal
@@ -46,6 +47,9 @@ MAX_DESCRIPTORS = 65536
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
+logger = logging.getLogger("truedraft.server")
+
+
 class StartError(Exception):
     """The server cannot start; the message says what to do about it."""
 
@@ -70,7 +74,7 @@ def launch(settings: Settings) -> int:
             ssl_keyfile=settings.ssl_keyfile,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
-        _say(_introduction(settings, listener))
+        _say(_introduction(settings, listener), settings.log_format)
         server = Server(config, settings.drain_timeout)
         try:
             with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -131,7 +135,9 @@ def check_tls(settings: Settings) -> None:
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A passphrase is not asked for: a server is started by machines, too.
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
     except OSError as error:  # SSLError included
         files = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
         reason = error.strerror or error
@@ -164,7 +170,9 @@ def bind_unix(path: Path) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise StartError(f"Cannot listen on {path}: {error.strerror}. Choose another with --uds.") from error
+        raise StartError(
+            f"Cannot listen on {path}: {error.strerror or error}. Choose another with --uds."
+        ) from error
     return listener
 
 
@@ -221,11 +229,12 @@ def _end_with_the_terminal(server: Server) -> None:
 async def _announce(services: Services, server: Server) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
-    _say(["Loading the models ..."])
+    log_format = services.settings.log_format
+    _say(["Loading the models ..."], log_format)
     worker = await services.wait_until_ready()
     # What is imported and loaded stays: to look through it again would stop every stream for a while.
     gc.freeze()
-    _say(capacity(services.settings, worker))
+    _say(capacity(services.settings, worker), log_format)
 
 
 def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
@@ -281,7 +290,12 @@ def _what_limits(longest: int, worker: Ready) -> str:
     return f" (the model could take {worker.max_model_len:,}: raise cache_memory)"
 
 
-def _say(lines: Iterable[str]) -> None:
+def _say(lines: Iterable[str], log_format: str) -> None:
+    """Prints for people; writes entries of the log where machines read all that the server writes."""
+    if log_format == "json":
+        for line in lines:
+            logger.info("%s", line.strip())
+        return
     try:
         print("\n".join(lines), flush=True)
     except OSError:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from truedraft.engine.config import EngineConfig
@@ -29,6 +30,7 @@ from truedraft.engine.messages import (
 from truedraft.server.client.worker_process import Patience, WorkerHungError, WorkerProcess
 from truedraft.server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
 from truedraft.server.metrics import WorkerMetrics
+from truedraft.server.settings import public_name
 
 logger = logging.getLogger("truedraft.worker")
 
@@ -50,8 +52,9 @@ class EngineState:
     """Whether a worker can take a request, and why not."""
 
     status: Literal["ready", "loading", "restarting", "failed", "stopped"]
-    reason: str
+    reason: str  # for clients: without paths
     worker: Ready | None = None
+    cause: str = ""  # for who runs the server, if a worker has died
 
 
 class Owner(Protocol):
@@ -128,7 +131,7 @@ class WorkerClient:
     async def failure(self) -> str:
         """Why no further worker will be started, once that is so."""
         await self._has_failed.wait()
-        return self._state.reason
+        return self._state.cause
 
     async def stop(self) -> None:
         was_ready = self._state.status == "ready"
@@ -160,15 +163,17 @@ class WorkerClient:
                 backoff, num_in_a_row = self._first_backoff_seconds, 0
             num_in_a_row += 1
             if not self._first_load_over.is_set():
-                self._state = EngineState("failed", reason)
+                self._state = self._state_after("failed", reason)
             elif num_in_a_row > self._max_restarts:
                 again = f"It had been restarted {self._max_restarts} times (max_worker_restarts)."
-                self._state = EngineState("failed", f"{reason} {again}")
+                self._state = self._state_after("failed", f"{reason} {again}")
             else:
-                self._state = EngineState("restarting", f"{reason} It is being restarted.")
+                self._state = self._state_after("restarting", f"{reason} It is being restarted.")
             if self._first_load_over.is_set():
                 self._observer.lost()
-            owner.worker_lost(number, WorkerLostError(f"The request was lost. {reason}"), was_ready=was_ready)
+            owner.worker_lost(
+                number, WorkerLostError(f"The request was lost. {self._public(reason)}"), was_ready=was_ready
+            )
             if self._state.status == "failed":
                 self._first_load_over.set()
                 self._has_failed.set()
@@ -176,6 +181,16 @@ class WorkerClient:
             logger.error("%s Restarting in %.1f s (worker %d).", reason, backoff, number)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._max_backoff_seconds)
+
+    def _state_after(self, status: Literal["failed", "restarting"], cause: str) -> EngineState:
+        return EngineState(status, self._public(cause), cause=cause)
+
+    def _public(self, reason: str) -> str:
+        """Returns a reason as clients may read it: with the names of models, without their paths."""
+        for path in filter(None, (self._config.target, self._config.draft)):
+            for written in (path, str(Path(path).expanduser().absolute())):
+                reason = reason.replace(written, public_name(path))
+        return reason
 
     async def _run_worker(self, owner: Owner, number: int) -> str:
         """One worker from spawn to death; returns why it died."""
