@@ -73,7 +73,9 @@ def _add_series(router: APIRouter, metrics: Metrics) -> None:
     statuses = {200, 500, *(kind.status for kind in kinds_of_errors())}
     for route in router.routes:
         if isinstance(route, APIRoute):
-            metrics.requests.add_route(route.path, statuses if "POST" in route.methods else (200, 500, 503))
+            metrics.requests.add_route(
+                route.path, statuses if "POST" in (route.methods or ()) else (200, 500, 503)
+            )
 
 
 def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:

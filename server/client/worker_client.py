@@ -131,7 +131,7 @@ class WorkerClient:
     async def failure(self) -> str:
         """Why no further worker will be started, once that is so."""
         await self._has_failed.wait()
-        return self._state.cause
+        return self._state.cause or self._state.reason
 
     async def stop(self) -> None:
         was_ready = self._state.status == "ready"

@@ -87,7 +87,7 @@ class WorkerPool:
         for first in asyncio.as_completed([worker.first_load() for worker in self.workers]):
             if (ready := (await first).worker) is not None:
                 return ready
-        raise WorkerFailedError(self.state.cause)
+        raise WorkerFailedError(self.state.cause or self.state.reason)
 
     async def wait_until_failed(self) -> NoReturn:
         """Raise ``WorkerFailedError`` once no further worker will be started."""
