@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from truedraft.server import tracing
 from truedraft.server.client.worker_pool import WorkerPool
+from truedraft.server.errors import kinds_of_errors
 from truedraft.server.http.access_log import AccessLogMiddleware
 from truedraft.server.http.auth import BearerAuthMiddleware
 from truedraft.server.http.body_limit import BodyLimitMiddleware
@@ -59,10 +61,21 @@ def create_app(
     app.state.services = services
     for route in (completions, chat, responses, tokenize, models, ops, page):
         app.include_router(route.router)
+        _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)
     install_openapi(app, settings)
     _add_middleware(app, settings, metrics)
     return app
+
+
+def _add_series(router: APIRouter, metrics: Metrics) -> None:
+    """Makes the series of all answers that the routes may give, before the first one."""
+    statuses = {200, 500, *(kind.status for kind in kinds_of_errors())}
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            metrics.requests.add_route(
+                route.path, statuses if "POST" in (route.methods or ()) else (200, 500, 503)
+            )
 
 
 def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:

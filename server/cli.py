@@ -4,6 +4,7 @@
 this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +54,10 @@ OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_what_is_closed()
+    if not _has_folder():
+        _complain("truedraft", "The current folder no longer exists. Change to another one.")
+        return FAILED
     os.environ.update(spin_settings(os.environ))  # the command may load torch
     match arguments:
         case ["serve", *flags] if {"--help", "-h"} & set(flags):
@@ -106,7 +111,10 @@ def serve(flags: Sequence[str]) -> int:
     try:
         return launch(settings)
     except (StartError, WorkerFailedError, TokenizerFailedError, TracingUnavailableError) as error:
-        _complain("truedraft serve", str(error))
+        if settings.log_format == "json":
+            logging.getLogger("truedraft.server").error("%s", error)
+        else:
+            _complain("truedraft serve", str(error))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -130,6 +138,24 @@ def bench(flags: Sequence[str]) -> int:
     from truedraft.loadtest.options import BenchOptions
 
     return in_terminal("bench", put_load, BenchOptions, flags)
+
+
+def _open_what_is_closed() -> None:
+    """Lets a closed standard stream lead nowhere: the next file that is opened would take its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, open(number, "r+" if number == 0 else "w"))  # noqa: SIM115
+
+
+def _has_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _complain(command: str, message: str) -> None:

@@ -161,6 +161,29 @@ class InternalError(ApiError):
     code = "internal_error"
 
 
+# Codes of errors that are raised with one of their own, those of ``Failed`` from the engine included.
+OTHER_CODES = frozenset(
+    {"context_length_exceeded", "duplicate_key", "empty_prompt", "invalid_grammar", "invalid_json"}
+    | {"invalid_logits", "invalid_token_id", "invalid_type", "missing_required_parameter"}
+    | {"speculation_unavailable", "unsupported_parameter"}
+)
+
+
+def kinds_of_errors(kind: type[ApiError] = ApiError) -> list[type[ApiError]]:
+    """Returns all classes below ``kind``."""
+    return [each for below in kind.__subclasses__() for each in (below, *kinds_of_errors(below))]
+
+
+def error_codes() -> list[str]:
+    """Returns every code that an answer may have, but for those of HTTP errors without one of ours."""
+    return sorted({kind.code for kind in kinds_of_errors() if kind.code} | OTHER_CODES)
+
+
+def code_of(error: Exception) -> str:
+    """Returns the code under which an error is counted and logged: a bug of ours has one, too."""
+    return error.code or error.type if isinstance(error, ApiError) else str(InternalError.code)
+
+
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
     """Both texts may quote the client: a long body must not come back as a longer error."""
     shown_param = None if param is None else _shorten(param, MAX_PARAM_LENGTH)

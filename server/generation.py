@@ -15,7 +15,10 @@ import msgspec
 from truedraft.engine.messages import FinishReason, Generate, SamplingParams, TokenOutput
 from truedraft.server.client.engine_stream import EngineStream
 from truedraft.server.client.worker_pool import WorkerPool
-from truedraft.server.errors import RequestTimeoutError
+from truedraft.server.errors import (
+    RequestTimeoutError,
+    code_of,
+)
 from truedraft.server.metrics import Metrics, RequestTimer
 from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
@@ -112,10 +115,11 @@ class Summary:
     seconds: float
     queue_seconds: float | None
     first_token_seconds: float | None
-    finish_reasons: list[str]
+    finish_reasons: list[str]  # "error" for choices that failed, "aborted" for those whose client left
+    error: str | None = None  # its code
 
     def log_fields(self) -> dict[str, Any]:
-        """As the log names them."""
+        """Returns them as the log names them."""
         fields: dict[str, Any] = {
             "id": self.id,
             "prompt_tokens": self.usage.prompt_tokens,
@@ -125,6 +129,8 @@ class Summary:
             "accepted": self.speculation.accepted,
             "finish": ",".join(sorted(set(self.finish_reasons))),
         }
+        if self.error is not None:
+            fields["code"] = self.error
         for name in ("queue_seconds", "first_token_seconds"):
             if (seconds := getattr(self, name)) is not None:
                 fields[name] = round(seconds, 6)
@@ -144,6 +150,7 @@ class Generation:
         self._num_cached_tokens = [0] * len(job.prompts)
         self._deadline: asyncio.TimerHandle | None = None
         self._is_over = False
+        self._error: str | None = None
 
     @property
     def speculation(self) -> SpeculationCounts:
@@ -178,6 +185,7 @@ class Generation:
                         yield delta
             except Exception as error:
                 self._is_over = True  # failed, which is not the same as abandoned
+                self._error = code_of(error)
                 if isinstance(error, RequestTimeoutError):
                     self._timer.aborted("timeout")
                 raise
@@ -218,6 +226,7 @@ class Generation:
         )
 
     def summary(self) -> "Summary":
+        unfinished = "aborted" if self._error is None else "error"
         return Summary(
             id=self.job.id,
             usage=self.usage(),
@@ -226,7 +235,8 @@ class Generation:
             seconds=self._timer.seconds,
             queue_seconds=self._timer.queue_seconds,
             first_token_seconds=self._timer.first_token_seconds,
-            finish_reasons=[choice.finish_reason or "aborted" for choice in self.choices],
+            finish_reasons=[choice.finish_reason or unfinished for choice in self.choices],
+            error=self._error,
         )
 
     def _num_prompt_tokens(self) -> int:

@@ -5,6 +5,7 @@ The one place where engine client, app and uvicorn meet. Called by ``server.cli`
 
 import asyncio
 import gc
+import logging
 import os
 import resource
 import signal
@@ -24,7 +25,7 @@ from truedraft.server.client.open_requests import QueueLimits
 from truedraft.server.client.worker_client import WorkerClient
 from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.client.worker_process import Patience
-from truedraft.server.draining import CLOSING_SECONDS, Server, drain_on_signal
+from truedraft.server.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
 from truedraft.server.metrics import Metrics
 from truedraft.server.sampling_params import longest_request
 from truedraft.server.services import Services
@@ -44,6 +45,9 @@ MAX_DESCRIPTORS = 65536
 
 # How many threads torch uses unless num_threads says so.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+logger = logging.getLogger("truedraft.server")
 
 
 class StartError(Exception):
@@ -70,10 +74,13 @@ def launch(settings: Settings) -> int:
             ssl_keyfile=settings.ssl_keyfile,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
-        _say(_introduction(settings, listener))
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            server = Server(config)
-            runner.run(_serve(server, listener, app.state.services))
+        _say(_introduction(settings, listener), settings.log_format)
+        server = Server(config, settings.drain_timeout)
+        try:
+            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                runner.run(serve(server, listener, app.state.services))
+        finally:
+            server.has_ended()
     # The interpreter's last collection would take a second to walk through what transformers has imported.
     gc.freeze()
     return server.exit_code
@@ -128,7 +135,9 @@ def check_tls(settings: Settings) -> None:
     if settings.ssl_certfile is None or settings.ssl_keyfile is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A passphrase is not asked for: a server is started by machines, too.
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
     except OSError as error:  # SSLError included
         files = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
         reason = error.strerror or error
@@ -161,7 +170,9 @@ def bind_unix(path: Path) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise StartError(f"Cannot listen on {path}: {error.strerror}. Choose another with --uds.") from error
+        raise StartError(
+            f"Cannot listen on {path}: {error.strerror or error}. Choose another with --uds."
+        ) from error
     return listener
 
 
@@ -188,7 +199,8 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(server: Server, listener: socket.socket, services: Services) -> None:
+async def serve(server: Server, listener: socket.socket, services: Services) -> None:
+    """Serves until a signal or a failure ends it; raises what the failure was."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announcing = asyncio.create_task(_announce(services, server))
     failing = asyncio.create_task(services.engine.wait_until_failed())
@@ -198,7 +210,7 @@ async def _serve(server: Server, listener: socket.socket, services: Services) ->
         await asyncio.wait({serving, announcing}, return_when=asyncio.FIRST_COMPLETED)
         if announcing.done() and announcing.exception() is None:
             await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True  # one of them has failed, or serving is over anyhow
+        server.advance(Phase.CLOSING)  # one of them has failed, or serving is over anyhow
         await serving
         for task in (announcing, failing):
             if task.done() and not server.num_signals:  # after a signal, the end of the worker is no failure
@@ -217,11 +229,12 @@ def _end_with_the_terminal(server: Server) -> None:
 async def _announce(services: Services, server: Server) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
-    _say(["Loading the models ..."])
+    log_format = services.settings.log_format
+    _say(["Loading the models ..."], log_format)
     worker = await services.wait_until_ready()
     # What is imported and loaded stays: to look through it again would stop every stream for a while.
     gc.freeze()
-    _say(capacity(services.settings, worker))
+    _say(capacity(services.settings, worker), log_format)
 
 
 def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
@@ -277,7 +290,12 @@ def _what_limits(longest: int, worker: Ready) -> str:
     return f" (the model could take {worker.max_model_len:,}: raise cache_memory)"
 
 
-def _say(lines: Iterable[str]) -> None:
+def _say(lines: Iterable[str], log_format: str) -> None:
+    """Prints for people; writes entries of the log where machines read all that the server writes."""
+    if log_format == "json":
+        for line in lines:
+            logger.info("%s", line.strip())
+        return
     try:
         print("\n".join(lines), flush=True)
     except OSError:

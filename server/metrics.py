@@ -6,12 +6,13 @@ not make a counter fall. Updated by ``server.client`` and ``server.generation``,
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
 
-from truedraft.engine.messages import FinishReason, Ready, Stats
+from truedraft.engine.messages import FinishReason, Ready, Source, Stats
+from truedraft.server.errors import error_codes
 from truedraft.server.metrics_registry import LabelledRegistry
 from truedraft.server.settings import DEFAULT_PREFIX, public_name
 from truedraft.server.speculation_state import achieved_speedup
@@ -22,6 +23,9 @@ LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5
 DURATION_BUCKETS = (*LATENCY_BUCKETS, 20, 50, 100, 200, 500)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 RATE_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
+
+# Where the engine's time goes, as its ``Stats`` name it.
+PHASES = ("draft", "score", "verify", "host")
 
 
 class RequestMetrics:
@@ -78,6 +82,18 @@ class RequestMetrics:
         self.running = gauge("num_requests_running", "Requests with a first token.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
         self.ready = gauge("ready", "1 when a request can be taken.")
+        # A series that begins with its first event has no growth to see, and no alert for that event.
+        for code in error_codes():
+            self.errors.labels(code)
+        for reason in get_args(FinishReason):
+            self.requests.labels(reason)
+        for reason in ("disconnect", "timeout"):
+            self.aborted.labels(reason)
+
+    def add_route(self, route: str, statuses: Iterable[int]) -> None:
+        """Makes the series of a route's answers."""
+        for status in statuses:
+            self.http.labels(route, status)
 
 
 class WorkerMetrics:
@@ -126,6 +142,12 @@ class WorkerMetrics:
         self._uncounted: Stats | None = None
         self.speculation({})
         self._build.info({"version": package_version()})
+        for phase in PHASES:
+            self._phase_seconds.labels(phase)
+        for source in get_args(Source):
+            if source != "none":
+                for family in (self._drafts, self._draft_tokens, self._accepted_tokens):
+                    family.labels(source)
 
     def collect(self) -> Iterator[Metric]:
         self._count()

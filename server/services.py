@@ -111,8 +111,8 @@ class Services:
             return "The tokenizer is loading."
         if self._tokenizer.cancelled():
             return "The server is shutting down."
-        if error := self._tokenizer.exception():
-            return f"The tokenizer could not be loaded: {error}"
+        if self._tokenizer.exception():
+            return "The tokenizer could not be loaded; the log says why."
         return None
 
     def _fingerprint(self, worker: Ready) -> str:

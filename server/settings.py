@@ -34,7 +34,8 @@ def _split_commas(value: object) -> object:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list):
         return value
-    return [item.strip() for part in parts for item in (part.split(",") if isinstance(part, str) else [part])]
+    items = [item for part in parts for item in (part.split(",") if isinstance(part, str) else [part])]
+    return [item.strip() if isinstance(item, str) else item for item in items]
 
 
 def _check_keys(keys: list[SecretStr]) -> list[SecretStr]:
@@ -228,13 +229,16 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
     def _read_key_file(self) -> Self:
         if self.api_key_file is not None:
             try:
-                lines = self.api_key_file.expanduser().read_text(encoding="utf-8").splitlines()
+                lines = self.api_key_file.expanduser().read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"api_key_file: cannot read {self.api_key_file}: {error}") from None
             keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
             if not keys:
                 raise ValueError(f"api_key_file: {self.api_key_file} holds no key")
-            self.api_keys = _check_keys([*self.api_keys, *map(SecretStr, keys)])
+            try:
+                self.api_keys = [*self.api_keys, *_check_keys([*map(SecretStr, keys)])]
+            except ValueError as error:
+                raise ValueError(f"api_key_file: {self.api_key_file}: {error}") from None
         return self
 
     @model_validator(mode="after")

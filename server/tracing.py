@@ -91,7 +91,7 @@ class TracingMiddleware:
                 "truedraft.request_id": scope["state"]["request_id"],
             },
         )
-        if status >= 500 or "aborted" in summary.finish_reasons:
+        if status >= 500 or not {"aborted", "error"}.isdisjoint(summary.finish_reasons):
             span.set_status(trace.StatusCode.ERROR)
         inside = trace.set_span_in_context(span)
         arrived = ended - int(summary.seconds * NANOSECONDS)

@@ -69,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--orders", default="", help="file that holds back or kills; see tests.server.orders")
     parser.add_argument("--refuse", default="", help="answer every request with this error message")
     parser.add_argument("--refusal-code", default="context_length_exceeded")
+    parser.add_argument("--troubled", action="store_true", help="report preemptions, and no accepted draft")
     parser.add_argument("--log", default="", help="file that gets one line per received message")
     return parser.parse_args()
 
@@ -283,7 +284,8 @@ class FakeWorker:
         self.num_steps += 1
         self.num_drafts += sum(output.num_draft_tokens > 0 for output in outputs)
         self.num_draft_tokens += sum(output.num_draft_tokens for output in outputs)
-        self.num_accepted_tokens += sum(output.num_accepted_tokens for output in outputs)
+        if not self.options.troubled:
+            self.num_accepted_tokens += sum(output.num_accepted_tokens for output in outputs)
         self.send(StepOutput(outputs, self.stats()))
 
     def stats(self) -> Stats:
@@ -292,7 +294,7 @@ class FakeWorker:
             num_waiting=0,
             num_speculative_tokens=NUM_DRAFTED,
             cache_usage={"target": len(self.sequences) / 4, "draft": len(self.sequences) / 8},
-            num_preemptions=0,
+            num_preemptions=self.num_steps if self.options.troubled else 0,
             num_prefix_queries=self.num_prefix_queries,
             num_prefix_hits=self.num_prefix_hits,
             drafts={

@@ -6,12 +6,14 @@ is decided by ``server.client.worker_pool``. Built by ``server.launch``.
 
 import asyncio
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from truedraft.engine.config import EngineConfig
@@ -28,6 +30,7 @@ from truedraft.engine.messages import (
 from truedraft.server.client.worker_process import Patience, WorkerHungError, WorkerProcess
 from truedraft.server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
 from truedraft.server.metrics import WorkerMetrics
+from truedraft.server.settings import public_name
 
 logger = logging.getLogger("truedraft.worker")
 
@@ -40,7 +43,7 @@ REFUSAL_CODES = frozenset(
     | {"speculation_unavailable", "unsupported_parameter"}
 )
 
-# A worker that served this long before it died is restarted without delay.
+# A worker that served this long before it died is restarted without delay. Loading does not count.
 STABLE_SECONDS = 60.0
 
 
@@ -49,8 +52,9 @@ class EngineState:
     """Whether a worker can take a request, and why not."""
 
     status: Literal["ready", "loading", "restarting", "failed", "stopped"]
-    reason: str
+    reason: str  # for clients: without paths
     worker: Ready | None = None
+    cause: str = ""  # for who runs the server, if a worker has died
 
 
 class Owner(Protocol):
@@ -94,6 +98,7 @@ class WorkerClient:
         self._has_failed = asyncio.Event()
         self._worker: WorkerProcess | None = None
         self._load_error = ""
+        self._ready_since = math.inf  # of the worker that runs now
         self._speculation: dict[str, Any] = {}
         self._stats: Stats | None = None
         self._supervision: asyncio.Task[None] | None = None
@@ -126,7 +131,7 @@ class WorkerClient:
     async def failure(self) -> str:
         """Why no further worker will be started, once that is so."""
         await self._has_failed.wait()
-        return self._state.reason
+        return self._state.cause or self._state.reason
 
     async def stop(self) -> None:
         was_ready = self._state.status == "ready"
@@ -149,24 +154,26 @@ class WorkerClient:
         backoff = self._first_backoff_seconds
         num_in_a_row = 0
         while True:
-            started = time.monotonic()
+            self._ready_since = math.inf
             reason = await self._run_worker(owner, number)
             if self._state.status == "stopped":
                 return
             was_ready = self._state.status == "ready"
-            if time.monotonic() - started >= STABLE_SECONDS:
+            if time.monotonic() - self._ready_since >= STABLE_SECONDS:
                 backoff, num_in_a_row = self._first_backoff_seconds, 0
             num_in_a_row += 1
             if not self._first_load_over.is_set():
-                self._state = EngineState("failed", reason)
+                self._state = self._state_after("failed", reason)
             elif num_in_a_row > self._max_restarts:
                 again = f"It had been restarted {self._max_restarts} times (max_worker_restarts)."
-                self._state = EngineState("failed", f"{reason} {again}")
+                self._state = self._state_after("failed", f"{reason} {again}")
             else:
-                self._state = EngineState("restarting", f"{reason} It is being restarted.")
+                self._state = self._state_after("restarting", f"{reason} It is being restarted.")
             if self._first_load_over.is_set():
                 self._observer.lost()
-            owner.worker_lost(number, WorkerLostError(f"The request was lost. {reason}"), was_ready=was_ready)
+            owner.worker_lost(
+                number, WorkerLostError(f"The request was lost. {self._public(reason)}"), was_ready=was_ready
+            )
             if self._state.status == "failed":
                 self._first_load_over.set()
                 self._has_failed.set()
@@ -174,6 +181,16 @@ class WorkerClient:
             logger.error("%s Restarting in %.1f s (worker %d).", reason, backoff, number)
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, self._max_backoff_seconds)
+
+    def _state_after(self, status: Literal["failed", "restarting"], cause: str) -> EngineState:
+        return EngineState(status, self._public(cause), cause=cause)
+
+    def _public(self, reason: str) -> str:
+        """Returns a reason as clients may read it: with the names of models, without their paths."""
+        for path in filter(None, (self._config.target, self._config.draft)):
+            for written in (path, str(Path(path).expanduser().absolute())):
+                reason = reason.replace(written, public_name(path))
+        return reason
 
     async def _run_worker(self, owner: Owner, number: int) -> str:
         """One worker from spawn to death; returns why it died."""
@@ -210,6 +227,7 @@ class WorkerClient:
             case Ready():
                 self._speculation, self._stats = {}, None
                 self._state = EngineState("ready", "The server is ready.", message)
+                self._ready_since = time.monotonic()
                 self._observer.ready(message)
                 self._first_load_over.set()
                 owner.worker_ready(number)

@@ -87,7 +87,7 @@ class WorkerPool:
         for first in asyncio.as_completed([worker.first_load() for worker in self.workers]):
             if (ready := (await first).worker) is not None:
                 return ready
-        raise WorkerFailedError(self.state.reason)
+        raise WorkerFailedError(self.state.cause or self.state.reason)
 
     async def wait_until_failed(self) -> NoReturn:
         """Raise ``WorkerFailedError`` once no further worker will be started."""
@@ -169,7 +169,7 @@ class WorkerPool:
         state = self.workers[number].state
         if self._ready():
             if state.status == "failed":
-                logger.error("%s The others serve on without worker %d.", state.reason, number)
+                logger.error("%s The others serve on without worker %d.", state.cause, number)
             self.worker_ready(number)
         elif not was_ready or self.state.status == "failed":  # when the next will be ready is unknown
             self._requests.fail_all(error)

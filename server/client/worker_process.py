@@ -28,7 +28,8 @@ from truedraft.server.settings import ENV_PREFIX
 
 # How long to wait for the end of a dead worker's connection: a process that it left behind may hold it.
 LAST_MESSAGES_SECONDS = 2.0
-STOP_SECONDS = 5.0
+# An orderly end has no need of a worker; one that is in a long step hears nothing.
+STOP_SECONDS = 1.5
 # How often a worker is looked at; its heartbeats come about as often.
 LOOK_SECONDS = 1.0
 

@@ -39,9 +39,9 @@ class AccessLogMiddleware:
         finally:
             status = answer.status
             is_quiet = status in (200, 304, 503) and _is_quiet(scope["path"])
-            level = logging.DEBUG if is_quiet else logging.INFO
+            generated = state[SUMMARY]().log_fields() if SUMMARY in state else {}
+            level = logging.DEBUG if is_quiet else logging.WARNING if "code" in generated else logging.INFO
             if logger.isEnabledFor(level):
-                generated = state[SUMMARY]().log_fields() if SUMMARY in state else {}
                 _log(level, scope, status, time.perf_counter() - started, generated)
 
 
@@ -51,9 +51,9 @@ def _is_quiet(path: str) -> bool:
 
 def _log(level: int, scope: Scope, status: int, seconds: float, generated: dict[str, Any]) -> None:
     client = scope.get("client")
-    # Quoted: a path may hold line ends and other characters that would look like log lines of ours.
+    # Clients write the path, and proxies the client: either may look like a log line of ours, unless quoted.
     request = {
-        "client": client[0] if client else "-",
+        "client": quote(client[0], safe=":.") if client else "-",
         "method": scope["method"],
         "path": quote(scope["path"]),
     }

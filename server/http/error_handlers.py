@@ -10,7 +10,12 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from truedraft.server.errors import ApiError, ClientDisconnectedError, InvalidRequestError
+from truedraft.server.errors import (
+    ApiError,
+    ClientDisconnectedError,
+    InvalidRequestError,
+    code_of,
+)
 
 # Statuses that the framework itself raises, as codes.
 _FRAMEWORK_CODES = {
@@ -32,7 +37,7 @@ def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> 
     def respond(
         error: ApiError, status: int | None = None, headers: dict[str, str] | None = None
     ) -> JSONResponse:
-        count_error(error.code or error.type)
+        count_error(code_of(error))
         return JSONResponse(error.body(), status or error.status, headers or error.headers())
 
     async def on_api_error(_: Request, error: Exception) -> JSONResponse:

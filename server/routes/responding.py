@@ -12,7 +12,12 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from truedraft.server.errors import ApiError, ClientDisconnectedError, internal_error
+from truedraft.server.errors import (
+    ApiError,
+    ClientDisconnectedError,
+    code_of,
+    internal_error,
+)
 from truedraft.server.generation import Generation
 from truedraft.server.http.large_json import write_json
 from truedraft.server.http.request_id import request_id_of
@@ -116,7 +121,7 @@ async def _until_done(
         async for event in events:
             yield event
     except ApiError as error:
-        count_error(error.code or error.type)
+        count_error(code_of(error))
         yield writer.failure(error)
     except Exception:
         logger.exception("The request failed while it was streamed")

@@ -1,7 +1,9 @@
 """A real Prometheus that scrapes a server, and the queries of the dashboard."""
 
 import json
+import re
 import shutil
+import signal
 import subprocess
 import time
 import urllib.parse
@@ -43,6 +45,7 @@ def dashboard_queries(interval: str) -> dict[str, str]:
 @dataclass
 class Prometheus:
     url: str
+    process: subprocess.Popen[bytes]
 
     def get(self, path: str, **parameters: str) -> Any:
         url = f"{self.url}{path}?{urllib.parse.urlencode(parameters)}"
@@ -52,19 +55,31 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         return list(self.get("/api/v1/query", query=expression)["result"])
 
+    def reload(self) -> None:
+        """Reads the configuration again."""
+        self.process.send_signal(signal.SIGHUP)
+
     def firing(self) -> set[str]:
         alerts = self.get("/api/v1/alerts")["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
 
 @contextmanager
-def run_prometheus(folder: Path, target: str, interval: str = "1s") -> Iterator[Prometheus]:
-    """The shipped configuration, but for the target and the interval."""
+def run_prometheus(
+    folder: Path, target: str, interval: str = "1s", window: str | None = None
+) -> Iterator[Prometheus]:
+    """Runs it by the shipped configuration, but for the target and the interval.
+
+    With a ``window`` alerts look back that far, and wait a second.
+    """
     prometheus = executable("prometheus")
     config = (MONITORING / "prometheus.yml").read_text()
     config = config.replace("truedraft:8000", target).replace("5s", interval)
     (folder / "prometheus.yml").write_text(config)
-    shutil.copy(MONITORING / "alerts.yml", folder)
+    alerts = (MONITORING / "alerts.yml").read_text()
+    if window is not None:
+        alerts = re.sub(r"for: \d+m", "for: 1s", re.sub(r"\[\d+m\]", f"[{window}]", alerts))
+    (folder / "alerts.yml").write_text(alerts)
     with bind("127.0.0.1", 0) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     command = [
@@ -76,7 +91,7 @@ def run_prometheus(folder: Path, target: str, interval: str = "1s") -> Iterator[
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        running = Prometheus(f"http://{address}")
+        running = Prometheus(f"http://{address}", process)
         wait_for(lambda: _answers(running), "Prometheus")
         yield running
     finally:

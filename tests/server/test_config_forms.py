@@ -1,14 +1,22 @@
 """Forms of settings that people bring from other servers, and the mistakes that must not pass."""
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.server.serve_process import ROOT
 from truedraft.engine.commands.verify_trace import ReplaySettings
 from truedraft.engine.config import EngineConfig
 from truedraft.server import cli
 from truedraft.server.config import ConfigError, load_settings, read_options
 from truedraft.server.help import serve_help
+from truedraft.server.launch import StartError, bind_unix, check_tls
+from truedraft.server.settings import Settings
 
 
 def keys(*flags: str) -> list[str]:
@@ -140,3 +148,52 @@ def test_help_of_a_terminal_command(capsys: pytest.CaptureFixture[str], command:
     assert text.startswith(f"usage: truedraft {command} ")
     for expected in ("--cache-memory-share NUMBER", "--[no-]self-check", "--max-num-sequences N"):
         assert expected in text
+
+
+@pytest.mark.parametrize("given", ["[123]", "[[a]]", "{a: b}"])
+def test_keys_of_a_wrong_type_are_named(tmp_path: Path, given: str) -> None:
+    for name in ("api_keys", "cors_origins"):
+        (tmp_path / "config.yaml").write_text(f"{name}: {given}")
+        with pytest.raises(ConfigError, match=name):
+            load_settings(["--config", str(tmp_path / "config.yaml")])
+
+
+def test_a_key_file_may_have_a_byte_order_mark_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbfa-key\n")
+    assert keys("--api-key-file", str(path)) == ["a-key"]
+    path.write_text("schlüssel\n")
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        keys("--api-key-file", str(path))
+
+
+def test_a_socket_with_a_long_name(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="too long"):
+        bind_unix(tmp_path / ("a" * 120))
+
+
+def test_a_key_with_a_passphrase_is_refused(tmp_path: Path) -> None:
+    """Nobody may be there to type it."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=x", "-passout", "pass:secret"]
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl")
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with pytest.raises(StartError, match="ssl_keyfile"):
+        check_tls(Settings(ssl_certfile=certificate, ssl_keyfile=key))
+
+
+@pytest.mark.parametrize("closed", ["1>&- 2>&-", "0>&-", "0>&- 1>&- 2>&-"])
+def test_closed_streams_end_nothing(closed: str) -> None:
+    command = f"{sys.executable} -m truedraft --version {closed}"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    command = f"rmdir {tmp_path}; {sys.executable} -P -m truedraft --version"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "truedraft: error: The current folder no longer exists. Change to another one.\n"

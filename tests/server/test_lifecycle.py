@@ -105,7 +105,7 @@ def test_no_worker_outlives_a_killed_server(model_folder: Path, tmp_path: Path, 
 def test_the_worker_ties_its_life_before_it_imports_the_engine() -> None:
     """With another parent than the one that started it, it leaves at once, without importing torch."""
     environment = os.environ | {PARENT_VARIABLE: "1", "PYTHONPATH": str(ROOT)}
-    program = "import sys, engine.lifeline, engine.spawned; print(sorted(sys.modules))"
+    program = "import sys, truedraft.engine.lifeline, truedraft.engine.spawned; print(sorted(sys.modules))"
     listed = subprocess.run(
         [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
     ).stdout

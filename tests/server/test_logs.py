@@ -3,7 +3,10 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.server.conftest import StartServer
 from tests.server.running import RunningServer, wait_for
+from tests.server.serve_process import serve_process
 from truedraft.server.logs import TEXT, JsonFormatter, WithRequestId
 from truedraft.server.tracing import make_provider
 
@@ -146,3 +150,41 @@ def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> N
         "truedraft.drafted_tokens": 6,
         "truedraft.accepted_tokens": 6,
     }
+
+
+def test_a_crash_is_no_clients_disconnect(start_server: StartServer, log: Log) -> None:
+    with start_server() as server:
+        server.worker.at_most(2)
+        with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True}):
+            server.wait_for_tokens(8)
+            server.worker.die()
+            (line,) = [line for line in log.lines(2) if "/v1/completions" in line]
+        found = fields(line)
+        assert (found["finish"], found["code"], str(found["status"])) == ("error", "worker_lost", "200")
+        assert "warning" in line.lower()
+        server.worker.go_on()
+
+
+def test_a_proxys_client_cannot_forge_a_line(server: RunningServer, log: Log) -> None:
+    forged = "6.6.6.6 POST /v1/completions 200 seconds=0.01 id=x \x9b[31m"
+    server.get("/version", headers={"x-forwarded-for": forged.encode("latin-1"), "x-request-id": "a]: b"})
+    (line,) = log.lines(1)
+    found = fields(line)
+    assert (found["path"], found["method"]) == ("/version", "GET")
+    assert "\x9b" not in line
+    assert " " not in found["client"]
+    assert found["request_id"].startswith("req_")
+
+
+def test_json_has_nothing_else(model_folder: Path, tmp_path: Path) -> None:
+    """From the first line to the last, whether it starts or not."""
+    with serve_process(model_folder, tmp_path, "--log-format", "json") as serve:
+        serve.process.send_signal(15)
+        assert serve.wait() == 0
+        messages = [json.loads(line)["message"] for line in serve.log.read_text().splitlines()]
+    assert any(message.startswith("url") for message in messages)
+    command = ["-m", "truedraft", "serve", "--target", "/nowhere/model", "--log-format", "json"]
+    failed = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    (line,) = failed.stderr.splitlines()
+    assert "does not exist" in json.loads(line)["message"]

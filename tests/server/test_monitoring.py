@@ -1,7 +1,11 @@
 """The dashboard's queries find something in a real Prometheus, and the alerts fire when they should."""
 
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -132,3 +136,63 @@ def test_every_query_of_the_dashboard_finds_something(start_server: StartServer,
         server.worker.go_on()
         server.wait_until_ready()
         wait_for(lambda: "TruedraftWorkerRestarted" in prometheus.firing(), "the alert")
+
+
+def test_every_alert_fires_at_the_first_event_of_a_fresh_server(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """Nothing has been counted before: a series that begins with its event would not be seen to grow."""
+    started = start_server("--troubled", "--tokens-per-step", "1", max_queued_sequences=4, request_timeout=7)
+    with ExitStack() as stack:
+        server = stack.enter_context(started)
+        address = urlsplit(server.url).netloc
+        prometheus = stack.enter_context(run_prometheus(tmp_path, address, window="20s"))
+        threads = stack.enter_context(ThreadPoolExecutor())
+        seen: set[str] = set()
+
+        def has_fired(alert: str) -> bool:
+            seen.update(prometheus.firing())
+            return alert in seen
+
+        def fires(alert: str) -> None:
+            wait_for(lambda: has_fired(alert), alert)
+
+        def ask(**fields: Any) -> int:
+            return server.post("/v1/completions", {"prompt": "x", "max_tokens": 8} | fields).status_code
+
+        wait_for(lambda: bool(prometheus.query("truedraft_ready == 1")), "the first scrape")
+        assert prometheus.firing() == set()
+        server.worker.at_most(5)
+        with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 99, "n": 4}):
+            fires("TruedraftCacheFull")
+            late = threads.submit(ask, n=4)
+            wait_for(lambda: server.services.engine.num_waiting == 1, "a full queue")
+            assert ask() == 429
+            fires("TruedraftQueueFull")
+            assert late.result() == 504
+            fires("TruedraftServerErrors")
+        slow = threads.submit(ask)
+        time.sleep(5.5)
+        server.worker.go_on()
+        assert slow.result() == 200
+        fires("TruedraftSlowFirstToken")
+        for _ in range(10):
+            assert ask(n=4) == 200
+        fires("TruedraftPreemptions")
+        fires("TruedraftLowAcceptance")
+        num_steps = server.metric("truedraft_num_preemptions_total")  # it reports one for each
+        num_tokens = server.metric("truedraft_generation_tokens_total")
+        server.worker.at_most(int(num_steps) + 3)
+        with server.unanswered("/v1/completions", {"prompt": "x", "max_tokens": 8}):
+            server.wait_for_tokens(int(num_tokens) + 3)
+            server.worker.die()
+            fires("TruedraftStreamErrors")
+        fires("TruedraftWorkerRestarted")
+        fires("TruedraftNotReady")
+        server.services.drain()
+        server.worker.go_on()
+        target = tmp_path / "prometheus.yml"
+        target.write_text(target.read_text().replace(address, "127.0.0.1:1"))
+        prometheus.reload()
+        fires("TruedraftDown")
+        assert seen == set(alert_names())

@@ -1,20 +1,30 @@
 """Life with a worker process: disconnects, crashes, restarts, failed loads, and exact metrics."""
 
+import asyncio
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
 
 from tests.fake_worker import QUEUE_SECONDS
+from tests.faults.shutdown_orders import READY
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, PATIENCE_SECONDS, RunningServer, fake_worker_app, wait_for
+from tests.server.serve_process import ROOT
 from tests.server.wire import events
+from truedraft.engine.config import EngineConfig
+from truedraft.server.client import worker_client
+from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.errors import error_codes
+from truedraft.server.metrics import WorkerMetrics
 from truedraft.server.text.tokenizer import Tokenizer
 
 COMPLETIONS = "/v1/completions"
@@ -347,3 +357,53 @@ def test_version(server: RunningServer) -> None:
     version = server.get("/version").json()
     assert version["name"] == "truedraft"
     assert (version["model"], version["device"], version["dtype"]) == (MODEL, "cpu", "float32")
+
+
+def test_series_begin_before_their_first_event(start_server: StartServer) -> None:
+    """A counter that begins with its first event has not grown, so that no alert sees the event."""
+    with start_server() as server:
+        for code in ("worker_lost", "internal_error", "queue_full", "invalid_logits", "request_timeout"):
+            assert server.has_metric("truedraft_request_errors_total", code=code)
+        for status in ("200", "400", "429", "500", "503"):
+            assert server.has_metric("truedraft_http_requests_total", route="/v1/completions", status=status)
+        assert server.has_metric("truedraft_spec_decode_num_drafts_total", method="ngram")
+
+
+def test_every_code_has_a_series() -> None:
+    """Codes that the source gives to single errors are in the list, too."""
+    written = {
+        code
+        for folder in ("server", "engine")
+        for path in (ROOT / folder).rglob("*.py")
+        for code in re.findall(r'\bcode="([a-z_]+)"', path.read_text())
+    }
+    assert len(written) > 5
+    assert written - {"model_load_failed"} <= set(error_codes())
+
+
+@pytest.mark.parametrize("serves", [0.0, 0.05])
+async def test_workers_that_die_while_they_load_count_however_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch, serves: float
+) -> None:
+    monkeypatch.setattr(worker_client, "STABLE_SECONDS", 0.04)
+    config = EngineConfig(target="/srv/hidden/model")
+    client = WorkerClient(config, WorkerMetrics(), max_restarts=2, first_backoff_seconds=0.001)
+    num_runs = 0
+
+    async def run(owner: Any, number: int) -> str:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == 1 or (serves and num_runs < 8):
+            client._receive(owner, number, READY)
+            await asyncio.sleep(serves)
+        else:
+            await asyncio.sleep(0.1)  # of loading
+        return "It died of /srv/hidden/model/config.json."
+
+    monkeypatch.setattr(client, "_run_worker", run)
+    client.start(Mock(), 0)
+    cause = await asyncio.wait_for(client.failure(), PATIENCE_SECONDS)
+    assert num_runs == (9 if serves else 3)
+    assert "/srv/hidden/model/config.json" in cause  # for the one who runs the server
+    assert "/srv" not in client.state.reason
+    assert "It died of model/config.json." in client.state.reason
