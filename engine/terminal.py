@@ -7,12 +7,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 # Wide enough for every table where there is no terminal whose width would count.
-PLAIN_WIDTH = 200
+PLAIN_WIDTH = 250
+GAP = 2  # between columns
 # Joiners: without them some emoji and scripts fall apart.
 JOINERS = "\u200c\u200d"
 
@@ -39,12 +42,58 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
+class FoldingTable(Table):
+    """Breaks into several tables, one below the other, where the terminal is too narrow for all columns.
+
+    Each begins with the ``num_left`` columns of text, whose cells fold where even they do not fit.
+    """
+
+    def __init__(self, columns: Sequence[str], num_left: int) -> None:
+        super().__init__(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+        self._num_left = num_left
+        for place, name in enumerate(columns):
+            is_text = place < num_left
+            self.add_column(
+                name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+            )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = list(self._parts(console, options))
+        if len(parts) == 1:
+            yield from super().__rich_console__(console, options)
+            return
+        for number, columns in enumerate(parts):
+            if number:
+                yield Text()
+            part = FoldingTable([str(column.header) for column in columns], self._num_left)
+            part.show_header = self.show_header
+            for cells in zip(*(column.cells for column in columns), strict=True):
+                part.add_row(*cells)
+            yield part
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> Iterator[list[Column]]:
+        """Yields the columns of each table: those of text, and as many of the others as fit beside them."""
+        text, numbers = self.columns[: self._num_left], self.columns[self._num_left :]
+        left = sum(self._width(column, console, options) for column in text)
+        taken: list[Column] = []
+        width = left
+        for column in numbers:
+            own = self._width(column, console, options)
+            if taken and width + own - GAP > options.max_width:
+                yield [*text, *taken]
+                taken, width = [], left
+            taken.append(column)
+            width += own
+        yield [*text, *taken]
+
+    def _width(self, column: Column, console: Console, options: ConsoleOptions) -> int:
+        cells = ([column.header] if self.show_header else []) + list(column.cells)
+        return GAP + max((Measurement.get(console, options, cell).maximum for cell in cells), default=0)
+
+
 def table(columns: Sequence[str], *, num_left: int = 1) -> Table:
-    """Numbers to the right, but for the first ``num_left`` columns."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for place, name in enumerate(columns):
-        made.add_column(name, justify="left" if place < num_left else "right", no_wrap=True)
-    return made
+    """Makes one with numbers to the right, but for the first ``num_left`` columns."""
+    return FoldingTable(columns, num_left)
 
 
 class Stages:

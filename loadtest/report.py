@@ -1,7 +1,4 @@
-"""How results are shown: a table on stdout, progress on stderr, JSON and a picture in files.
-
-rich leaves colours out where the stream is no terminal, or NO_COLOR is set.
-"""
+"""Shows results: a table on stdout, progress on stderr, JSON and a picture in files."""
 
 import json
 import sys
@@ -9,12 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-# Wide enough for every table where there is no terminal whose width would count.
-PLAIN_WIDTH = 250
+from truedraft.engine.terminal import console, table
 
 T = TypeVar("T")
 
@@ -26,7 +20,7 @@ def note(text: str) -> None:
 
 def with_progress(items: Sequence[T], name: str) -> Iterable[T]:
     """A bar on stderr while they are worked on, if that is a terminal. Refreshed seldom: load is measured."""
-    out = Console(stderr=True)
+    out = console(stderr=True)
     return track(items, name, console=out, transient=True, refresh_per_second=1, disable=not out.is_terminal)
 
 
@@ -36,15 +30,12 @@ def print_facts(facts: Mapping[str, Any]) -> None:
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Columns from the first row's keys; None is shown as -."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for place, key in enumerate(rows[0]):
-        table.add_column(key.replace("_", " "), justify="right" if place else "left", no_wrap=True)
+    shown = table([key.replace("_", " ") for key in rows[0]])
     for row in rows:
-        table.add_row(*map(format_cell, row.values()))
-    width = None if sys.stdout.isatty() else PLAIN_WIDTH
-    out = Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+        shown.add_row(*map(format_cell, row.values()))
+    out = console()
     out.print(f"\n{title}")
-    out.print(table)
+    out.print(shown)
 
 
 def format_cell(value: object) -> str:

@@ -55,6 +55,9 @@ def create_app(
         openapi_tags=TAGS,
         version=package_version(),
         lifespan=lifespan,
+        # FastAPI's own pages load their scripts from elsewhere; routes/page.py has one that does not.
+        docs_url=None,
+        redoc_url=None,
         # A redirect names the scheme that this process sees, which behind a proxy is the wrong one.
         redirect_slashes=False,
     )

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsError
 
 from truedraft.engine.config import EngineConfig
+from truedraft.server.foreign_flags import hint
 from truedraft.server.settings import ENV_PREFIX, Settings
 
 
@@ -69,7 +70,8 @@ def check_flags(flags: Sequence[str], kind: type[BaseModel]) -> None:
     negated = {f"--no-{name}" for name, field in fields.items() if field.annotation is bool}
     for flag in flags:
         name = flag.partition("=")[0]
-        if name.startswith("--") and name not in known | negated:
+        is_flag = name.startswith("--") or hint(name)
+        if is_flag and name not in known | negated:
             raise ConfigError(unknown_key("flag", name, known | negated))
 
 
@@ -108,8 +110,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def unknown_key(kind: str, name: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return f"Unknown {kind} {name}." + (f" Did you mean {nearest[0]}?" if nearest else "")
+    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.7)
+    return f"Unknown {kind} {name}." + (hint(name) or (f" Did you mean {nearest[0]}?" if nearest else ""))
 
 
 def _take_config(flags: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], Path | None]:

@@ -4,6 +4,7 @@ argparse's own page shows Python types and raw defaults; these are for people. C
 ``tools/write_configuration.py``.
 """
 
+import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,8 +17,9 @@ from truedraft.engine.config import EngineConfig
 from truedraft.server.config import flag_name
 from truedraft.server.settings import ENV_PREFIX, Settings
 
-WIDTH = 100
+MAX_WIDTH = 100
 INDENT = 30
+NARROW = 80  # where descriptions begin below their flags
 
 INTRODUCTION = """\
 usage: truedraft serve [TARGET] [OPTIONS]
@@ -65,7 +67,7 @@ PLACEHOLDERS: Mapping[type, str] = {
 
 
 def serve_help() -> str:
-    return INTRODUCTION + _options(setting_groups())
+    return f"{_filled(INTRODUCTION)}\n{_options(setting_groups())}"
 
 
 def command_help(command: str, kind: type[BaseModel]) -> str:
@@ -76,7 +78,7 @@ def command_help(command: str, kind: type[BaseModel]) -> str:
     introduction = COMMAND_INTRODUCTION.format(usage=usage, description=description)
     if issubclass(kind, EngineConfig):
         introduction += ENGINE_INTRODUCTION
-    return introduction + _options([("Options", own), *reversed(groups)])
+    return f"{_filled(introduction)}\n{_options([('Options', own), *reversed(groups)])}"
 
 
 def _options(groups: Iterable[tuple[str, dict[str, FieldInfo]]]) -> str:
@@ -103,12 +105,27 @@ def setting_groups(kind: type[BaseModel] = Settings) -> Iterator[tuple[str, dict
 
 
 def _entry(name: str, field: FieldInfo) -> str:
+    width = _width()
+    indent = INDENT if width >= NARROW else 6
     flag = f"  {_flag(name, field)}"
     default = _shown_default(field)
     description = f"{field.description}{f' [{default}]' if default else ''}"
-    lines = textwrap.wrap(description, WIDTH - INDENT, break_on_hyphens=False)
-    first = [flag] if len(flag) >= INDENT - 1 else [f"{flag:<{INDENT}}{lines.pop(0)}"]
-    return "\n".join([*first, *(" " * INDENT + line for line in lines)]) + "\n"
+    lines = textwrap.wrap(description, width - indent, break_on_hyphens=False)
+    first = [flag] if len(flag) >= indent - 1 else [f"{flag:<{indent}}{lines.pop(0)}"]
+    return "\n".join([*first, *(" " * indent + line for line in lines)]) + "\n"
+
+
+def _width() -> int:
+    """Returns the terminal's, or that of COLUMNS; a line of 100 characters is long enough to read."""
+    return min(MAX_WIDTH, shutil.get_terminal_size((MAX_WIDTH, 24)).columns)
+
+
+def _filled(text: str) -> str:
+    """Fills each paragraph anew; usage lines stay as they are."""
+    return "\n\n".join(
+        part if part.startswith("usage:") else textwrap.fill(part, _width(), break_on_hyphens=False)
+        for part in text.strip().split("\n\n")
+    )
 
 
 def _row(name: str, field: FieldInfo) -> str:
@@ -156,6 +173,8 @@ def _bare(annotation: Any) -> Any:
 
 def _shown_default(field: FieldInfo) -> str:
     """Empty where there is none to show: the description tells what happens then."""
+    if field.is_required():
+        return ""
     if isinstance(field.default, ByteSize):
         return field.default.human_readable().replace(".0", "")
     if isinstance(field.default, bool):

@@ -30,6 +30,9 @@ NUM_RATES = 60  # readings that the line of tokens per second shows
 NUM_POSITIONS = 10
 BAR_WIDTH = 30
 PANEL_WIDTH = 100
+TWO_PAIRS_WIDTH = 80
+BESIDE_BAR = 36  # columns of the panel that a bar leaves to its figures
+SPARKLINE_COLUMN = 38  # where the line of tokens per second starts, and the panel's edge
 SPEED_COLUMN = 22  # where the first column of figures starts
 SERVER_LABELS = ("model_name", "worker")  # over which values are summed
 LEVELS = " ▁▂▃▄▅▆▇█"
@@ -135,19 +138,21 @@ def _samples(text: str) -> Iterator[tuple[str, list[str], float]]:
                 yield sample.name.removeprefix(prefix), labels, sample.value
 
 
-def view(history: History) -> RenderableType:
+def view(history: History, width: int = PANEL_WIDTH) -> RenderableType:
+    """Lays the figures out for a terminal of that many columns."""
     assert history.last is not None
     now = history.last
+    width = min(width, PANEL_WIDTH)
     return Group(
         _title(now),
-        _panel("requests", _figures(history)),
-        _panel("acceptance by position", _positions(now)),
+        _panel("requests", _figures(history, width), width),
+        _panel("acceptance by position", _positions(now, width), width),
         Text(printable(f"speculation {now.speculation['why']}"), "dim"),
     )
 
 
-def _panel(title: str, content: RenderableType) -> Panel:
-    return Panel(content, title=title, title_align="left", border_style="dim", width=PANEL_WIDTH)
+def _panel(title: str, content: RenderableType, width: int) -> Panel:
+    return Panel(content, title=title, title_align="left", border_style="dim", width=width)
 
 
 def _title(now: Reading) -> Text:
@@ -159,17 +164,19 @@ def _title(now: Reading) -> Text:
     return title.append(printable(f"{version['version']}  {version['model']}: {models}; {where}"))
 
 
-def _figures(history: History) -> RenderableType:
+def _figures(history: History, width: int) -> RenderableType:
     assert history.last is not None
     now = history.last
     speedup = now.speculation["speedup"]
     figures = Table.grid(padding=(0, 3))
-    for _ in range(2):
+    pairs_a_row = 2 if width >= TWO_PAIRS_WIDTH else 1
+    for _ in range(pairs_a_row):
         figures.add_column(style="dim", no_wrap=True)
         figures.add_column(no_wrap=True)
 
     def pair(*texts: str | Text) -> None:
-        figures.add_row(*texts)
+        for place in range(0, len(texts), 2 * pairs_a_row):
+            figures.add_row(*texts[place : place + 2 * pairs_a_row])
 
     running, waiting = now.total("num_requests_running"), now.total("num_requests_waiting")
     pair("running", f"{running:8.0f}", "waiting", f"{waiting:8.0f}")
@@ -190,19 +197,20 @@ def _figures(history: History) -> RenderableType:
     pair("errors", f"{errors:8.0f}", "worker restarts", f"{restarts:8.0f}")
     tokens = Text.assemble(("tokens/s".ljust(SPEED_COLUMN), "dim"))
     tokens.append(f"{history.rate('generation_tokens_total'):8.1f}   ").append(
-        sparkline(history.rates), "green"
+        sparkline([*history.rates][-(width - SPARKLINE_COLUMN) :]), "green"
     )
     return Group(tokens, figures)
 
 
-def _positions(now: Reading) -> RenderableType:
+def _positions(now: Reading, width: int) -> RenderableType:
     positions = now.speculation["acceptance_by_position"][:NUM_POSITIONS]
     if not positions:
         return Text("nothing has been drafted yet", "dim")
+    bar_width = min(BAR_WIDTH, max(1, width - BESIDE_BAR))
     bars = Table.grid(padding=(0, 2))
     for one in positions:
-        filled = round(one["rate"] * BAR_WIDTH)
-        bar = Text("█" * filled, "green").append("░" * (BAR_WIDTH - filled), "dim")
+        filled = round(min(1.0, one["rate"]) * bar_width)
+        bar = Text("█" * filled, "green").append("░" * (bar_width - filled), "dim")
         bars.add_row(
             f"{one['position']:>2}", bar, f"{one['rate']:4.0%}", Text(f"of {one['drafted']:,}", "dim")
         )
@@ -230,7 +238,7 @@ def _watch(client: Client, interval: float) -> None:
         while True:
             try:
                 history.add(client.read())
-                live.update(view(history), refresh=True)
+                live.update(view(history, live.console.width), refresh=True)
             except UnreachableError as error:
                 live.update(Text(printable(f"{error}; trying again"), "yellow"), refresh=True)
             time.sleep(interval)
@@ -245,7 +253,8 @@ def main(options: TopOptions) -> int:
         history.add(client.read())
         time.sleep(options.interval)
         history.add(client.read())
-        console().print(view(history))
+        out = console()
+        out.print(view(history, out.width))
     except UnreachableError as error:
         print(f"truedraft top: error: {error}", file=sys.stderr)
         return 1

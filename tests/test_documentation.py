@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from truedraft.server.config import ConfigError, load_settings
+from truedraft.server.foreign_flags import USE, hint
 from truedraft.server.metrics import Metrics
 from truedraft.server.settings import Settings
 
@@ -57,3 +59,29 @@ def test_flags_for_newcomers_exist() -> None:
     known = {name.replace("_", "-") for name in Settings.model_fields} | {"api-key"}
     assert len(ours) > 20
     assert {flag.removeprefix("no-") for flag in ours} <= known
+
+
+def test_flags_of_other_servers_get_the_hint_of_the_table() -> None:
+    """Every flag in the columns of vLLM and llama.cpp is ours, too, or names what the first column has."""
+    rows = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8").split("## Request fields")[0]
+    known = {f"--{name.replace('_', '-')}" for name in Settings.model_fields} | {"--api-key"}
+    alternatives: dict[str, str] = {}
+    for row in rows.splitlines():
+        if row.startswith("| `"):
+            ours, *theirs = row.strip("|").split("|")
+            for flag in {flag for column in theirs for flag in re.findall(r"`(--?[a-z][\w-]*)", column)}:
+                alternatives[flag] = alternatives.get(flag, "") + ours
+    assert len(alternatives.keys() - known) > 15
+    for flag in alternatives.keys() - known:
+        named = re.findall(r"--(?:no-)?([a-z-]+)", hint(flag))
+        assert hint(flag), f"{flag} has no hint"
+        assert not named or any(name in alternatives[flag] for name in named), f"{flag}: {hint(flag)}"
+
+
+def test_hints_name_flags_that_exist() -> None:
+    known = {name.replace("_", "-") for name in Settings.model_fields}
+    for flag, use in USE.items():
+        named = {name.removeprefix("no-") for name in re.findall(r"--([a-z-]+)", use)}
+        assert named <= known, f"{flag}: {use}"
+        with pytest.raises(ConfigError, match=re.escape(f"Unknown flag {flag}. Use {use}.")):
+            load_settings([flag, "1"])

@@ -1,6 +1,7 @@
-"""``GET /``: the page, and the files it is made of. Plain files: there is no build step.
+"""``GET /`` and ``GET /docs``: the page, the API's documentation, and the files they are made of.
 
-The policy in its headers lets the page load and call this server only, and run no text as code.
+They are plain files: there is no build step. The policy in their headers lets them load and call this server
+only, and run no text as code.
 """
 
 from pathlib import Path
@@ -20,6 +21,12 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 
+# Swagger UI writes styles and draws symbols of its own.
+DOCS_HEADERS = HEADERS | {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
+
 router = APIRouter()
 files = StaticFiles(directory=FOLDER)
 
@@ -27,6 +34,12 @@ files = StaticFiles(directory=FOLDER)
 @router.get("/", include_in_schema=False)
 async def page() -> FileResponse:
     return FileResponse(FOLDER / "index.html", headers=HEADERS)
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> FileResponse:
+    """The OpenAPI document in Swagger UI, which needs no other server."""
+    return FileResponse(FOLDER / "docs.html", headers=DOCS_HEADERS)
 
 
 # Not mounted as an application: below a path that a proxy has taken away, it would look in the wrong place.

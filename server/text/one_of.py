@@ -1,6 +1,6 @@
 """``oneOf`` in a JSON schema, where it means what ``anyOf`` does: no value matches two of its schemas.
 
-llguidance knows ``anyOf`` only. pydantic writes unions with a discriminator as ``oneOf``.
+pydantic writes unions with a discriminator as ``oneOf`` of references, which llguidance refuses.
 """
 
 from collections.abc import Sequence

@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from tests.server.conftest import StartServer
@@ -72,3 +73,19 @@ def test_sparkline() -> None:
     assert sparkline([]) == ""
     assert sparkline([0, 0]) == "  "
     assert sparkline([0, 1, 4, 8]) == " ▁▄█"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_live_view_fits(server: RunningServer, width: int) -> None:
+    server.post("/v1/completions", {"prompt": "x", "max_tokens": 40})
+    client, history = Client(server.url, ""), History()
+    for _ in range(3):
+        history.add(client.read())
+    history.rates.extend([1.0] * 60)
+    out = Console(file=io.StringIO(), width=width, color_system=None)
+    out.print(view(history, width))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert max(map(cell_len, text.splitlines())) <= width
+    for unit in (" ms", " of "):
+        assert unit in text

@@ -1,0 +1,82 @@
+"""Flags of vLLM, llama.cpp and Ollama, and what does the same here. docs/migrating.md has the same table."""
+
+from collections.abc import Mapping
+
+# Flag of another server -> what to use, as it ends the sentence "use ...".
+USE: Mapping[str, str] = {
+    "--model": "--target",
+    "-m": "--target",
+    "--model-path": "--target",
+    "-hf": "--target with the file's hub id, owner/repository/model.gguf",
+    "--hf-repo": "--target with the file's hub id, owner/repository/model.gguf",
+    "--tokenizer": "the tokenizer in the model's folder",
+    "--speculative-config": "--draft, --method and --num-speculative-tokens",
+    "--speculative-model": "--draft",
+    "-md": "--draft",
+    "--model-draft": "--draft",
+    "--spec-type": "--method",
+    "--spec-draft-n-max": "--num-speculative-tokens",
+    "--draft-max": "--num-speculative-tokens",
+    "--draft-n": "--num-speculative-tokens",
+    "--alias": "--served-model-name",
+    "-a": "--served-model-name",
+    "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "--context-length": "--max-model-len",
+    "--max-num-seqs": "--max-num-sequences",
+    "-np": "--max-num-sequences",
+    "--parallel": "--max-num-sequences",
+    "-b": "--max-num-batched-tokens",
+    "--batch-size": "--max-num-batched-tokens",
+    "--gpu-memory-utilization": "--cache-memory-share",
+    "--mem-fraction-static": "--cache-memory-share",
+    "--kv-cache-memory-bytes": "--cache-memory",
+    "--enable-prefix-caching": "--prefix-caching",
+    "--no-enable-prefix-caching": "--no-prefix-caching",
+    "--no-cache-prompt": "--no-prefix-caching",
+    "-t": "--num-threads",
+    "--threads": "--num-threads",
+    "--pipeline-parallel-size": "--device-map auto",
+    "--split-mode": "--device-map auto",
+    "--data-parallel-size": "--workers",
+    "--chat-template-file": "--chat-template",
+    "--metrics": "no flag: metrics are always on; --metrics-prefix renames them",
+    "--api-prefix": "--root-path",
+    "--ssl-cert-file": "--ssl-certfile",
+    "--ssl-key-file": "--ssl-keyfile",
+    "--allowed-origins": "--cors-origins",
+    "--quantization": "--quantize int8 or int4, on a CPU",
+    "--cache-type-k": "--dtype: caches have the model's",
+    "--kv-cache-dtype": "--dtype: caches have the model's",
+    "--tool-call-parser": "no flag: the chat template tells how tools are called",
+    "--enable-auto-tool-choice": "no flag: tools are always on",
+    "--reasoning-parser": "no flag: the chat template tells how reasoning is marked",
+    "--jinja": "no flag: chat templates are always Jinja's",
+    "--disable-log-requests": "--log-level warning",
+    "--uvicorn-log-level": "--log-level",
+    "--verbose": "--log-level debug",
+    "-v": "--log-level debug",
+}
+
+# Flags without an equivalent: what stands in their place, as a sentence of its own.
+BY_LAYERS = "Tensors are not split over GPUs; --device-map auto puts layers on several."
+DEVICE = "--device decides where the whole model runs."
+ADAPTERS = "Adapters are not supported; merge one into the model first."
+NONE: Mapping[str, str] = {
+    "--tensor-parallel-size": BY_LAYERS,
+    "-tp": BY_LAYERS,
+    "-ngl": DEVICE,
+    "--n-gpu-layers": DEVICE,
+    "--gpu-layers": DEVICE,
+    "--enable-lora": ADAPTERS,
+    "--lora": ADAPTERS,
+    "--mmproj": "Images are not supported; the text part of a model is served without it.",
+    "--enforce-eager": "CUDA graphs are taken where they help.",
+}
+
+
+def hint(flag: str) -> str:
+    """Returns the end of an error's message about ``flag``; empty if no other server is known to have it."""
+    if flag in USE:
+        return f" Use {USE[flag]}."
+    return f" {NONE[flag]}" if flag in NONE else ""
