@@ -19,7 +19,7 @@ class ModelSettings(BaseModel):
     """Models and device"""
 
     target: str | None = Field(
-        None, description="Target model: a folder or hub id. Default: the bundled demo pair."
+        None, description="Target model: a folder, a GGUF file or a hub id. Default: the bundled demo pair."
     )
     draft: str | None = Field(
         None,

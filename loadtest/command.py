@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import uvloop
@@ -133,6 +134,8 @@ async def find_model(session: aiohttp.ClientSession, base_url: str) -> str:
 
 async def open_bench(options: BenchOptions, session: aiohttp.ClientSession) -> Bench:
     base_url = options.base_url.rstrip("/")
+    if not urlsplit(base_url).path:
+        base_url += "/v1"
     body = {"max_tokens": options.max_tokens, "temperature": options.temperature, **options.extra_body}
     if options.ignore_eos:
         body["ignore_eos"] = True

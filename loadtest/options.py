@@ -15,7 +15,7 @@ class ClientOptions(BaseSettings):
         cli_kebab_case=True, cli_implicit_flags=True, cli_exit_on_error=False, extra="forbid"
     )
 
-    base_url: str = Field("http://127.0.0.1:8000/v1", description="Of the server.")
+    base_url: str = Field("http://127.0.0.1:8000/v1", description="The server's URL, with /v1 or without.")
     api_key: str | None = Field(None, description="Default: OPENAI_API_KEY's value.")
 
     @property

@@ -313,8 +313,9 @@ def test_tables_align(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines == ["", "Title", "load  tokens/s", "a         1234", "long         -"]
 
 
-def test_the_command_says_that_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--base-url", "http://127.0.0.1:9/v1", "--repeats", "1"]) == 1
+@pytest.mark.parametrize("path", ["", "/", "/v1"])
+def test_the_command_says_that_no_server_answers(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    assert main(["bench", "--base-url", f"http://127.0.0.1:9{path}", "--repeats", "1"]) == 1
     assert "No server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err
 
 
