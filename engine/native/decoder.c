@@ -17,9 +17,14 @@ static int64_t sum_of(const int64_t *x, int64_t size) {
     return sum;
 }
 
-/* A token's embedding in float32, whatever it is kept in. */
-static void embed(float *to, const Decoder *decoder, int64_t token_id) {
+/* A token's embedding in float32, whatever it is kept in. What has none, or no angles at its position, is NaN, and so
+ * are its logits: only its own sequence ends. */
+static void embed(float *to, const Decoder *decoder, int64_t token_id, int64_t position) {
     const int64_t size = decoder->hidden_size, start = token_id * size;
+    if (token_id < 0 || token_id >= decoder->vocab_size || position >= decoder->num_angles) {
+        for (int64_t i = 0; i < size; i++) to[i] = NAN;
+        return;
+    }
     if (decoder->embedding_type >= QUANTISED) {
         const int64_t type = decoder->embedding_type - QUANTISED;
         dequantise(type, to, (const uint8_t *)decoder->embeddings + token_id * row_bytes(type, size), size);
@@ -53,7 +58,7 @@ static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t n
         const int64_t *blocks = new->blocks + new->first_block[span];
         const int64_t start = new->num_stored[span], end = start + new->num_tokens[span];
         for (int64_t at = start; at < end; at++, token++) {
-            angle[token] = at;
+            angle[token] = at < decoder->num_angles ? at : 0;
             slots[token] = blocks[at / block_size] * block_size + at % block_size;
         }
     }
@@ -110,8 +115,9 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     float *gate_up = arena_alloc(&arena, 2 * rows * mlp, sizeof(float));
     float *gated = arena_alloc(&arena, rows * mlp, sizeof(float));
 
-    for (int64_t row = 0; row < rows; row++)
-        embed(hidden + row * size, decoder, new->token_ids[row]);
+    for (int64_t span = 0, row = 0; span < new->num_spans; span++)
+        for (int64_t i = 0; i < new->num_tokens[span]; i++, row++)
+            embed(hidden + row * size, decoder, new->token_ids[row], new->num_stored[span] + i);
     for (int64_t i = 0; i < decoder->num_layers; i++) {
         const DecoderLayer *layer = &decoder->layers[i];
         rms_norm(normed, hidden, layer->input_norm, NULL, rows, size, layer->input_eps);
