@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 NUMPY_TYPES = {torch.int64: np.dtype(np.int64), torch.uint8: np.dtype(np.uint8)}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 TYPECODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.float64: "d"}
 
 Values: TypeAlias = "torch.Tensor | npt.NDArray[Any] | array[Any]"
@@ -26,6 +27,7 @@ class PointerError(TypeError):
 def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """Where the numbers of ``values`` begin: of this type and shape, row-major, aligned, in the host's
     memory. It is valid for as long as the caller keeps ``values``; an empty array may be nowhere."""
+    start = None
     if isinstance(values, torch.Tensor):
         if (
             values.dtype is dtype
@@ -36,17 +38,22 @@ def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
             and not values.is_neg()
         ):
             start = values.data_ptr()
-            # Tensors that only stand for others, and those whose memory was given back, are at 0.
-            if start % dtype.itemsize == 0 and (start or 0 in shape):
-                return start
     elif isinstance(values, np.ndarray):
-        flags = values.flags
-        is_right = values.dtype == NUMPY_TYPES.get(dtype) and values.shape == shape
-        if is_right and flags.c_contiguous and flags.aligned:
-            return int(values.ctypes.data)
+        if values.dtype == NUMPY_TYPES.get(dtype) and values.shape == shape and values.flags.c_contiguous:
+            start = int(values.ctypes.data)
     elif isinstance(values, array) and values.typecode == TYPECODES.get(dtype) and (len(values),) == shape:
-        return values.buffer_info()[0]
+        start = values.buffer_info()[0]
+    # Tensors that only stand for others, and those whose memory was given back, are at 0.
+    if start is not None and start % dtype.itemsize == 0 and (start or 0 in shape):
+        return start
     raise PointerError(f"C reads {dtype} {list(shape)}, contiguous and on the CPU, not {_in_words(values)}")
+
+
+def as_floats(values: torch.Tensor) -> torch.Tensor:
+    """In float32, contiguous, of any type whose numbers need no scale beside them."""
+    if values.dtype not in FLOATS:
+        raise PointerError(f"C computes with floats, not {_in_words(values)}")
+    return values.float().contiguous()
 
 
 def shape_of(values: torch.Tensor, rank: int) -> tuple[int, ...]:

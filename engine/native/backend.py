@@ -12,7 +12,7 @@ import torch
 
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.native.library import Processors, load_library
-from truedraft.engine.pointers import address, shape_of
+from truedraft.engine.pointers import address, as_floats, shape_of
 from truedraft.engine.sampling.backend import TorchBackend
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream
@@ -57,7 +57,7 @@ class NativeBackend:
         self.library = library
 
     def probs(self, logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-        logits = logits.float().contiguous()
+        logits = as_floats(logits)
         shape = sequences, _, vocab_size = shape_of(logits, 3)
         cuts = sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p
         work = self.library.get_num_threads(), vocab_size

@@ -73,6 +73,12 @@ class NativeParts:
         if rotary.table is not None and max(ends, default=0) > num_angles:
             raise PointerError(f"there are {num_angles} angles for {max(ends)} positions")
         self.rotary = kinds, size
+        # Keys and values must reach as far as the last block and slot.
+        blocks = self.numbers[3 * num_spans + 1 :]
+        slots = [int(batch.slots.min()), int(batch.slots.max())] if num_tokens else [0]
+        self.num_slots = max(batch.block_size * (int(blocks.max(initial=-1)) + 1), slots[-1] + 1)
+        if min(slots[0], int(blocks.min(initial=0))) < 0:
+            raise PointerError("there are no slots and blocks below 0")
         self.spans = Spans(
             num_spans=num_spans,
             num_tokens=num_tokens,
@@ -111,6 +117,8 @@ class NativeParts:
         out = torch.empty(tokens, attended, dtype=FLOAT)
         layer = self.kernels.layer(shape, self.cache)
         check_rotary(shape, *self.rotary)
+        if self.num_slots > (stored := len(self.cache.keys[shape.layer])):
+            raise PointerError(f"the cache has {stored} slots, not {self.num_slots}")
         self.kernels.library.attend(
             byref(self.spans),
             byref(layer),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from truedraft.engine.huge_pages import HugePages
 from truedraft.engine.native.library import Linear, load_library
-from truedraft.engine.pointers import PointerError, address, shape_of
+from truedraft.engine.pointers import FLOATS, PointerError, address, as_floats, shape_of
 
 # Weights this much smaller than the largest may lose bits: a float32 sum loses more.
 NEGLIGIBLE = 2.0**-30
@@ -28,8 +28,6 @@ PROBE_SHAPE, PROBE_ROWS, TOLERANCE = (45, 37), (1, 5, 14), 1e-5
 PAIRED_INPUTS = 32
 # As in kernels.h.
 WEIGHT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-# Types of weights that are numbers as they are; those of fewer bits have scales beside them.
-CONVERTED = {torch.float64, *WEIGHT_TYPES}
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ class NativeLinear:
         shapes = [shape_of(weight, 2) for weight in weights]
         self.out_features = sum(rows for rows, _ in shapes)
         self.in_features = in_features = shapes[0][1]
-        if {weight.dtype for weight in weights} - CONVERTED or {size for _, size in shapes} != {in_features}:
+        if {size for _, size in shapes} != {in_features} or not all(w.dtype in FLOATS for w in weights):
             raise PointerError(f"these are not one layer's weights: {[(w.dtype, w.shape) for w in weights]}")
         self.multiply = library.multiply
         panel = library.panel_size()
@@ -107,7 +105,7 @@ class NativeLinear:
 
     def _keep_bias(self, bias: torch.Tensor | None) -> int | None:
         """Its address, in float32."""
-        self.bias = None if bias is None else bias.float().contiguous()
+        self.bias = None if bias is None else as_floats(bias)
         return None if self.bias is None else address(self.bias, torch.float32, (self.out_features,))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
