@@ -22,14 +22,16 @@ from truedraft.engine.models.attention import ATTENTION_NAME
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import check_folder, explain
 from truedraft.engine.models.decoder_only import DecoderModel
+from truedraft.engine.models.eight_bit import narrow_linears
 from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.errors import ModelLoadError, QuantizationError
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
 from truedraft.engine.models.linear import replace_linears
 from truedraft.engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.packed import PackedCheckpoint, PackingError, open_packed
+from truedraft.engine.models.packed import PackedCheckpoint
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
+from truedraft.engine.models.quantization import check_method, dequantise_for_cpu, open_quantised
 from truedraft.engine.models.self_check import self_check
 from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.library import load_library
@@ -121,7 +123,8 @@ def load_rounding(path: str, options: LoadOptions) -> Llama | None:
     rounds = next(iter(_ways(options))).rounds
     if not (options.narrow or rounds) or options.device_map is not None or not options.native_kernels:
         return None
-    is_packed = is_gguf(path) or _find_packed(_expanded(path), options) is not None
+    found = None if is_gguf(path) else _find_quantised(_expanded(path), options)
+    is_packed = is_gguf(path) or (found is not None and isinstance(found[0], PackedCheckpoint))
     if options.quantize == "none" and not is_packed and not rounds:
         return None
     model = load_model(path, options)
@@ -191,7 +194,7 @@ def _by_name(path: str, options: LoadOptions) -> Llama | None:
         skeleton = _skeleton(config, options.dtype)
         checkpoint: Checkpoint | None
         if getattr(config, "quantization_config", None):
-            checkpoint, _ = _find_packed(path, options) or (None, None)
+            checkpoint, _ = _find_quantised(path, options) or (None, None)
         else:
             checkpoint = Checkpoint.find(path, options.allow_pickle)
         if checkpoint is None or not is_llama(skeleton):
@@ -199,7 +202,7 @@ def _by_name(path: str, options: LoadOptions) -> Llama | None:
         generation = _generation_config(path, skeleton)
         facts = ModelFacts(config, generation, count(skeleton), options.dtype, options.device, options.rounds)
         return load_llama(skeleton, _quantised(checkpoint, options), facts, options)
-    except PackingError as error:
+    except QuantizationError as error:
         raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         logger.info("%s is left to transformers to load: %s", path, error)
@@ -245,16 +248,16 @@ def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
         return _module_of(file, file.config, generation_config(file), options, attention)
     check_folder(path, allow_pickle=options.allow_pickle)
     path = _expanded(path)
-    if (packed := _find_packed(path, options)) is not None:
-        checkpoint, config = packed
+    if (found := _find_quantised(path, options)) is not None:
+        checkpoint, config = found
         generation = _generation_config(path, _skeleton(config, options.dtype))
         return _module_of(checkpoint, config, generation, options, attention)
     return _load_module(path, options, attention)
 
 
-def _find_packed(path: str, options: LoadOptions) -> tuple[PackedCheckpoint, Any] | None:
-    """The checkpoint and its config, if its 4-bit weights are of a kind that we read ourselves."""
-    if options.device.type != "cpu" or options.device_map is not None or options.trust_remote_code:
+def _find_quantised(path: str, options: LoadOptions) -> tuple[Checkpoint, Any] | None:
+    """The checkpoint and its config, if it is quantised in a way that we read ourselves."""
+    if not _is_on_cpu(options) or options.trust_remote_code:
         return None
     try:
         config = AutoConfig.from_pretrained(path)
@@ -262,12 +265,12 @@ def _find_packed(path: str, options: LoadOptions) -> tuple[PackedCheckpoint, Any
         if config.model_type not in FAMILIES or not quantization:
             return None
         source = Checkpoint.find(path, options.allow_pickle)
-        packed = None if source is None else open_packed(source, quantization)
-    except PackingError as error:
+        opened = None if source is None else open_quantised(source, quantization, options.narrow)
+    except QuantizationError as error:
         raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
     except (OSError, ValueError, SafetensorError):
         return None  # ``_load_module`` has words for it
-    return None if packed is None else (packed, config)
+    return None if opened is None else (opened, config)
 
 
 def _module_of(
@@ -291,6 +294,10 @@ def _module_of(
 def _load_module(path: str, options: LoadOptions, attention: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+        quantization = getattr(config, "quantization_config", None)
+        if quantization and _is_on_cpu(options):
+            check_method(quantization)
+            dequantise_for_cpu(quantization, Checkpoint.find(path, options.allow_pickle))
         auto_model: Any = AutoModelForCausalLM
         if config.is_encoder_decoder:
             auto_model = AutoModelForSeq2SeqLM
@@ -305,6 +312,8 @@ def _load_module(path: str, options: LoadOptions, attention: str) -> Any:
             device_map=options.device_map,
             output_loading_info=True,
         )
+    except QuantizationError as error:
+        raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
     except ModelLoadError:
         raise
     except Exception as error:  # formats, quantisers and hubs fail in many ways; the user needs one line
@@ -321,7 +330,17 @@ def _load_module(path: str, options: LoadOptions, attention: str) -> Any:
     if options.device_map is not None:
         _refuse_offload(path, getattr(model, "hf_device_map", {}))
         return model
-    return model if hasattr(model, "hf_quantizer") else model.to(options.device)
+    if hasattr(model, "hf_quantizer"):
+        return model
+    if quantization:  # dequantised; the other weights have the checkpoint's type
+        model.to(options.dtype)
+        if options.narrow and _is_on_cpu(options):
+            narrow_linears(model, Checkpoint.find(path, options.allow_pickle))
+    return model.to(options.device)
+
+
+def _is_on_cpu(options: LoadOptions) -> bool:
+    return options.device.type == "cpu" and options.device_map is None
 
 
 def _refuse_offload(path: str, placement: dict[str, Any]) -> None:
