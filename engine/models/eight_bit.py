@@ -20,14 +20,16 @@ from truedraft.engine.models.weights import Checkpoint
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # What the scales of a ``weight`` are called; DeepSeek V4 has the last one.
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
-logger = logging.getLogger(__name__)
-
+# Of inputs that are not rounded here.
+SCALES_OF_INPUTS = ("input_scale", "activation_scale", "input_scale_ub")
 DEFAULT_BLOCK = (128, 128)
 # An exponent of two in eight bits, without a sign.
 EXPONENT_BIAS = 127
 # With as many significant bits, numbers that are not negligible beside the largest of a layer are float16
 # numbers times a power of two (``half_scale``). A weight has four or eight bits, and its scale up to 24.
 PRECISION, FLOAT_PRECISION = 10, 24
+
+logger = logging.getLogger(__name__)
 
 
 class EightBitCheckpoint(Checkpoint):
@@ -40,8 +42,15 @@ class EightBitCheckpoint(Checkpoint):
         self.block = block
         self.narrow = narrow
 
-    def rotary_factors(self) -> torch.Tensor | None:
-        return self.source.rotary_factors()
+    def parts(self) -> set[str]:
+        suffix = ".weight"
+        found: set[str] = set()
+        for name in self.files:
+            base = name.removesuffix(suffix)
+            beside = {f"{base}.{last}" for last in (*SCALES, *SCALES_OF_INPUTS)} & self.files.keys()
+            if name.endswith(suffix) and beside and self.source.read([name])[name].dtype in TYPES:
+                found |= beside
+        return found
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = self.source.read(names)

@@ -24,8 +24,13 @@ CODES, BITS = 8, 4  # in a word of 32 bits
 SYMMETRIC_ZERO = 8
 # Where in a word AWQ has the codes of eight outputs.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-# What a layer's words are called, by format.
+# What a layer's words are called, by format, and all of its tensors.
 WORDS = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
+PARTS = {
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+}
 # Tensors of one layer, which are asked for twice.
 KEPT = 8
 
@@ -60,6 +65,10 @@ class PackedCheckpoint(Checkpoint):
 
     def blocks(self, name: str) -> Blocks | None:
         return _blocks(self.codes(name)) if name in self.packed else None
+
+    def parts(self) -> set[str]:
+        stored = {f"{base}.{last}" for base in self.packed.values() for last in PARTS[self.method]}
+        return stored & self.source.files.keys()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -99,6 +108,10 @@ class PackedCheckpoint(Checkpoint):
             raise QuantizationError(f"{base} has groups of {group} inputs, which is no multiple of {GROUP}")
         if not np.array_equal(factors.astype(np.float16), factors):
             raise QuantizationError(f"the scales of {base} are no float16 numbers")
+        if self.method == "gptq" and f"{base}.g_idx" in self.source.files:
+            (groups,) = self._parts(base, "g_idx")
+            if not np.array_equal(groups.numpy(), np.arange(codes.shape[1]) // group):
+                raise QuantizationError(f"the inputs of {base} are in another order (g_idx), not supported")
         grouped = codes.reshape(*factors.shape, group).astype(np.int8)
         differences = grouped - np.broadcast_to(zeros, factors.shape).astype(np.int8)[:, :, None]
         return _Codes(differences.reshape(codes.shape), factors)

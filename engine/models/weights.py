@@ -27,6 +27,10 @@ class Checkpoint:
         """The tensor as it is quantised; None if it is not."""
         return None
 
+    def parts(self) -> set[str]:
+        """Tensors that are no weights themselves, but that weights are made of."""
+        return set()
+
     def rotary_factors(self) -> torch.Tensor | None:
         """What the rotary frequencies of the config are divided by, if the checkpoint has that."""
         return None

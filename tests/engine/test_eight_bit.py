@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Olmo2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Olmo2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from tests.models import make_engine, run_engine
@@ -190,6 +190,9 @@ def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
             else:
                 assert not difference.any()
     exact = LoadOptions(narrow=False)
+    assert checkpoint.files.keys() - checkpoint.parts() == {name for name, _ in module.named_parameters()}, (
+        "all tensors but the scales are weights"
+    )
     served = FreshModel(str(tmp_path), exact)
     torch.testing.assert_close(served.logits(IDS, VOCAB_SIZE), logits_of(module), rtol=0, atol=1e-4)
     loaded = load_causal_model(str(tmp_path), exact, "sdpa")
@@ -229,6 +232,25 @@ def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read([weight_name])[weight_name].float(), weight)
 
 
+def test_experts_in_four_bits_are_dequantised_by_transformers(tmp_path: Path) -> None:
+    config = GptOssConfig(**SIZES | {"intermediate_size": 64}, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, rows = tensors.pop(name).shape
+        groups = experts, rows, inputs // 32
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, groups, dtype=torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    kept = ["self_attn", "mlp.router", "embed_tokens", "lm_head"]
+    edit(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float().eval()
+    logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
+    torch.testing.assert_close(logits, logits_of(theirs), rtol=0, atol=1e-4)
+
+
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.parametrize(
     "config",
@@ -264,6 +286,21 @@ def test_blocks_that_transformers_reads_otherwise_are_refused(tmp_path: Path) ->
     make(tmp_path, FORMATS["fp8, blocks that are cut off"], Olmo2Config(**SIZES))
     with pytest.raises(ModelLoadError, match="is not made of whole blocks"):
         load_model(str(tmp_path), LoadOptions())
+
+
+def test_scales_of_other_weights_are_left_over(tmp_path: Path) -> None:
+    make(tmp_path, FORMATS["fp8, blocks"])
+    file = tmp_path / "model.safetensors"
+    extra = {
+        "model.layers.0.input_layernorm.weight_scale": torch.ones(1),
+        "lm_head.weight_scale": torch.ones(1),
+    }
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    source = Checkpoint.find(str(tmp_path), allow_pickle=False)
+    assert source is not None
+    checkpoint = open_quantised(source, FORMATS["fp8, blocks"].config, narrow=True)
+    assert checkpoint is not None
+    assert checkpoint.parts().isdisjoint(extra)
 
 
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
