@@ -48,6 +48,17 @@ static void embed(float *to, const Decoder *decoder, int64_t token_id, int64_t p
     for (int64_t i = 0; i < size; i++) to[i] *= decoder->embedding_scale;
 }
 
+/* Whether the cache has all blocks of the spans: what is written to others is somebody else's memory. */
+static int has_blocks(const Decoder *decoder, const NewTokens *new) {
+    for (int64_t span = 0; span < new->num_spans; span++) {
+        const int64_t *blocks = new->blocks + new->first_block[span];
+        const int64_t end = new->num_stored[span] + new->num_tokens[span];
+        for (int64_t i = 0; i * decoder->block_size < end; i++)
+            if (blocks[i] < 0 || blocks[i] >= decoder->num_blocks) return 0;
+    }
+    return 1;
+}
+
 /* Where every token is stored and stands, and how its span lies among the others. */
 static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t num_tokens, int64_t *slots,
                          int64_t *angle, int64_t *first_token) {
@@ -89,8 +100,8 @@ static void add(float *rows, const Linear *layer, const float *x, const float *n
     if (norm) rms_norm(rows, normed, norm, rows, num_rows, layer->out_features, eps);
 }
 
-/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones. 0 if there is no memory,
- * and then nothing has happened. */
+/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones. 0 if there is no memory, or a
+ * block is not the cache's, and then nothing has happened. */
 int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     static _Thread_local Arena arena;
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
@@ -103,7 +114,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     const size_t vectors = 2 * arena_size(rows * size, sizeof(float))
         + arena_size(rows * width, sizeof(float)) + arena_size(rows * attended_width, sizeof(float))
         + 3 * arena_size(rows * mlp, sizeof(float));
-    if (!arena_reserve(&arena, integers + vectors)) return 0;
+    if (!has_blocks(decoder, new) || !arena_reserve(&arena, integers + vectors)) return 0;
     int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *first_token = arena_alloc(&arena, new->num_spans + 1, sizeof(int64_t));

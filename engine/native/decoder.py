@@ -25,13 +25,17 @@ Weights = Any  # LlamaWeights, which is made of what is in this package
 
 
 class PackedTokens:
-    """Spans as C reads them. Must be kept as long as ``new`` is used."""
+    """Spans as C reads them, which sees neither how long a table of blocks is nor what lies before a span.
+    They must be kept as long as ``new`` is used."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[Span], block_size: int) -> None:
         counts, stored, wanted, first_blocks = [], [], [], []
         token_ids: list[int] = []
         blocks: list[int] = []
         for span in spans:
+            end = span.table.num_computed_tokens + len(span.token_ids)
+            if end > block_size * len(span.table.block_ids) or span.num_logits > len(span.token_ids):
+                raise PointerError(f"{span} has no blocks for its tokens, or no tokens for its logits")
             counts.append(len(span.token_ids))
             stored.append(span.table.num_computed_tokens)
             wanted.append(span.num_logits)
@@ -91,6 +95,7 @@ class NativeDecoder:
             num_layers=len(attention),
             vocab_size=vocab_size,
             hidden_size=hidden_size,
+            num_blocks=len(cache.keys[0]) // cache.block_size,
             block_size=cache.block_size,
             num_angles=num_angles,
             rotary_size=rotary_size,
@@ -114,12 +119,12 @@ class NativeDecoder:
                 span.token_ids = [token_id]
         if not self.holds(spans):
             return None
-        packed = PackedTokens(spans)
+        packed = PackedTokens(spans, self.decoder.block_size)
         shape = packed.num_logits, self.vocab_size
         logits = torch.empty(shape, dtype=FLOAT)
         place = address(logits, FLOAT, shape)
         if not self.library.decode(byref(self.decoder), byref(packed.new), place):
-            raise MemoryError("no memory for a pass of the model")
+            raise MemoryError("no memory for a pass of the model, or no such blocks in its cache")
         return logits
 
     def holds(self, spans: Sequence[Span]) -> bool:

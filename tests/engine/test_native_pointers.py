@@ -17,11 +17,17 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.native_pair import save_pair
+from tests.engine.native_rounds import RowPlan, Side, make_sequence
 from tests.engine.test_llama import CONFIGS, save
 from tests.gguf_blocks import random_blocks
+from tests.models import make_engine
 from truedraft.engine.batch import ForwardBatch, Span
 from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import StepPlan
 from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.layer_parts import AttentionShape, Norm
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_model
@@ -32,6 +38,7 @@ from truedraft.engine.native.layer_parts import NativeKernels
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.rows import NativeRow
 from truedraft.engine.pointers import PointerError, address, shape_of
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream
@@ -226,7 +233,6 @@ def decode_operation(folder: Path) -> Operation:
     assert weights.rotary.table is not None
     table, other = BlockTable(), BlockTable()
     table.block_ids, table.num_computed_tokens = [1, 0], 4
-    other.block_ids = [2]
 
     def decode(library: Any, given: Tensors) -> list[torch.Tensor]:
         cache = KVCache(model.layers, 3, 4, torch.float32)
@@ -242,7 +248,9 @@ def decode_operation(folder: Path) -> Operation:
             norm=Norm(given["norm"], 1e-6),
             rotary=rotary,
         )
-        beside = [Span(other, given["beside"].tolist(), 1)] if "beside" in given else []
+        other.block_ids = given.get("blocks", torch.tensor([2])).tolist()
+        num_logits = int(given.get("num_logits", torch.tensor(1)))
+        beside = [Span(other, given["beside"].tolist(), num_logits)] if "beside" in given else []
         spans = [Span(table, [1, 2], 2), *beside]
         logits = NativeDecoder(NativeKernels(library), changed, cache)(spans)
         assert logits is not None
@@ -446,3 +454,59 @@ def test_a_token_without_an_embedding_ends_its_own_sequence_alone(operations: di
     few = {name: right[name][:, :5].contiguous() for name in ("cos", "sin")}
     (logits,) = decode(load_library(), right | few | {"beside": torch.tensor([3])})
     assert logits.isnan().any(-1).tolist() == [False, True, False]
+
+
+def test_passes_stay_within_the_blocks_of_their_sequences(operations: dict[str, Operation]) -> None:
+    """C sees neither where a table of blocks ends nor how many blocks a cache has."""
+    right, decode = operations["decode"]
+    for table, error in (([2], PointerError), ([2, 3], MemoryError), ([2, -1], MemoryError)):
+        beside = {"beside": torch.arange(5), "blocks": torch.tensor(table)}
+        with pytest.raises(error, match="blocks"):
+            decode(load_library(), right | beside)
+    with pytest.raises(PointerError, match="no tokens for its logits"):
+        decode(load_library(), right | {"beside": torch.tensor([3]), "num_logits": torch.tensor(2)})
+
+
+def plan_of_a_row(folder: Path, **row: Any) -> tuple[Side, StepPlan, Sequence]:
+    side = Side(make_engine(*save_pair(folder)), [RowPlan(prompt=[1, 2, 3, 4, 5], **row)])
+    plan = side.plan(1)
+    return side, plan, plan.rows[0].sequence
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("unknown", [40, -1, 1 << 40])
+def test_drafts_from_outside_end_before_tokens_that_there_are_not(
+    unknown: int, verification: str, tmp_path: Path
+) -> None:
+    params = SamplingParams(max_tokens=99, temperature=1.0, seed=5, verification=verification)
+    side, plan, _ = plan_of_a_row(tmp_path, params=params, draft_ids={0: [7, unknown, 8]})
+    (one,) = side.native.run(plan).rounds
+    assert one.num_drafted == [1]
+    assert all(0 <= token < 40 for token in one.emitted[0])
+
+
+@pytest.mark.parametrize("which", ["target_blocks", "draft_blocks"])
+def test_a_row_without_blocks_for_its_drafts_is_not_run(which: str, tmp_path: Path) -> None:
+    """C leaves it to the phases, which have words for it."""
+    params = SamplingParams(max_tokens=99, temperature=0)
+    side, plan, sequence = plan_of_a_row(tmp_path, params=params, num_draft_tokens=6)
+    table = getattr(sequence, which)
+    table.block_ids = table.block_ids[:1]
+    with pytest.raises(AssertionError, match="runs by phases"):
+        side.native.run(plan)
+
+
+def test_adjustments_touch_tokens_alone() -> None:
+    """Ids below 0 and from the vocabulary's size on would lie before and behind the logits."""
+    library = load_library()
+    assert library is not None
+    params = SamplingParams(
+        max_tokens=9, logit_bias={-1: 5.0, 8: 5.0, 1: 1.0}, min_tokens=9, presence_penalty=1.0
+    )
+    plan = RowPlan(params, [-1, 2, 8], stop_token_ids=frozenset((-1, 3, 8)))
+    row = NativeRow(make_sequence(0, plan))
+    row.row.num_tokens = 3
+    logits = torch.zeros(3, 8)
+    library.adjust_logits(row.address, 0, address(logits[1], torch.float32, (8,)), 8)
+    assert logits[0].tolist() == logits[2].tolist() == [0] * 8
+    assert logits[1].tolist() == [0, 1, -1, -torch.inf, 0, 0, 0, 0]
