@@ -1,4 +1,4 @@
-"""The one place where tensors and arrays become addresses: C and Rust get what they read, or nothing.
+"""This module alone turns tensors and arrays into addresses: C and Rust get what they read, or nothing.
 
 They know neither how long an array is, nor its type, nor its device. A bfloat16 tensor in place of a float32
 one of the same shape has half the bytes: whoever writes it destroys the heap. The caller therefore says here
@@ -25,8 +25,9 @@ class PointerError(TypeError):
 
 
 def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Where the numbers of ``values`` begin: of this type and shape, row-major, aligned, in the host's
-    memory. It is valid for as long as the caller keeps ``values``; an empty array may be nowhere."""
+    """Returns where the numbers of ``values`` begin, which have this type and shape and are row-major,
+    aligned and in the host's memory. The address is valid for as long as the caller keeps ``values``; that of
+    an empty array may be 0."""
     start = None
     if isinstance(values, torch.Tensor):
         if (
@@ -43,21 +44,21 @@ def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
             start = int(values.ctypes.data)
     elif isinstance(values, array) and values.typecode == TYPECODES.get(dtype) and (len(values),) == shape:
         start = values.buffer_info()[0]
-    # Tensors that only stand for others, and those whose memory was given back, are at 0.
+    # A tensor that only stands for another is at 0, and so is one whose memory was given back.
     if start is not None and start % dtype.itemsize == 0 and (start or 0 in shape):
         return start
     raise PointerError(f"C reads {dtype} {list(shape)}, contiguous and on the CPU, not {_in_words(values)}")
 
 
 def as_floats(values: torch.Tensor) -> torch.Tensor:
-    """In float32, contiguous, of any type whose numbers need no scale beside them."""
+    """Returns ``values`` in float32, contiguous. Types whose numbers need a scale beside them are refused."""
     if values.dtype not in FLOATS:
         raise PointerError(f"C computes with floats, not {_in_words(values)}")
     return values.float().contiguous()
 
 
 def shape_of(values: torch.Tensor, rank: int) -> tuple[int, ...]:
-    """The shape of a tensor with this many dimensions, whose rows are not empty."""
+    """Returns the shape of a tensor, which has this many dimensions and no empty rows."""
     shape = tuple(values.shape)
     if len(shape) != rank or not shape[-1]:
         raise PointerError(f"C reads rows of numbers in {rank} dimensions, not {_in_words(values)}")

@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit weights with scales beside them, dequantised as they are read: FP8 and int8.
+"""This module reads checkpoints of 8-bit weights with scales beside them, FP8 or int8, and dequantises them.
 
 A weight is its 8 bits times the scale of its tensor, its row, a group of its row's inputs or its block. Four
 layouts differ in names only: DeepSeek's and Qwen's (``fp8``, whose ``weight_scale_inv`` is a factor, too),
@@ -18,23 +18,23 @@ from truedraft.engine.models.errors import QuantizationError
 from truedraft.engine.models.weights import Checkpoint
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-# What the scales of a ``weight`` are called; DeepSeek V4 has the last one.
+# Scales of a ``weight`` have one of these names; DeepSeek V4 has the last one.
 SCALES = ("weight_scale_inv", "weight_scale", "scale")
-# Of inputs that are not rounded here.
+# These belong to inputs, which are not rounded here.
 SCALES_OF_INPUTS = ("input_scale", "activation_scale", "input_scale_ub")
 DEFAULT_BLOCK = (128, 128)
-# An exponent of two in eight bits, without a sign.
+# Scales in uint8 are exponents of two, plus this.
 EXPONENT_BIAS = 127
-# With as many significant bits, numbers that are not negligible beside the largest of a layer are float16
-# numbers times a power of two (``half_scale``). A weight has four or eight bits, and its scale up to 24.
+# Numbers of ten significant bits are float16 numbers times a power of two (``half_scale``), unless they are
+# negligible beside the largest of their layer. A weight has up to eight bits, and its scale up to 24.
 PRECISION, FLOAT_PRECISION = 10, 24
 
 logger = logging.getLogger(__name__)
 
 
 class EightBitCheckpoint(Checkpoint):
-    """``source`` with weights in place of 8 bits and scales. ``block``: the rows and inputs that share a
-    scale where there is a table of them. ``narrow``: weights are rounded so that 16 bits hold them."""
+    """Gives the weights that ``source`` stores as 8 bits and scales. ``block`` names the rows and inputs that
+    share a scale where there is a table of them. ``narrow`` rounds weights so that 16 bits hold them."""
 
     def __init__(self, source: Checkpoint, block: tuple[int, int] | None, narrow: bool) -> None:
         super().__init__(source.files)
@@ -60,7 +60,7 @@ class EightBitCheckpoint(Checkpoint):
         }
 
     def scale_of(self, name: str) -> str:
-        """The tensor with the scales of an 8-bit weight."""
+        """Returns the name of the tensor that scales an 8-bit weight."""
         base, _, last = name.rpartition(".")
         found = [scale for each in SCALES if (scale := f"{base}.{each}") in self.files]
         if last != "weight" or len(found) != 1 or f"{base}.weight_zero_point" in self.files:
@@ -76,7 +76,7 @@ class EightBitCheckpoint(Checkpoint):
         return _rounded(weights) if self.narrow else weights
 
     def _spread(self, name: str, scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """``scales`` so that they can be multiplied by a weight of that shape."""
+        """Returns ``scales`` in a shape that multiplies a weight of ``shape``."""
         if prod(scales.shape) == 1:
             return scales.reshape(())
         rows, inputs = shape if len(shape) == 2 else (0, 0)
@@ -95,7 +95,7 @@ class EightBitCheckpoint(Checkpoint):
 def open_eight_bit(
     source: Checkpoint, quantization: dict[str, Any], narrow: bool
 ) -> EightBitCheckpoint | None:
-    """By ``quantization_config``; None for what has other than 8 bits."""
+    """Opens a checkpoint by its ``quantization_config``; returns None for what has other than 8 bits."""
     method = str(quantization.get("quant_method", "")).lower()
     if method == "fbgemm_fp8":
         return EightBitCheckpoint(source, None, narrow)
@@ -109,24 +109,30 @@ def open_eight_bit(
     blocks = {
         _block(group.get("block_structure")) if group.get("strategy") == "block" else None for group in groups
     }
-    if len(blocks) != 1 or any(
-        group.get("num_bits") != 8 or not group.get("symmetric", True) for group in groups
-    ):
+    if len(blocks) != 1 or not all(_is_supported(group) for group in groups):
         return None
     return EightBitCheckpoint(source, blocks.pop(), narrow)
 
 
+def _is_supported(weights: dict[str, Any]) -> bool:
+    is_in_order = weights.get("actorder") in (None, False, "static", "weight")
+    return weights.get("num_bits") == 8 and weights.get("symmetric", True) and is_in_order
+
+
 def check_whole_blocks(source: Checkpoint, block: Any) -> None:
-    """``QuantizationError`` for a weight whose last blocks are smaller: transformers divides it into equal
-    ones instead."""
-    for scale_name in (name for name in source.files if name.endswith("_scale_inv")):
-        name = scale_name.removesuffix("_scale_inv")
-        tensors = source.read([name, scale_name]) if name in source.files else {}
-        for size, count, whole in zip(
-            *(tensor.shape[-2:] for tensor in tensors.values()), block, strict=False
-        ):
+    """Refuses a weight whose last blocks are smaller (``QuantizationError``): transformers divides it into
+    equal ones instead."""
+    sizes = _block(block) or DEFAULT_BLOCK
+    for name in source.files:
+        scale_name = f"{name}_scale_inv"
+        if scale_name not in source.files:
+            continue
+        tensors = source.read([name, scale_name])
+        shapes = tensors[name].shape[-2:], tensors[scale_name].shape[-2:]
+        # A single scale has no shape of two numbers.
+        for size, count, whole in zip(*shapes, sizes, strict=False):
             if count > 1 and size % whole:
-                raise QuantizationError(f"{name} is not made of whole blocks of {block} weights")
+                raise QuantizationError(f"{name} is not made of whole blocks of {list(sizes)} weights")
 
 
 def narrow_linears(module: nn.Module, source: Checkpoint | None) -> None:
@@ -138,7 +144,7 @@ def narrow_linears(module: nn.Module, source: Checkpoint | None) -> None:
             continue
         if source.read([weight])[weight].dtype in TYPES:
             child.weight.data = _rounded(child.weight.data)
-    if any(parameter.dim() > 2 for parameter in module.parameters()):
+    if any(".experts." in name and parameter.dim() > 2 for name, parameter in module.named_parameters()):
         logger.warning("The quantised experts of this model are kept in float32, in four bytes a weight")
 
 
@@ -153,7 +159,7 @@ def _block(sizes: Any) -> tuple[int, int] | None:
 
 
 def _rounded(weights: torch.Tensor) -> torch.Tensor:
-    """To ``PRECISION`` bits, ties away from zero; ``weights`` are float32."""
+    """Returns float32 ``weights`` rounded to ``PRECISION`` bits, ties away from zero."""
     dropped = FLOAT_PRECISION - PRECISION
     bits = weights.contiguous().view(torch.int32)
     return ((bits + (1 << dropped - 1)) & (-1 << dropped)).view(torch.float32)

@@ -1,6 +1,6 @@
-"""Who reads a quantised checkpoint on a CPU, by its ``quantization_config``: we, transformers, or nobody.
+"""This module decides who reads a quantised checkpoint on a CPU: our readers, transformers, or nobody.
 
-Everything here is decided before a weight is read.
+It goes by the ``quantization_config``, before a weight is read.
 """
 
 from copy import deepcopy
@@ -13,19 +13,19 @@ from truedraft.engine.models.errors import QuantizationError
 from truedraft.engine.models.packed import open_packed
 from truedraft.engine.models.weights import Checkpoint
 
-# Methods that transformers' own layers compute on GPUs only, but that it dequantises for other devices.
+# transformers computes with these on a GPU, and dequantises them for other devices.
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
 ALTERNATIVES = (
     "use its unquantised checkpoint with quantize, a GGUF file of it, or, of a Llama-shaped model, a "
     "checkpoint in FP8, or in 4 bits by GPTQ, AWQ or compressed-tensors"
 )
-# Of compressed-tensors: what changes more than the weights, by its words.
+# These settings of compressed-tensors change more than the weights.
 MORE_THAN_WEIGHTS = {"kv_cache_scheme": "a quantised cache", "transform_config": "transformed inputs"}
 
 
 def open_quantised(source: Checkpoint, quantization: Any, narrow: bool) -> Checkpoint | None:
-    """``source`` with the weights that its tensors stand for; None if that is left to transformers.
-    ``narrow`` as in ``LoadOptions``."""
+    """Returns a checkpoint of the weights that the tensors of ``source`` stand for, or None if they are left
+    to transformers. ``narrow`` is that of ``LoadOptions``."""
     try:
         _refuse_more_than_weights(quantization)
         return open_packed(source, quantization) or open_eight_bit(source, quantization, narrow)
@@ -34,7 +34,7 @@ def open_quantised(source: Checkpoint, quantization: Any, narrow: bool) -> Check
 
 
 def check_method(quantization: Any) -> None:
-    """``QuantizationError`` unless transformers has what it needs to run the method on this machine."""
+    """Raises ``QuantizationError`` unless transformers has what it needs to run the method here."""
     try:
         method = str(quantization["quant_method"])
     except (KeyError, TypeError) as error:
@@ -51,10 +51,10 @@ def check_method(quantization: Any) -> None:
 
 def dequantise_for_cpu(quantization: dict[str, Any], source: Checkpoint | None) -> None:
     """Tells transformers not to keep the weights for a GPU that is there, but not asked for.
-    ``QuantizationError`` for blocks that it reads otherwise than they were made."""
+    Blocks that it reads otherwise than they were made are refused (``QuantizationError``)."""
     if quantization["quant_method"] in DEQUANTISED:
-        if source is not None and (block := quantization.get("weight_block_size")):
-            check_whole_blocks(source, block)
+        if source is not None:
+            check_whole_blocks(source, quantization.get("weight_block_size"))
         quantization["dequantize"] = True
 
 

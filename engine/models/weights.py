@@ -28,7 +28,7 @@ class Checkpoint:
         return None
 
     def parts(self) -> set[str]:
-        """Tensors that are no weights themselves, but that weights are made of."""
+        """Returns the names of tensors that are no weights themselves, but that weights are made of."""
         return set()
 
     def rotary_factors(self) -> torch.Tensor | None:

@@ -35,7 +35,10 @@ class PackedTokens:
         for span in spans:
             end = span.table.num_computed_tokens + len(span.token_ids)
             if end > block_size * len(span.table.block_ids) or span.num_logits > len(span.token_ids):
-                raise PointerError(f"{span} has no blocks for its tokens, or no tokens for its logits")
+                raise PointerError(
+                    f"{len(span.table.block_ids)} blocks are too few for {end} tokens, or "
+                    f"{len(span.token_ids)} new tokens too few for the logits of {span.num_logits}"
+                )
             counts.append(len(span.token_ids))
             stored.append(span.table.num_computed_tokens)
             wanted.append(span.num_logits)
@@ -139,7 +142,7 @@ def _norm(name: str, norm: Norm | None, size: int) -> dict[str, Any]:
 
 
 def _embeddings(of: torch.Tensor | QuantisedEmbeddings) -> tuple[int, int, int, int]:
-    """How many there are, of how many numbers, of which type, and where."""
+    """Returns how many there are, of how many numbers, of which type, and where."""
     if isinstance(of, QuantisedEmbeddings):
         return len(of.blocks.data), of.blocks.in_features, of.embedding_type, of.address()
     if of.dtype not in WEIGHT_TYPES:

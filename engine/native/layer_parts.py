@@ -148,7 +148,7 @@ class NativeParts:
 
 
 def check_rotary(shape: AttentionShape, kinds: int, size: int) -> None:
-    """``PointerError`` unless these are angles for a layer: [kinds, positions, size]."""
+    """Raises ``PointerError`` unless a layer can use these angles [kinds, positions, size]."""
     if shape.rotary >= kinds or size > shape.head_size or size % 2:
         raise PointerError(f"{kinds} tables of angles for {size} numbers are none for {shape}")
 

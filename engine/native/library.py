@@ -116,7 +116,7 @@ def kernels_in_words() -> str:
 
 
 def _load_compiled() -> ctypes.CDLL:
-    """The shared library, made now if it is not there. ``OSError`` or ``SubprocessError``."""
+    """Returns the shared library, made now if it is not there; raises ``OSError`` or ``SubprocessError``."""
     compiler, folder = _compiler(), cache_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -130,7 +130,7 @@ def _load_compiled() -> ctypes.CDLL:
 
 
 def _compiled(compiler: str, folder: Path) -> Path:
-    """The library in the cache folder."""
+    """Returns where the library is in the cache folder, made now if it is not there."""
     key = _key(compiler)
     for made in sorted(folder.glob(f"kernels-{key}-*.so")):
         if made.name == _name(key, made):
@@ -149,12 +149,12 @@ def _compiled(compiler: str, folder: Path) -> Path:
 
 
 def _name(key: str, library: Path) -> str:
-    """What a library is called in the cache: for whom it was made, and the checksum of what is in it."""
+    """Returns a library's name in the cache, which says for whom it was made, and the checksum of it."""
     return f"kernels-{key}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
 
 
 def _write_through(path: Path) -> None:
-    """Wait until it is on the disk: a new name must not outlive a power cut that its content does not."""
+    """Waits until it is on the disk: a new name must not outlive a power cut that its content does not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,7 +163,7 @@ def _write_through(path: Path) -> None:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Why what lies in it may come from somebody else, who would then run in this process."""
+    """Says why what lies in it may come from somebody else, whose code this process would run."""
     status = folder.stat()
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to the user with the number {status.st_uid}"

@@ -104,7 +104,7 @@ class NativeLinear:
             column, weight = column + taken, weight[taken:]
 
     def _keep_bias(self, bias: torch.Tensor | None) -> int | None:
-        """Its address, in float32."""
+        """Keeps the bias in float32 and returns its address."""
         self.bias = None if bias is None else as_floats(bias)
         return None if self.bias is None else address(self.bias, torch.float32, (self.out_features,))
 

@@ -16,7 +16,7 @@ from truedraft.engine.pointers import PointerError, address
 # As in blocks.h: ggml's numbers of what the kernels multiply, and the columns of a panel.
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
 COLUMNS = 32
-# Inputs that share a block: of 256 in the types of whole super-blocks, else of 32.
+# A block has 256 inputs in the types that have super-blocks, else 32.
 BLOCK_INPUTS = {number: 256 if name.endswith("_K") else 32 for name, number in TYPES.items()}
 # As in kernels.h.
 QUANTISED = 16
@@ -52,14 +52,14 @@ class Blocks:
         return out
 
     def address(self, library: ctypes.CDLL) -> int:
-        """Where the blocks begin."""
+        """Returns where the blocks begin."""
         if self.in_features % BLOCK_INPUTS.get(self.type, self.in_features + 1):
             raise PointerError(f"C has no blocks of the type {self.type} for {self.in_features} inputs")
         size = library.row_bytes(self.type, self.in_features)
         return address(self.data, torch.uint8, (len(self.data), size))
 
     def address_of_rows(self, numbers: npt.NDArray[np.int64]) -> int:
-        """Where ``numbers`` of rows begin, all of which there are."""
+        """Returns where the ``numbers`` of rows begin, and checks that there are such rows."""
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self.data):
             raise PointerError(f"there are {len(self.data)} rows, not {numbers.max() + 1}")
         return address(numbers, torch.int64, (len(numbers),))

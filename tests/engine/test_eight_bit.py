@@ -1,4 +1,4 @@
-"""Checkpoints of 8-bit weights with scales, made here from the formats' definitions; and what is refused."""
+"""Checkpoints of 8-bit weights and scales are made here by the formats' definitions; others are refused."""
 
 import json
 import logging
@@ -364,6 +364,10 @@ def test_methods_that_do_not_run_here_are_refused_by_name(method: str, tmp_path:
         ({"bits": 4}, "does not say its quant_method"),
         (
             compressed("channel", symmetric=False),
+            "quantised by compressed-tensors, which transformers cannot run",
+        ),
+        (
+            compressed("group", actorder="group"),
             "quantised by compressed-tensors, which transformers cannot run",
         ),
         (compressed("channel", num_bits=6), "quantised by compressed-tensors, which transformers cannot run"),

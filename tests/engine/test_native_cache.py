@@ -1,4 +1,4 @@
-"""The folder where compiled kernels are kept: whatever lies there, a start ends well, and with kernels."""
+"""Whatever lies in the folder of compiled kernels, a start ends well, and with kernels."""
 
 import ctypes
 import logging

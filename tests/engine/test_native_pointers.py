@@ -1,4 +1,4 @@
-"""Thousands of wrong tensors: each is refused before C is called, or means the same as a right one.
+"""Thousands of wrong tensors are tried: each is refused before C is called, or means the same as a right one.
 
 AddressSanitizer watches the same test in ``make check-native``.
 """
@@ -463,7 +463,7 @@ def test_passes_stay_within_the_blocks_of_their_sequences(operations: dict[str, 
         beside = {"beside": torch.arange(5), "blocks": torch.tensor(table)}
         with pytest.raises(error, match="blocks"):
             decode(load_library(), right | beside)
-    with pytest.raises(PointerError, match="no tokens for its logits"):
+    with pytest.raises(PointerError, match="too few for the logits of 2"):
         decode(load_library(), right | {"beside": torch.tensor([3]), "num_logits": torch.tensor(2)})
 
 
