@@ -41,16 +41,15 @@ class EightBitCheckpoint(Checkpoint):
         self.source = source
         self.block = block
         self.narrow = narrow
+        self.parts = frozenset(
+            f"{base}.{last}"
+            for name in self.files
+            if (base := name.removesuffix(".weight")) != name and self._is_scaled(name)
+            for last in (*SCALES, *SCALES_OF_INPUTS)
+        )
 
-    def parts(self) -> set[str]:
-        suffix = ".weight"
-        found: set[str] = set()
-        for name in self.files:
-            base = name.removesuffix(suffix)
-            beside = {f"{base}.{last}" for last in (*SCALES, *SCALES_OF_INPUTS)} & self.files.keys()
-            if name.endswith(suffix) and beside and self.source.read([name])[name].dtype in TYPES:
-                found |= beside
-        return found
+    def _is_scaled(self, name: str) -> bool:
+        return self.source.read([name])[name].dtype in TYPES
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = self.source.read(names)

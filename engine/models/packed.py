@@ -24,8 +24,9 @@ CODES, BITS = 8, 4  # in a word of 32 bits
 SYMMETRIC_ZERO = 8
 # Where in a word AWQ has the codes of eight outputs.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-# What a layer's words are called, by format, and all of its tensors.
+# What a layer's words are called, by format.
 WORDS = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
+# All that a layer's weights are put together from.
 PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
@@ -59,16 +60,13 @@ class PackedCheckpoint(Checkpoint):
             source.files | {name: source.files[f"{base}{suffix}"] for name, base in self.packed.items()}
         )
         self.source = source
+        self.parts = frozenset(f"{base}.{part}" for base in self.packed.values() for part in PARTS[method])
         self.method = method
         self.adds_one = adds_one
         self.codes = lru_cache(KEPT)(self._codes)
 
     def blocks(self, name: str) -> Blocks | None:
         return _blocks(self.codes(name)) if name in self.packed else None
-
-    def parts(self) -> set[str]:
-        stored = {f"{base}.{last}" for base in self.packed.values() for last in PARTS[self.method]}
-        return stored & self.source.files.keys()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -106,12 +104,14 @@ class PackedCheckpoint(Checkpoint):
         group = codes.shape[1] // factors.shape[1]
         if group % GROUP or codes.shape[1] % factors.shape[1]:
             raise QuantizationError(f"{base} has groups of {group} inputs, which is no multiple of {GROUP}")
-        if not np.array_equal(factors.astype(np.float16), factors):
-            raise QuantizationError(f"the scales of {base} are no float16 numbers")
         if self.method == "gptq" and f"{base}.g_idx" in self.source.files:
             (groups,) = self._parts(base, "g_idx")
-            if not np.array_equal(groups.numpy(), np.arange(codes.shape[1]) // group):
-                raise QuantizationError(f"the inputs of {base} are in another order (g_idx), not supported")
+            if groups.tolist() != [place // group for place in range(codes.shape[1])]:
+                raise QuantizationError(
+                    f"{base} has its inputs in another order (g_idx), which is not supported"
+                )
+        if not np.array_equal(factors.astype(np.float16), factors):
+            raise QuantizationError(f"the scales of {base} are no float16 numbers")
         grouped = codes.reshape(*factors.shape, group).astype(np.int8)
         differences = grouped - np.broadcast_to(zeros, factors.shape).astype(np.int8)[:, :, None]
         return _Codes(differences.reshape(codes.shape), factors)

@@ -32,9 +32,6 @@ class QuantisedCheckpoint(Checkpoint):
     def blocks(self, name: str) -> Blocks | None:
         return self.made(name) or self.source.blocks(name)
 
-    def parts(self) -> set[str]:
-        return self.source.parts()
-
     def rotary_factors(self) -> torch.Tensor | None:
         return self.source.rotary_factors()
 

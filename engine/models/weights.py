@@ -18,7 +18,9 @@ LAYOUTS = (
 
 
 class Checkpoint:
-    """``files``: where each tensor is."""
+    """``files``: where each tensor is. ``parts``: those of them that another tensor is put together from."""
+
+    parts: frozenset[str] = frozenset()
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
@@ -26,10 +28,6 @@ class Checkpoint:
     def blocks(self, name: str) -> Blocks | None:
         """The tensor as it is quantised; None if it is not."""
         return None
-
-    def parts(self) -> set[str]:
-        """Returns the names of tensors that are no weights themselves, but that weights are made of."""
-        return set()
 
     def rotary_factors(self) -> torch.Tensor | None:
         """What the rotary frequencies of the config are divided by, if the checkpoint has that."""

@@ -190,7 +190,7 @@ def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
             else:
                 assert not difference.any()
     exact = LoadOptions(narrow=False)
-    assert checkpoint.files.keys() - checkpoint.parts() == {name for name, _ in module.named_parameters()}, (
+    assert checkpoint.files.keys() - checkpoint.parts == {name for name, _ in module.named_parameters()}, (
         "all tensors but the scales are weights"
     )
     served = FreshModel(str(tmp_path), exact)
@@ -300,7 +300,7 @@ def test_scales_of_other_weights_are_left_over(tmp_path: Path) -> None:
     assert source is not None
     checkpoint = open_quantised(source, FORMATS["fp8, blocks"].config, narrow=True)
     assert checkpoint is not None
-    assert checkpoint.parts().isdisjoint(extra)
+    assert checkpoint.parts.isdisjoint(extra)
 
 
 def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
