@@ -3,9 +3,10 @@
 import ctypes
 import logging
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,20 @@ LOAD = "from truedraft.engine.native.library import load_library; print(load_lib
 
 
 @pytest.fixture
-def folder(fresh_library: pytest.MonkeyPatch) -> Path:
-    """With kernels in it, but none loaded."""
+def no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No kernels are kept or loaded yet. To compile them is to copy those that there are."""
+    compiled = library.load_library()
+    assert compiled is not None
+    monkeypatch.setattr(library, "_compile", lambda compiler, processor, to: shutil.copy(compiled._name, to))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library.load_library.cache_clear()
+    yield
+    library.load_library.cache_clear()
+
+
+@pytest.fixture
+def folder(no_folder: None) -> Path:
+    """The folder has kernels, but none are loaded."""
     assert library.load_library() is not None
     library.load_library.cache_clear()
     return library.cache_folder()
@@ -91,9 +104,8 @@ def test_kernels_that_are_whole_are_not_made_again(folder: Path, monkeypatch: py
     assert starts(folder)
 
 
-def test_the_content_is_on_the_disk_before_its_name(
-    fresh_library: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("no_folder")
+def test_the_content_is_on_the_disk_before_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     replace = Path.replace
     monkeypatch.setattr(library, "_write_through", lambda path: order.append(path.name))
@@ -132,7 +144,8 @@ def test_a_folder_of_another_user_is_not_used(
     assert f"it belongs to the user with the number {owner}" in caplog.text
 
 
-def test_a_new_folder_is_ours_alone(fresh_library: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_folder")
+def test_a_new_folder_is_ours_alone() -> None:
     before = os.umask(0o002)
     try:
         assert library.load_library() is not None
