@@ -17,6 +17,7 @@ NUMPY_TYPES = {torch.int64: np.dtype(np.int64), torch.uint8: np.dtype(np.uint8)}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 TYPECODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.float64: "d"}
 
+CPU = torch.device("cpu")
 Values: TypeAlias = "torch.Tensor | npt.NDArray[Any] | array[Any]"
 
 
@@ -48,6 +49,12 @@ def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     if start is not None and start % dtype.itemsize == 0 and (start or 0 in shape):
         return start
     raise PointerError(f"C reads {dtype} {list(shape)}, contiguous and on the CPU, not {_in_words(values)}")
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Returns a tensor for C to fill, and its address: there is nothing to check."""
+    values = torch.empty(shape, dtype=dtype, device=CPU)
+    return values, values.data_ptr()
 
 
 def as_floats(values: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.native.library import Processors, load_library
-from truedraft.engine.pointers import address, as_floats, shape_of
+from truedraft.engine.pointers import address, as_floats, new, shape_of
 from truedraft.engine.sampling.backend import TorchBackend
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream
@@ -51,28 +51,28 @@ def native_backend() -> "NativeBackend | None":
 
 
 class NativeBackend:
-    """Keeps nothing between calls: the same object serves every step."""
+    """The same object serves every step. It keeps where the parameters of its last rows are: mostly the same
+    tensors come again, which never change."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self._columns: tuple[SamplingTensors, int, Processors] | None = None
 
     def probs(self, logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
         logits = as_floats(logits)
         shape = sequences, _, vocab_size = shape_of(logits, 3)
         cuts = sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p
         work = self.library.get_num_threads(), vocab_size
-        scratch = torch.empty(work, dtype=FLOAT) if cuts else None
-        types = FLOAT, INTEGER, FLOAT, FLOAT
-        columns = zip(sampling[:4], types, strict=True)
-        processors = Processors(*(address(column, dtype, (sequences, 1)) for column, dtype in columns))
-        probs = torch.empty_like(logits)
-        self.library.process(
-            address(probs, FLOAT, shape),
-            address(logits, FLOAT, shape),
-            byref(processors),
-            None if scratch is None else address(scratch, FLOAT, work),
-            *shape,
-        )
+        scratch, work_place = new(work, FLOAT) if cuts else (None, None)
+        if self._columns is None or self._columns[0] is not sampling or self._columns[1] != sequences:
+            types = FLOAT, INTEGER, FLOAT, FLOAT
+            columns = zip(sampling[:4], types, strict=True)
+            places = [address(column, dtype, (sequences, 1)) for column, dtype in columns]
+            self._columns = sampling, sequences, Processors(*places)
+        probs, place = new(shape, FLOAT)
+        given = address(logits, FLOAT, shape)
+        self.library.process(place, given, byref(self._columns[2]), work_place, *shape)
+        del scratch  # kept until here
         return probs
 
     def gumbel_argmax(
@@ -81,9 +81,9 @@ class NativeBackend:
         # Kept as long as the pointers to them are used.
         probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
         shape = shape_of(probs, 3)
-        ids = torch.empty(shape[:2], dtype=INTEGER)
+        ids, place = new(shape[:2], INTEGER)
         self.library.gumbel_argmax(
-            address(ids, INTEGER, shape[:2]),
+            place,
             address(probs, FLOAT, shape),
             address(seeds, INTEGER, shape[:1]),
             address(positions, INTEGER, shape[:1]),
@@ -95,9 +95,9 @@ class NativeBackend:
     def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         seeds, positions = seeds.expand_as(positions).contiguous(), positions.contiguous()
         shape = tuple(positions.shape)
-        numbers = torch.empty(shape, dtype=DOUBLE)
+        numbers, place = new(shape, DOUBLE)
         self.library.uniform(
-            address(numbers, DOUBLE, shape),
+            place,
             address(seeds, INTEGER, shape),
             address(positions, INTEGER, shape),
             int(stream),
@@ -108,9 +108,9 @@ class NativeBackend:
     def inverse_cdf(self, probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         probs, uniforms = probs.contiguous(), uniforms.contiguous()
         shape = shape_of(probs, 2)
-        ids = torch.empty(shape[:1], dtype=INTEGER)
+        ids, place = new(shape[:1], INTEGER)
         self.library.inverse_cdf(
-            address(ids, INTEGER, shape[:1]),
+            place,
             address(probs, FLOAT, shape),
             address(uniforms, DOUBLE, shape[:1]),
             *shape,
@@ -132,10 +132,8 @@ class NativeBackend:
         each, places = (rows,), (rows, drafts + 1)
         types = FLOAT, FLOAT, INTEGER, INTEGER, DOUBLE, DOUBLE
         shapes = (*places, vocab_size), (rows, drafts, vocab_size), each, each, each, places
-        ids = torch.empty(each, dtype=INTEGER)
-        self.library.draw_next(
-            address(ids, INTEGER, each), *map(address, args, types, shapes), rows, drafts, vocab_size
-        )
+        ids, place = new(each, INTEGER)
+        self.library.draw_next(place, *map(address, args, types, shapes), rows, drafts, vocab_size)
         return ids
 
     def noise_uniforms(self, seed: int, position: int, vocab_size: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from truedraft.engine.native.layer_parts import FLOAT, NativeKernels, check_rota
 from truedraft.engine.native.library import Decoder, DecoderLayer, NewTokens
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.quantised import QuantisedEmbeddings
-from truedraft.engine.pointers import PointerError, address, shape_of
+from truedraft.engine.pointers import PointerError, address, new, shape_of
 
 INTEGER_BYTES = 8
 Weights = Any  # LlamaWeights, which is made of what is in this package
@@ -124,8 +124,7 @@ class NativeDecoder:
             return None
         packed = PackedTokens(spans, self.decoder.block_size)
         shape = packed.num_logits, self.vocab_size
-        logits = torch.empty(shape, dtype=FLOAT)
-        place = address(logits, FLOAT, shape)
+        logits, place = new(shape, FLOAT)
         if not self.library.decode(byref(self.decoder), byref(packed.new), place):
             raise MemoryError("no memory for a pass of the model, or no such blocks in its cache")
         return logits
