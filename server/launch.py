@@ -73,6 +73,7 @@ def launch(settings: Settings) -> int:
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
             timeout_graceful_shutdown=CLOSING_SECONDS,
+            timeout_keep_alive=settings.keep_alive_timeout,
         )
         _say(_introduction(settings, listener), settings.log_format)
         server = Server(config, settings.drain_timeout)

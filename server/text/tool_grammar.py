@@ -27,8 +27,13 @@ def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
     parameters = function.parameters
     if parameters is None:
         return NO_PARAMETERS
-    is_closed = "properties" in parameters and not parameters.keys() & SPEAKS_OF_OTHERS
-    return {"type": "object"} | ({"additionalProperties": False} if is_closed else {}) | parameters
+    if "properties" not in parameters or parameters.keys() & SPEAKS_OF_OTHERS:
+        return {"type": "object"} | parameters
+    properties, required = properties_of(parameters), parameters.get("required")
+    for name in required if isinstance(required, list) else []:
+        if isinstance(name, str) and name not in properties:
+            properties = properties | {name: {}}  # which declares it, too
+    return {"type": "object", "additionalProperties": False} | parameters | {"properties": properties}
 
 
 def call_grammar(

@@ -178,7 +178,7 @@ def test_unknown_fields_are_reported(server: RunningServer, start_server: StartS
     response = server.post(CHAT, body)
     assert response.status_code == 200
     assert response.headers["x-truedraft-ignored"] == "w\\xf6rd, bogus, messages.0.mood"
-    with start_server(strict_parameters=True) as strict:
+    with start_server(strict_fields=True) as strict:
         response = strict.post(CHAT, body)
         assert response.status_code == 400
         assert error_of(response)["code"] == "unknown_parameter"

@@ -1,0 +1,241 @@
+"""A JSON schema without what says nothing about a text, so that only what becomes grammar is counted.
+
+Libraries write more into schemas than can be enforced. Unless a schema is strict, that is left out and
+reported by its path. What remains is for ``server.text.pattern`` and llguidance.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from truedraft.server.text.one_of import NAMED_SCHEMAS, VALUES
+from truedraft.server.text.pattern import exact_pattern
+
+NOTES = {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
+NOTES |= {"$comment", "externalDocs", "markdownDescription", "enumDescriptions", "errorMessage"}
+
+# What llguidance enforces, and what other libraries write only to tell a reader what a string holds.
+ENFORCED_FORMATS = {
+    "date-time",
+    "time",
+    "date",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uri",
+    "uuid",
+}
+NOTED_FORMATS = {
+    "binary",
+    "byte",
+    "password",
+    "int32",
+    "int64",
+    "uint32",
+    "uint64",
+    "float",
+    "double",
+    "decimal",
+}
+NOTED_FORMATS |= {"unknown"}
+
+# Keywords that llguidance knows and does not support.
+NOT_ENFORCED = {"not", "if", "then", "else", "contains", "minContains", "maxContains", "dependencies"}
+NOT_ENFORCED |= {"dependentRequired", "dependentSchemas", "propertyNames", "uniqueItems", "unevaluatedItems"}
+NOT_ENFORCED |= {
+    "unevaluatedProperties",
+    "$dynamicAnchor",
+    "$dynamicRef",
+    "$recursiveAnchor",
+    "$recursiveRef",
+}
+
+TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
+
+
+class SchemaError(ValueError):
+    """``place`` is the path of the keyword at fault."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+class Cleaner:
+    """``leave_out`` is told the paths of what is left out. It is None for a strict schema, which has errors.
+
+    ``loose``: keywords that are not supported or make no sense are left out, too. Without ``patterns`` all of
+    them are.
+    """
+
+    def __init__(
+        self, leave_out: Callable[[str], object] | None, *, loose: bool = False, patterns: bool = True
+    ) -> None:
+        self._leave_out = leave_out
+        self._is_loose = loose and leave_out is not None
+        self._has_patterns = patterns
+
+    def clean(self, schema: Any, path: str) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        schema = _names_as_properties(schema)
+        written: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            place = f"{path}.{keyword}"
+            if keyword in NOTES or _says_nothing(keyword, value, schema):
+                continue
+            if self._is_loose and keyword not in VALUES and value is None:
+                continue
+            if self._is_left_out(keyword, value, place):
+                continue
+            if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+                written[keyword] = self._named(keyword, value, place)
+            elif keyword in VALUES:
+                written[keyword] = value
+            else:
+                written[keyword] = self._inner(value, place)
+        if self._is_loose:
+            self._drop_impossible_names(written, path)
+        return written
+
+    def _is_left_out(self, keyword: str, value: Any, place: str) -> bool:
+        if keyword == "pattern" and isinstance(value, str):
+            return self._is_pattern_left_out(value, place)
+        is_odd = keyword == "format" and isinstance(value, str) and value not in ENFORCED_FORMATS
+        is_odd |= self._is_loose and (keyword in NOT_ENFORCED or _makes_no_sense(keyword, value))
+        if is_odd and self._leave_out is not None:
+            self._leave_out(place)
+            return True
+        return False
+
+    def _is_pattern_left_out(self, pattern: str, place: str) -> bool:
+        try:
+            exact_pattern(pattern)
+            reason = None
+        except ValueError as error:
+            reason = str(error)
+        if self._leave_out is None and reason is not None:
+            raise SchemaError(reason, place)
+        if self._leave_out is None or (self._has_patterns and reason is None):
+            return False
+        self._leave_out(place)
+        return True
+
+    def _named(self, keyword: str, schemas: Mapping[str, Any], place: str) -> dict[str, Any]:
+        names = schemas
+        if keyword == "patternProperties":
+            names = {
+                name: each
+                for name, each in schemas.items()
+                if not self._is_pattern_left_out(name, f"{place}.{name}")
+            }
+        return {name: self._schema(each, f"{place}.{name}") for name, each in names.items()}
+
+    def _schema(self, value: Any, place: str) -> Any:
+        if self._is_loose and not isinstance(value, dict | bool):
+            assert self._leave_out is not None
+            self._leave_out(place)
+            return True
+        return self.clean(value, place)
+
+    def _inner(self, value: Any, place: str) -> Any:
+        if isinstance(value, list):
+            return [self.clean(each, f"{place}.{number}") for number, each in enumerate(value)]
+        return self.clean(value, place)
+
+    def _drop_impossible_names(self, schema: dict[str, Any], path: str) -> None:
+        """No object has a property that is required and not allowed."""
+        required, properties = schema.get("required"), schema.get("properties", {})
+        if schema.get("additionalProperties") is not False or "patternProperties" in schema or not required:
+            return
+        if any(name not in properties for name in required):
+            assert self._leave_out is not None
+            self._leave_out(f"{path}.required")
+            schema["required"] = [name for name in required if name in properties]
+
+
+def _says_nothing(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    is_empty = isinstance(value, dict) and not value
+    match keyword:
+        case "format" if isinstance(value, str):
+            kinds = schema.get("type", "string")
+            is_said = "pattern" in schema or "string" not in (kinds if isinstance(kinds, list) else [kinds])
+            return value in NOTED_FORMATS or (is_said and value not in ENFORCED_FORMATS)
+        case "propertyNames":
+            return value is True or (isinstance(value, dict) and not _without_notes(value))
+        case "uniqueItems" | "not":
+            return value is False
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return value is True or is_empty
+        case "dependencies" | "dependentRequired" | "dependentSchemas":
+            return is_empty
+        case "then" | "else":
+            return "if" not in schema
+        case "if":
+            return not schema.keys() & {"then", "else"}
+        case "minContains" | "maxContains":
+            return "contains" not in schema
+    return keyword.startswith("x-") and keyword != "x-guidance"
+
+
+def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a schema of strings: without what is true of any."""
+    return {
+        keyword: value
+        for keyword, value in schema.items()
+        if keyword not in NOTES and (keyword, value) != ("type", "string")
+    }
+
+
+def _names_as_properties(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record's schema by the names that its keys may have, where that means the same."""
+    names = schema.get("propertyNames")
+    if not isinstance(names, dict) or schema.keys() & {"properties", "patternProperties"}:
+        return schema
+    value = schema.get("additionalProperties", True)
+    match _without_notes(names):
+        case {"pattern": str(pattern), **others} if not others:
+            by_name = {"patternProperties": {pattern: value}}
+        case {"enum": list(choices), **others} if not others and all(
+            isinstance(each, str) for each in choices
+        ):
+            by_name = {"properties": dict.fromkeys(choices, value)}
+        case {"const": str(only), **others} if not others:
+            by_name = {"properties": {only: value}}
+        case _:
+            return schema
+    rest = {keyword: each for keyword, each in schema.items() if keyword != "propertyNames"}
+    return rest | by_name | {"additionalProperties": False}
+
+
+def _makes_no_sense(keyword: str, value: Any) -> bool:
+    match keyword:
+        case "type":
+            kinds: list[object] = value if isinstance(value, list) else [value]
+            return not kinds or any(not isinstance(kind, str) or kind not in TYPES for kind in kinds)
+        case "enum":
+            return not isinstance(value, list) or not value
+        case "required":
+            return not isinstance(value, list) or not all(isinstance(name, str) for name in value)
+        case "properties" | "patternProperties" | "$defs" | "definitions":
+            return not isinstance(value, dict)
+        case "anyOf" | "oneOf" | "allOf" | "prefixItems":
+            return not isinstance(value, list) or not value or not all(map(_is_schema, value))
+        case "items":
+            return not all(map(_is_schema, value if isinstance(value, list) else [value]))
+        case "additionalProperties":
+            return not _is_schema(value)
+        case "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties":
+            return not isinstance(value, int) or isinstance(value, bool) or value < 0
+        case "minimum" | "maximum" | "multipleOf":
+            return not isinstance(value, int | float) or isinstance(value, bool)
+        case "exclusiveMinimum" | "exclusiveMaximum":
+            return not isinstance(value, int | float)
+        case "pattern" | "format" | "$ref":
+            return not isinstance(value, str)
+    return False
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
