@@ -30,8 +30,9 @@ from truedraft.server.schemas.responses import (
     ReasoningOptions,
     ResponsesRequest,
 )
+from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.structured import JsonObjectFormat, StructuredOutputs, TextOptions
-from truedraft.server.schemas.tokenize import TokenizeRequest
+from truedraft.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from truedraft.server.schemas.tools import OtherTool
 
 
@@ -164,6 +165,7 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "truncation": Refused("use 'truncate_prompt_tokens'", ("disabled",)),
     },
     TokenizeRequest: UNSUPPORTED,
+    DetokenizeRequest: {},
     Message: {
         "audio": Refused(f"{TEXT_ONLY}; put what was said into 'content'"),
         "function_call": Refused("use 'tool_calls'"),
@@ -210,7 +212,7 @@ INSTEAD_OF_PARTS |= {"input_image": INSTEAD_OF_PARTS["image_url"], "image": INST
 INSTEAD_OF_PARTS |= {"input_file": INSTEAD_OF_PARTS["file"], "audio": INSTEAD_OF_PARTS["input_audio"]}
 
 
-def check_parameters(request: SamplingRequest | TokenizeRequest, leniency: Leniency) -> None:
+def check_parameters(request: RequestPart, leniency: Leniency) -> None:
     """Refuse what would change the output and is not served; report what is ignored."""
     if not any(isinstance(request, kind) for kind in REFUSED_IN):
         raise TypeError(f"missing support table for {type(request).__name__}")

@@ -63,6 +63,8 @@ async def detokenize(
     """The text of token ids, special tokens included."""
     if body.model is not None:
         check_model(body.model, services)
+    leniency = Leniency(strict=services.settings.strict_fields)
+    check_parameters(body, leniency)
     model = services.model()
 
     def decode() -> bytes:
@@ -71,7 +73,8 @@ async def detokenize(
             DetokenizeAnswer(prompt=model.tokenizer.decode(body.tokens, skip_special_tokens=False))
         )
 
-    return Response(await asyncio.to_thread(decode), media_type="application/json")
+    content = await asyncio.to_thread(decode)
+    return Response(content, headers=leniency.headers(), media_type="application/json")
 
 
 def _check_forms(body: TokenizeRequest) -> None:

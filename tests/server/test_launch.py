@@ -15,6 +15,7 @@ from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.settings import RequestSettings, Settings
 from truedraft.server.text.tokenizer import load_tokenizer
 
+LENIENT = Leniency(strict=False)
 WORKER = Ready(
     target="target",
     draft="draft",

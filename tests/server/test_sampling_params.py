@@ -12,6 +12,7 @@ from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.settings import RequestSettings
 
+LENIENT = Leniency(strict=False)
 WITH_DRAFT = Ready(
     "target", "draft", "cpu", "float32", 100, 50, 4, 4, 16, ["draft_model", "ngram"], "draft_model"
 )
