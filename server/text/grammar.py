@@ -5,7 +5,6 @@ The worker compiles it again, and finds out which tokens may come next. Called b
 
 import asyncio
 import json
-from functools import partial
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
@@ -22,6 +21,7 @@ from truedraft.server.schemas.structured import (
     JsonSchemaFormat,
     StructuredOutputs,
 )
+from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.grammar_checks import GrammarChecks
 from truedraft.server.text.pattern import exact_regex, read_schema
 from truedraft.server.text.schema_cleaning import Cleaner, SchemaError
@@ -87,6 +87,13 @@ async def structured_grammar(
     _check_others(request)
     (asked,) = wanted
 
+    async def error_alone(function: FunctionDefinition) -> str:
+        assert tools is not None
+        try:
+            return await checks.error_of(await asyncio.to_thread(tools.grammar_of, function), tokenizer)
+        except ValueError as error:
+            return str(error)
+
     async def checked(*, patterns: bool = True) -> Grammar:
         reader = _Reader(asked, checks.max_size, leniency, tools, patterns=patterns)
         text, after = await asyncio.to_thread(on_deep_stack, reader.read), list[int]()
@@ -101,7 +108,7 @@ async def structured_grammar(
             return await checked()
         except ValueError:
             is_looser = tools is not None and await loosen(
-                tools, partial(checks.error_of, tokenizer=tokenizer), leniency
+                tools.functions, tools.places, error_alone, leniency
             )
             if not is_looser and not asked.may_lose_patterns:
                 raise

@@ -4,20 +4,17 @@ A strict tool is refused by the place of its fault. Of any other one is left out
 enforced: a keyword at first, and the whole schema if it still has no grammar.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from truedraft.server.errors import InvalidRequestError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.schema_cleaning import Cleaner, SchemaError
-from truedraft.server.text.tool_grammar import call_grammar
 
-if TYPE_CHECKING:
-    from truedraft.server.text.tools import ToolUse
+ANY_OBJECT = {"type": "object"}
 
-# Each takes a second at most, if it is made to.
+# A schema that is made to can take the whole ``grammar_timeout``, twice.
 MAX_LOOSENED = 8
 
 
@@ -32,39 +29,28 @@ def cleaned(function: FunctionDefinition, place: str, leniency: Leniency) -> Fun
         raise _refusal(error.place, function, str(error)) from error
 
 
-async def loosen(tools: "ToolUse", error_of: Callable[[str], Awaitable[str]], leniency: Leniency) -> bool:
-    """Put looser functions in the places of those that have no grammar; return whether there are such."""
+async def loosen(
+    functions: list[FunctionDefinition],
+    places: Sequence[str],
+    error_of: Callable[[FunctionDefinition], Awaitable[str]],
+    leniency: Leniency,
+) -> bool:
+    """Put looser functions in the places of those that have no grammar; return whether there are such.
+
+    ``error_of`` tells why a function alone has none, and is empty for one that has.
+    """
     num_loosened = 0
-    for number, function in enumerate(tools.functions):
-        if not (reason := await _error_alone(tools, function, error_of)):
+    for number, (function, place) in enumerate(zip(functions, places, strict=True)):
+        if not (reason := await error_of(function)):
             continue
         num_loosened += 1
-        place = tools.places[number]
         if function.strict or num_loosened > MAX_LOOSENED:
             raise _refusal(place, function, reason)
         leniency.ignore(place)
-        without_patterns = Cleaner(lambda _: None, loose=True, patterns=False).clean(
-            function.parameters, place
-        )
-        looser = _with(function, without_patterns)
-        if await _error_alone(tools, looser, error_of):
-            looser = _with(function, {"type": "object"})
-        tools.functions[number] = looser
+        cleaner = Cleaner(lambda _: None, loose=True, patterns=False)
+        looser = _with(function, cleaner.clean(function.parameters, place))
+        functions[number] = _with(function, ANY_OBJECT) if await error_of(looser) else looser
     return num_loosened > 0
-
-
-async def _error_alone(
-    tools: "ToolUse", function: FunctionDefinition, error_of: Callable[[str], Awaitable[str]]
-) -> str:
-    """Why it has no grammar; empty if it has."""
-
-    def write() -> str:
-        return call_grammar([function], tools.calls, tools.token_ids, required=True, parallel=False)
-
-    try:
-        return await error_of(await asyncio.to_thread(write))
-    except ValueError as error:
-        return str(error)
 
 
 def _with(function: FunctionDefinition, parameters: dict[str, Any]) -> FunctionDefinition:

@@ -28,6 +28,10 @@ class ToolUse:
     required: bool
     parallel: bool
 
+    def grammar_of(self, function: FunctionDefinition) -> str:
+        """Of one call of it."""
+        return call_grammar([function], self.calls, self.token_ids, required=True, parallel=False)
+
     def grammar(self, schema: Any = None) -> str:
         """``schema``: of an answer that calls nothing; None for any text."""
         return call_grammar(
