@@ -27,9 +27,9 @@ def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
     parameters = function.parameters
     if parameters is None:
         return NO_PARAMETERS
-    if "properties" not in parameters or parameters.keys() & SPEAKS_OF_OTHERS:
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, dict) or parameters.keys() & SPEAKS_OF_OTHERS:
         return {"type": "object"} | parameters
-    properties, required = properties_of(parameters), parameters.get("required")
     for name in required if isinstance(required, list) else []:
         if isinstance(name, str) and name not in properties:
             properties = properties | {name: {}}  # which declares it, too
