@@ -6,10 +6,22 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Tag, model_validator
 
 
+def _describe_null(schema: dict[str, Any]) -> None:
+    """Let the API's description say that what may be absent may be null."""
+    properties: dict[str, Any] = schema.get("properties", {})
+    for name in properties.keys() - set(schema.get("required", [])):
+        described = properties[name]
+        if {"type": "null"} not in described.get("anyOf", []) and described.get("type") != "null":
+            inner = {key: described.pop(key) for key in [*described] if key not in ("default", "description")}
+            described["anyOf"] = [inner, {"type": "null"}] if inner else [{}]
+
+
 class RequestPart(BaseModel):
     """JSON as it is: no numbers in strings, no NaN. A null counts as absent, declared or not."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_describe_null
+    )
 
     @model_validator(mode="before")
     @classmethod
