@@ -4,7 +4,7 @@ Libraries write more into schemas than can be enforced. Unless a schema is stric
 reported by its path. What remains is for ``server.text.pattern`` and llguidance.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from truedraft.server.text.one_of import NAMED_SCHEMAS, VALUES
@@ -14,42 +14,21 @@ NOTES = {"title", "description", "default", "example", "examples", "deprecated",
 NOTES |= {"$comment", "externalDocs", "markdownDescription", "enumDescriptions", "errorMessage"}
 
 # What llguidance enforces, and what other libraries write only to tell a reader what a string holds.
-ENFORCED_FORMATS = {
-    "date-time",
-    "time",
-    "date",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uri",
-    "uuid",
-}
-NOTED_FORMATS = {
-    "binary",
-    "byte",
-    "password",
-    "int32",
-    "int64",
-    "uint32",
-    "uint64",
-    "float",
-    "double",
-    "decimal",
-}
-NOTED_FORMATS |= {"unknown"}
+ENFORCED_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri"}
+ENFORCED_FORMATS |= {"uuid"}
+NOTED_FORMATS = {"binary", "byte", "password", "unknown", "int32", "int64", "uint32", "uint64", "float"}
+NOTED_FORMATS |= {"double", "decimal"}
 
-# Keywords that llguidance knows and does not support.
+# Keywords that llguidance enforces, and those that it knows and does not support.
+ENFORCED = {"type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required"}
+ENFORCED |= {"items", "prefixItems", "additionalItems", "minItems", "maxItems", "minProperties"}
+ENFORCED |= {"maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "$ref"}
+ENFORCED |= {"exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "allOf", "oneOf", "$defs"}
+ENFORCED |= {"definitions"}
 NOT_ENFORCED = {"not", "if", "then", "else", "contains", "minContains", "maxContains", "dependencies"}
 NOT_ENFORCED |= {"dependentRequired", "dependentSchemas", "propertyNames", "uniqueItems", "unevaluatedItems"}
-NOT_ENFORCED |= {
-    "unevaluatedProperties",
-    "$dynamicAnchor",
-    "$dynamicRef",
-    "$recursiveAnchor",
-    "$recursiveRef",
-}
+NOT_ENFORCED |= {"unevaluatedProperties", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor"}
+NOT_ENFORCED |= {"$recursiveRef"}
 
 TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
 
@@ -65,15 +44,21 @@ class SchemaError(ValueError):
 class Cleaner:
     """``leave_out`` is told the paths of what is left out. It is None for a strict schema, which has errors.
 
-    ``loose``: keywords that are not supported or make no sense are left out, too. Without ``patterns`` all of
-    them are.
+    ``loose``: ``unsupported`` keywords and those that make no sense are left out, too, and ``oneOf`` becomes
+    ``anyOf``. Without ``patterns`` all of these are left out.
     """
 
     def __init__(
-        self, leave_out: Callable[[str], object] | None, *, loose: bool = False, patterns: bool = True
+        self,
+        leave_out: Callable[[str], object] | None,
+        *,
+        loose: bool = False,
+        unsupported: Set[str] = NOT_ENFORCED,
+        patterns: bool = True,
     ) -> None:
         self._leave_out = leave_out
         self._is_loose = loose and leave_out is not None
+        self._unsupported = unsupported if self._is_loose else frozenset[str]()
         self._has_patterns = patterns
 
     def clean(self, schema: Any, path: str) -> Any:
@@ -83,59 +68,54 @@ class Cleaner:
         written: dict[str, Any] = {}
         for keyword, value in schema.items():
             place = f"{path}.{keyword}"
-            if keyword in NOTES or _says_nothing(keyword, value, schema):
+            is_null = self._is_loose and value is None and keyword not in VALUES
+            if is_null or keyword in NOTES or _says_nothing(keyword, value, schema):
                 continue
-            if self._is_loose and keyword not in VALUES and value is None:
-                continue
-            if self._is_left_out(keyword, value, place):
-                continue
-            if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-                written[keyword] = self._named(keyword, value, place)
-            elif keyword in VALUES:
-                written[keyword] = value
-            else:
-                written[keyword] = self._inner(value, place)
+            if self._is_loose and keyword == "oneOf" and not _makes_no_sense(keyword, value):
+                self._report(place)
+                if "anyOf" not in schema:
+                    written["anyOf"] = self._inner(value, place)
+            elif not self._is_left_out(keyword, value, place):
+                written[keyword] = self._written(keyword, value, place)
         if self._is_loose:
             self._drop_impossible_names(written, path)
         return written
 
-    def _is_left_out(self, keyword: str, value: Any, place: str) -> bool:
-        if keyword == "pattern" and isinstance(value, str):
-            return self._is_pattern_left_out(value, place)
-        is_odd = keyword == "format" and isinstance(value, str) and value not in ENFORCED_FORMATS
-        is_odd |= self._is_loose and (keyword in NOT_ENFORCED or _makes_no_sense(keyword, value))
-        if is_odd and self._leave_out is not None:
-            self._leave_out(place)
-            return True
-        return False
+    def _written(self, keyword: str, value: Any, place: str) -> Any:
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            return self._named(keyword, value, place)
+        return value if keyword in VALUES else self._inner(value, place)
 
-    def _is_pattern_left_out(self, pattern: str, place: str) -> bool:
-        try:
-            exact_pattern(pattern)
-            reason = None
-        except ValueError as error:
-            reason = str(error)
-        if self._leave_out is None and reason is not None:
-            raise SchemaError(reason, place)
-        if self._leave_out is None or (self._has_patterns and reason is None):
+    def _is_left_out(self, keyword: str, value: Any, place: str) -> bool:
+        if self._leave_out is None:
+            if keyword == "pattern" and isinstance(value, str) and (fault := _fault_of(value)):
+                raise SchemaError(fault, place)
             return False
+        is_left_out = keyword in self._unsupported or (self._is_loose and _makes_no_sense(keyword, value))
+        if isinstance(value, str):
+            is_left_out |= keyword == "pattern" and self._is_left_out_as_pattern(value)
+            is_left_out |= keyword == "format" and value not in ENFORCED_FORMATS
+        if is_left_out:
+            self._report(place)
+        return is_left_out
+
+    def _is_left_out_as_pattern(self, pattern: str) -> bool:
+        return not self._has_patterns or bool(_fault_of(pattern))
+
+    def _report(self, place: str) -> None:
+        assert self._leave_out is not None
         self._leave_out(place)
-        return True
 
     def _named(self, keyword: str, schemas: Mapping[str, Any], place: str) -> dict[str, Any]:
-        names = schemas
-        if keyword == "patternProperties":
-            names = {
-                name: each
-                for name, each in schemas.items()
-                if not self._is_pattern_left_out(name, f"{place}.{name}")
-            }
-        return {name: self._schema(each, f"{place}.{name}") for name, each in names.items()}
+        written = {}
+        for name, schema in schemas.items():
+            if keyword != "patternProperties" or not self._is_left_out("pattern", name, f"{place}.{name}"):
+                written[name] = self._schema(schema, f"{place}.{name}")
+        return written
 
     def _schema(self, value: Any, place: str) -> Any:
         if self._is_loose and not isinstance(value, dict | bool):
-            assert self._leave_out is not None
-            self._leave_out(place)
+            self._report(place)
             return True
         return self.clean(value, place)
 
@@ -150,9 +130,17 @@ class Cleaner:
         if schema.get("additionalProperties") is not False or "patternProperties" in schema or not required:
             return
         if any(name not in properties for name in required):
-            assert self._leave_out is not None
-            self._leave_out(f"{path}.required")
+            self._report(f"{path}.required")
             schema["required"] = [name for name in required if name in properties]
+
+
+def _fault_of(pattern: str) -> str:
+    """Why it cannot be enforced; empty if it can."""
+    try:
+        exact_pattern(pattern)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _says_nothing(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:

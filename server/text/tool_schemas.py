@@ -10,23 +10,42 @@ from typing import Any
 from truedraft.server.errors import InvalidRequestError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.tools import FunctionDefinition
-from truedraft.server.text.schema_cleaning import Cleaner, SchemaError
+from truedraft.server.text import quoted_grammar
+from truedraft.server.text.families import CallFormat
+from truedraft.server.text.one_of import as_any_of
+from truedraft.server.text.schema_cleaning import NOT_ENFORCED, Cleaner, SchemaError
+from truedraft.server.text.tool_arguments import is_plain_text, properties_of
+from truedraft.server.text.tool_grammar import NOT_IN_TEXT
 
 ANY_OBJECT = {"type": "object"}
+
+UNSUPPORTED_IN = {"json": NOT_ENFORCED, "tags": NOT_ENFORCED, "quoted": quoted_grammar.UNSUPPORTED}
 
 # A schema that is made to can take the whole ``grammar_timeout``, twice.
 MAX_LOOSENED = 8
 
 
-def cleaned(function: FunctionDefinition, place: str, leniency: Leniency) -> FunctionDefinition:
+def cleaned(
+    function: FunctionDefinition, place: str, calls: CallFormat, leniency: Leniency
+) -> FunctionDefinition:
     """``place``: of its parameters in the body."""
     if function.parameters is None:
         return function
-    cleaner = Cleaner(None if function.strict else leniency.ignore, loose=True)
+    schema = as_any_of(function.parameters)
     try:
-        return _with(function, cleaner.clean(function.parameters, place))
+        if function.strict:
+            return _with(function, Cleaner(None).clean(schema, place))
+        cleaner = Cleaner(leniency.ignore, loose=True, unsupported=UNSUPPORTED_IN[calls.arguments])
+        schema = cleaner.clean(schema, place)
     except SchemaError as error:
         raise _refusal(error.place, function, str(error)) from error
+    if calls.arguments == "tags":
+        for name, inner in properties_of(schema).items():
+            if is_plain_text(inner):
+                for keyword in sorted(inner.keys() & NOT_IN_TEXT):
+                    leniency.ignore(f"{place}.properties.{name}.{keyword}")
+                    del inner[keyword]
+    return _with(function, schema)
 
 
 async def loosen(
@@ -47,8 +66,8 @@ async def loosen(
         if function.strict or num_loosened > MAX_LOOSENED:
             raise _refusal(place, function, reason)
         leniency.ignore(place)
-        cleaner = Cleaner(lambda _: None, loose=True, patterns=False)
-        looser = _with(function, cleaner.clean(function.parameters, place))
+        without_patterns = Cleaner(lambda _: None, loose=True, patterns=False)
+        looser = _with(function, without_patterns.clean(function.parameters or {}, place))
         functions[number] = _with(function, ANY_OBJECT) if await error_of(looser) else looser
     return num_loosened > 0
 

@@ -75,7 +75,7 @@ def tool_use(
             param="continue_final_message",
         )
     offered = [
-        (cleaned(function, place, leniency), place)
+        (cleaned(function, place, calls, leniency), place)
         for function, place in zip(functions, request.tool_places, strict=True)
         if named in (None, function.name)
     ]

@@ -11,10 +11,13 @@ from pydantic import BaseModel, Field
 from tests.server.refusals import CHAT, COMPLETIONS, refused
 from tests.server.running import RunningServer
 from tests.server.test_tools import TEMPLATE, flat, saying, tool
+from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.tools import FunctionDefinition
+from truedraft.server.text.families import CALL_FORMATS
 from truedraft.server.text.pattern import read_schema
 from truedraft.server.text.schema_cleaning import Cleaner, SchemaError
-from truedraft.server.text.tool_grammar import arguments_schema
+from truedraft.server.text.tool_grammar import arguments_schema, call_grammar
+from truedraft.server.text.tool_schemas import cleaned as cleaned_tool
 
 RESPONSES = "/v1/responses"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -228,7 +231,11 @@ TOOLS: list[tuple[dict[str, Any], list[str]]] = [
     ({"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}, [""]),
     ({"type": "array", "items": {}}, [""]),
     ({"allOf": [{"type": "string"}, {"type": "integer"}]}, [""]),
-    ({"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"minLength": 1}]}}}, []),
+    (
+        {"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"minLength": 1}]}}},
+        ["properties.a.oneOf"],
+    ),
+    ({"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"type": "null"}]}}}, []),
 ]
 
 
@@ -248,6 +255,30 @@ def test_one_odd_tool_does_not_cost_the_request(
         (line,) = calling.messages_to_worker("Generate")[num_before:]
         assert '"odd' in line
         assert ('"fine' in line) is (choice in ("auto", "required"))
+
+
+LIMITED = {"type": "string", "pattern": "^a", "format": "email", "maxLength": 5, "odd": 1}
+ALL_OF = {"allOf": [{"type": "string"}], "minProperties": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("hermes", []),
+        ("qwen_tags", ["a.format", "a.pattern"]),
+        ("gemma4", ["a.pattern", "a.format", "b.allOf", "b.minProperties"]),
+    ],
+)
+def test_what_a_family_cannot_write_is_reported(name: str, left_out: list[str]) -> None:
+    form = next(form for form in CALL_FORMATS if form.name == name)
+    parameters = {"type": "object", "properties": {"a": LIMITED, "b": ALL_OF}}
+    leniency = Leniency(strict=False)
+    function = cleaned_tool(FunctionDefinition(name="f", parameters=parameters), "p", form, leniency)
+    reported = leniency.headers().get("x-truedraft-ignored", "")
+    assert reported.split(", ") == ([f"p.properties.{place}" for place in left_out] or [""])
+    ids = {form.quote: 1, form.end.removeprefix("}"): 2} if form.quote else {}
+    grammar = call_grammar([function], form, ids, required=True, parallel=False)
+    assert "5" in grammar  # the length is still enforced
 
 
 @pytest.mark.parametrize(

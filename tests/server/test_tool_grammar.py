@@ -300,10 +300,11 @@ def test_required_names_without_a_schema_are_written(name: str) -> None:
         assert arguments.keys() <= {"b", "q"}
 
 
-def test_strict_tools_hold_no_unsupported_keyword() -> None:
+def test_no_unsupported_keyword_is_ignored() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "format": "odd"}}}
-    for strict in (None, False, True):
-        function = FunctionDefinition(name="f", parameters=parameters, strict=strict)
-        grammar = call_grammar([function], FORMATS["hermes"], {}, required=True, parallel=True)
-        is_error, _ = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
-        assert is_error is bool(strict)
+    function = FunctionDefinition(name="f", parameters=parameters)
+    grammar = call_grammar([function], FORMATS["hermes"], {}, required=True, parallel=True)
+    is_error, _ = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
+    assert is_error
+    with pytest.raises(ValueError, match="format"):
+        call_grammar([function], FORMATS["qwen_tags"], {}, required=True, parallel=True)
