@@ -17,7 +17,8 @@ from tests.server.test_tools import SAID, TEMPLATE, flat, prompt_of, saying, tok
 from tests.server.wire import answers
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest
-from truedraft.server.text.prompt import template_options
+from truedraft.server.schemas.responses import ResponsesRequest
+from truedraft.server.text.prompt import response_options, template_options
 
 RESPONSES = "/v1/responses"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
@@ -271,6 +272,24 @@ def test_errors_name_the_key_that_is_wrong(server: RunningServer, fields: dict[s
     error = refused(server, CHAT, ASK | fields)
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: ")
+
+
+def test_names_of_alternatives_are_no_keys(server: RunningServer) -> None:
+    mixed = {"type": "json_schema", "name": 5, "schema": {}, "json_schema": {"name": "x"}}
+    error = refused(server, RESPONSES, {"input": "x", "text": {"format": mixed}})
+    assert error["param"] == "text.format.name"
+
+
+def test_what_is_ignored_of_a_tool_does_not_reach_the_template() -> None:
+    written = {"type": "function", "function": {"name": "add", "description": "d"}}
+    odd = tool(description="d", odd=1, strict=None) | {"odd": 2}
+    request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [odd, {"type": "web_search"}]})
+    assert request.template_options()["tools"] == [written]
+    given = {"model": "m", "input": "x", "tools": [flat(description="d", odd=1), {"type": "web_search"}]}
+    options = response_options(
+        ResponsesRequest.model_validate(given), tokenizer_of(NEVER), Leniency(strict=False)
+    )
+    assert options["tools"] == [written]
 
 
 @pytest.mark.parametrize(
