@@ -1,4 +1,4 @@
-"""What a request asks for and does not get, although it is answered: the headers that report it.
+"""Headers report what a request asks for and does not get, although it is answered.
 
 A field that only asks for more than the answer's text, or is metadata, never costs the answer. With the
 setting ``strict_fields`` it does.
@@ -12,7 +12,7 @@ MAX_HEADER_LENGTH = 1000
 
 
 class Leniency:
-    """The notes of one request. Field names come from the client."""
+    """It keeps the notes of one request, whose field names come from the client."""
 
     def __init__(self, *, strict: bool) -> None:
         self.is_strict = strict
@@ -20,7 +20,7 @@ class Leniency:
         self._adjusted: dict[str, int] = {}
 
     def ignore(self, name: str, code: str | None = None) -> None:
-        """Report that ``name`` is left out; strictly, refuse it."""
+        """Reports that ``name`` is left out. A strict server refuses it."""
         if self.is_strict:
             raise UnsupportedParameterError(
                 f"'{name}' would be ignored, which this server refuses (strict_fields). Leave it out.",
@@ -30,7 +30,7 @@ class Leniency:
         self._ignored[name] = None
 
     def adjust(self, name: str, value: int) -> None:
-        """Report the value that takes the place of the one that was asked for."""
+        """Reports the value that takes the place of the one that was asked for."""
         self._adjusted[name] = value
 
     def headers(self) -> dict[str, str]:

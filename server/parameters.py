@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
-from truedraft.server.schemas.common import OtherPart, SamplingRequest, StreamOptions, TextPart
+from truedraft.server.schemas.common import OtherPart, SamplingRequest, TextPart
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.response_items import (
     InputCall,
@@ -43,7 +43,6 @@ class Refused(NamedTuple):
     neutral: tuple[object, ...] = ()
 
 
-STRUCTURED = "use 'structured_outputs' with 'json', 'regex', 'choice' or 'grammar'"
 CUTS = "use 'temperature', 'top_p', 'top_k' or 'min_p'"
 PENALTIES = "use 'repetition_penalty', 'presence_penalty' or 'frequency_penalty'"
 LENGTH = "use 'max_tokens', or 'max_output_tokens' on /v1/responses"
@@ -56,7 +55,7 @@ STATELESS = "nothing is stored here; send the whole conversation as 'input'"
 IN_CHATS = "use /v1/chat/completions"
 LOGPROBS = "use 'logprobs'"
 
-# What no endpoint serves.
+# No endpoint serves these.
 UNSUPPORTED: Mapping[str, Refused] = {
     "add_special_tokens": Refused("send token ids as the 'prompt' of /v1/completions"),
     "allowed_token_ids": Refused("use 'structured_outputs' or 'logit_bias'"),
@@ -115,14 +114,14 @@ UNSUPPORTED: Mapping[str, Refused] = {
     "xtc_probability": Refused(CUTS, (0,)),
 }
 
-# What only chats have.
+# Only chats have these.
 _CHAT_FIELDS: Mapping[str, Refused] = {
     "add_generation_prompt": Refused(IN_CHATS, (True,)),
     "continue_final_message": Refused(IN_CHATS, (False,)),
     "documents": Refused(IN_CHATS, ([],)),
 }
 
-# What one kind of object does not have, while others may. Keys that are in neither table are reported.
+# One kind of object does not have these, while others may. Keys that no table has are reported.
 REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
     CompletionRequest: {
         **UNSUPPORTED,
@@ -178,11 +177,10 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
     },
 }
 
-# What only repeats an earlier answer, or changes nothing at all.
+# These only repeat an earlier answer, or change nothing at all.
 HARMLESS_IN: Mapping[type[BaseModel], frozenset[str]] = {
     Message: frozenset({"annotations"}),
     TextPart: frozenset({"annotations", "logprobs", "origins"}),
-    StreamOptions: frozenset(),
     **dict.fromkeys(
         (
             InputMessage,
@@ -197,10 +195,10 @@ HARMLESS_IN: Mapping[type[BaseModel], frozenset[str]] = {
     ),
 }
 
-# Traces of what another server's tools did; without them the conversation says the same.
+# These are traces of what another server's tools did; without them the conversation says the same.
 TRACES = {"file_search_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call"}
 
-# Parts and items that cannot be read -> what to send in their place.
+# Parts and items cannot be read if they are of these kinds; each has what to send in its place.
 INSTEAD_OF_PARTS: dict[str, str] = {
     "image_url": "this server reads text only; describe the image in a text part",
     "input_audio": "this server reads text only; write down what is said in a text part",
@@ -213,7 +211,7 @@ INSTEAD_OF_PARTS |= {"input_file": INSTEAD_OF_PARTS["file"], "audio": INSTEAD_OF
 
 
 def check_parameters(request: RequestPart, leniency: Leniency) -> None:
-    """Refuse what would change the output and is not served; report what is ignored."""
+    """Refuses what would change the output and is not served, and reports what is ignored."""
     if not any(isinstance(request, kind) for kind in REFUSED_IN):
         raise TypeError(f"missing support table for {type(request).__name__}")
     if isinstance(request, SamplingRequest):
@@ -225,7 +223,7 @@ def check_parameters(request: RequestPart, leniency: Leniency) -> None:
 
 
 def _check_keys(model: BaseModel, prefix: str, leniency: Leniency) -> None:
-    """The undeclared keys of an object of a request, and of all objects inside of it."""
+    """Checks the undeclared keys of an object, and of all objects inside of it."""
     kind = type(model)
     for name, value in (model.model_extra or {}).items():
         if (refused := _refused_in(kind).get(name)) is not None:
@@ -248,7 +246,7 @@ def _check_keys(model: BaseModel, prefix: str, leniency: Leniency) -> None:
 
 
 def _objects_in(model: BaseModel) -> Iterator[tuple[str, BaseModel]]:
-    """By their paths. Lists of anything else may be long, and are not walked through."""
+    """Yields them by their paths. Lists of anything else may be long, and are not walked through."""
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         if isinstance(value, BaseModel):
@@ -276,7 +274,7 @@ def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
 
 
 def _check_extra_output(request: SamplingRequest, leniency: Leniency) -> None:
-    """Declared fields that ask for more than an answer has here."""
+    """Reports declared fields that ask for more than an answer has here."""
     if request.store:
         leniency.ignore("store")
     if request.service_tier not in (None, "auto", "default"):

@@ -56,7 +56,7 @@ async def create_response(
     services: ServicesDep,
 ) -> Response:
     """OpenAI's newer endpoint, as far as it is text in and text out. Nothing is stored: the client keeps the
-    conversation, and `previous_response_id`, `conversation`, `store: true` and `background` are refused."""
+    conversation, and `previous_response_id`, `conversation` and `background` are refused."""
     leniency = await in_thread_if_long(request, check_request, body, services)
     context = await start_chat("responses", body, request, services, leniency)
     return await respond(request, context, ResponsesWriter(context, body))

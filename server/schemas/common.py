@@ -37,14 +37,14 @@ def _auto_as_none(value: object) -> object:
 
 
 class TextPart(RequestPart):
-    """A text, by the name that any of OpenAI's endpoints has for it."""
+    """It holds text, by the name that any of OpenAI's endpoints has for it."""
 
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str
 
 
 class RefusalPart(RequestPart):
-    """What an assistant said instead of an answer."""
+    """It holds what an assistant said instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str
@@ -55,7 +55,7 @@ class RefusalPart(RequestPart):
 
 
 class OtherPart(RequestPart):
-    """An image, audio or file part: parsed so that it can be refused by name."""
+    """An image, audio or file is parsed so that it can be refused by name."""
 
     type: str
 

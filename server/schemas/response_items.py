@@ -15,13 +15,13 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OtherInput(RequestPart):
-    """A reference, an image that was made, a search...: parsed so that it can be judged by its name."""
+    """Any other item is parsed so that it can be judged by its name."""
 
     type: str
 
 
 class InputCall(RequestPart):
-    """A call of an earlier answer, given back as it was."""
+    """It gives back a call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -34,7 +34,7 @@ class InputCall(RequestPart):
 
 
 class InputCustomCall(RequestPart):
-    """A call of another model whose tools take text. Its input is written as an argument."""
+    """Another model called a tool that takes text. Its input is written as an argument."""
 
     type: Literal["custom_tool_call"]
     call_id: str
@@ -47,7 +47,7 @@ class InputCustomCall(RequestPart):
 
 
 class InputShellCall(RequestPart):
-    """A call of another model to its shell. The action is written as the arguments."""
+    """Another model called its shell. The action is written as the arguments."""
 
     type: Literal["local_shell_call"]
     call_id: str

@@ -1,5 +1,4 @@
-"""The base of objects inside requests: JSON as it is. What is not declared is kept, and judged by
-``server.parameters``."""
+"""The base of all objects of requests takes JSON as it is. ``server.parameters`` judges undeclared keys."""
 
 from typing import Any
 
@@ -17,7 +16,7 @@ def _describe_null(schema: dict[str, Any]) -> None:
 
 
 class RequestPart(BaseModel):
-    """JSON as it is: no numbers in strings, no NaN. A null counts as absent, declared or not."""
+    """It takes no numbers in strings and no NaN. A null counts as absent, declared or not."""
 
     model_config = ConfigDict(
         extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_describe_null

@@ -43,7 +43,7 @@ class ResponsesTool(FunctionDefinition):
 
 
 class OtherTool(RequestPart):
-    """A web search, a shell, a namespace...: nothing that the model here can call, so it is left out."""
+    """The model cannot call it: a web search, a shell, a namespace... It is left out."""
 
     type: str
 
@@ -100,7 +100,7 @@ FlatToolChoice = Annotated[
 
 
 class CalledFunction(RequestPart):
-    """``arguments``: a JSON object, as text; an answer that was cut has the beginning of one."""
+    """Its arguments are a JSON object as text, of an answer that was cut the beginning of one."""
 
     name: str
     arguments: str = "{}"

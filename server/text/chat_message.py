@@ -35,7 +35,7 @@ class DeltaWriter:
         self._num_calls = 0
 
     def deltas(self, parts: Sequence[Part]) -> list[Delta]:
-        """What the parts add. A delta adds to one thing only, for clients that look at one of its fields."""
+        """Returns what the parts add. A delta adds to one thing only: some clients look at one field."""
         deltas: list[Delta] = []
         for part in joined([], list(parts)):
             match part:

@@ -35,8 +35,8 @@ JSON_OPTIONS = {"whitespace_flexible": False}
 
 
 class Wanted(NamedTuple):
-    """``source``: a schema as an object or its text, a regular expression, choices or a grammar; of tools,
-    the schema of an answer that calls none. ``strict``: all of a schema is enforced or refused."""
+    """``source`` is a schema as an object or its text, a regular expression, choices or a grammar. For tools
+    it is the schema of an answer that calls none. All of a ``strict`` schema is enforced or refused."""
 
     param: str
     kind: str
@@ -173,7 +173,7 @@ def _check_others(request: SamplingRequest) -> None:
 
 
 class _Reader:
-    """Writes the grammar. It is measured without what says nothing about the text."""
+    """It writes the grammar, and measures it without what says nothing about the text."""
 
     def __init__(
         self, wanted: Wanted, max_size: int, leniency: Leniency, tools: ToolUse | None, *, patterns: bool

@@ -34,7 +34,7 @@ TEMPLATE_FIELDS = {"role", "name", "tool_call_id", "reasoning_content"}
 # OpenAI has two names for the same role.
 SYSTEM_ROLES = ("system", "developer")
 
-# Variables by which templates let a model reason or not.
+# Templates let a model reason or not by one of these variables.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 

@@ -1,4 +1,4 @@
-"""A JSON schema without what says nothing about a text, so that only what becomes grammar is counted.
+"""``Cleaner`` rids a JSON schema of what says nothing about a text, so that only the grammar is counted.
 
 Libraries write more into schemas than can be enforced. Unless a schema is strict, that is left out and
 reported by its path. What remains is for ``server.text.pattern`` and llguidance.
@@ -42,7 +42,7 @@ class SchemaError(ValueError):
 
 
 class Cleaner:
-    """``leave_out`` is told the paths of what is left out. It is None for a strict schema, which has errors.
+    """``leave_out`` gets the paths of what is left out. It is None for a strict schema, which has errors.
 
     ``loose``: ``unsupported`` keywords and those that make no sense are left out, too, and ``oneOf`` becomes
     ``anyOf``. Without ``patterns`` all of these are left out.
@@ -125,7 +125,7 @@ class Cleaner:
         return self.clean(value, place)
 
     def _drop_impossible_names(self, schema: dict[str, Any], path: str) -> None:
-        """No object has a property that is required and not allowed."""
+        """A property that is required and not allowed would allow no object."""
         required, properties = schema.get("required"), schema.get("properties", {})
         if schema.get("additionalProperties") is not False or "patternProperties" in schema or not required:
             return
@@ -135,7 +135,7 @@ class Cleaner:
 
 
 def _fault_of(pattern: str) -> str:
-    """Why it cannot be enforced; empty if it can."""
+    """Returns why it cannot be enforced, and nothing if it can."""
     try:
         exact_pattern(pattern)
     except ValueError as error:
@@ -168,7 +168,7 @@ def _says_nothing(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a schema of strings: without what is true of any."""
+    """Returns a schema of strings without what is true of any string."""
     return {
         keyword: value
         for keyword, value in schema.items()
@@ -177,7 +177,7 @@ def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_as_properties(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record's schema by the names that its keys may have, where that means the same."""
+    """Returns a record's schema with its names as properties, where that means the same."""
     names = schema.get("propertyNames")
     if not isinstance(names, dict) or schema.keys() & {"properties", "patternProperties"}:
         return schema

@@ -1,4 +1,4 @@
-"""Schemas of tools as libraries write them: one that cannot be used must not cost the request.
+"""Libraries write odd schemas of tools. One that cannot be used must not cost the request.
 
 A strict tool is refused by the place of its fault. Of any other one is left out, and reported, what cannot be
 enforced: a keyword at first, and the whole schema if it still has no grammar.
@@ -28,7 +28,7 @@ MAX_LOOSENED = 8
 def cleaned(
     function: FunctionDefinition, place: str, calls: CallFormat, leniency: Leniency
 ) -> FunctionDefinition:
-    """``place``: of its parameters in the body."""
+    """Returns the function with what can be enforced of its parameters, which the body has at ``place``."""
     if function.parameters is None:
         return function
     schema = as_any_of(function.parameters)
@@ -54,9 +54,9 @@ async def loosen(
     error_of: Callable[[FunctionDefinition], Awaitable[str]],
     leniency: Leniency,
 ) -> bool:
-    """Put looser functions in the places of those that have no grammar; return whether there are such.
+    """Replaces functions that have no grammar by looser ones, and returns whether there were any.
 
-    ``error_of`` tells why a function alone has none, and is empty for one that has.
+    ``error_of`` tells why a function alone has none. It is empty for one that has.
     """
     num_loosened = 0
     for number, (function, place) in enumerate(zip(functions, places, strict=True)):
