@@ -49,10 +49,11 @@ class DeltaWriter:
                     deltas.append(Delta(tool_calls=[call]))
                     self._num_calls += 1
                 case Arguments():
-                    last = deltas[-1].tool_calls if deltas else None
-                    if last is None:
-                        more = FunctionDelta(arguments="")
-                        last = [ToolCallDelta(index=self._num_calls - 1, function=more)]
-                        deltas.append(Delta(tool_calls=last))
-                    last[0].function.arguments += part.text
+                    begun = deltas[-1].tool_calls if deltas else None
+                    if begun is None:
+                        index = self._num_calls - 1
+                        more = ToolCallDelta(index=index, function=FunctionDelta(arguments=""))
+                        begun = [more]
+                        deltas.append(Delta(tool_calls=begun))
+                    begun[0].function.arguments += part.text
         return deltas

@@ -57,7 +57,7 @@ def test_lists_and_sizes(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         (["--prot", "1"], "Unknown flag --prot. Did you mean --port?"),
         (["--num_speculative_tokens", "1"], "Did you mean --num-speculative-tokens?"),
-        (["--no-strict-parameter"], "Did you mean --no-strict-fields?"),
+        (["--no-strict-field"], "Did you mean --no-strict-fields?"),
         (["--port", "many"], "port: Input should be a valid integer"),
         (
             ["--num-speculative-tokens", "33"],
