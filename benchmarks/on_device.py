@@ -18,9 +18,10 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.models.attention import ATTENTION_NAME
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.decoder_only import DecoderModel
-from truedraft.engine.models.llama import probe_logits, take_llama
+from truedraft.engine.models.llama import take_llama
 from truedraft.engine.models.loader import count
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 
 
 def synchronise(device: str) -> None:
@@ -39,7 +40,8 @@ def engine_on_device(
             module.config, module.generation_config, count(module), options.dtype, options.device
         )
         model = DecoderModel(module, facts)
-        return take_llama(module, facts, options.native_kernels, probe_logits(model)) or model
+        expected = packed_logits(model, probe_texts(facts))
+        return take_llama(module, facts, options.native_kernels, expected) or model
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("target", "draft"):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from truedraft.engine.batch import Span
+from truedraft.engine.batch import ForwardBatch, Span
 from truedraft.engine.kv_cache import KVCache, LayerShape
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
@@ -71,7 +71,6 @@ class Model(ABC):
     def cache_bytes_per_token(self) -> int:
         return sum(layer.num_elements for layer in self.layers) * self.dtype.itemsize
 
-    @abstractmethod
     def forward(
         self,
         spans: list[Span],
@@ -81,6 +80,13 @@ class Model(ABC):
     ) -> ForwardOutput:
         """Stores the spans' tokens in ``cache``, where room is reserved. ``ids_on_device``, int64 [spans],
         are the ids of spans of one token each, drawn on the device: the host does not read them."""
+        return self.compute(
+            ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device), cache, taps
+        )
+
+    @abstractmethod
+    def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
+        """The same, from packed tensors."""
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
         return None

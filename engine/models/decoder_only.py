@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.batch import ForwardBatch, Span
+from truedraft.engine.batch import ForwardBatch
 from truedraft.engine.kv_cache import KVCache
 from truedraft.engine.models.attention import AttentionContext, PagedAttention
 from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
 from truedraft.engine.models.layer_probe import LayerProbe, probe_layers
+from truedraft.engine.models.positions import check_positions
 
 
 class DecoderModel(Model):
@@ -18,6 +19,7 @@ class DecoderModel(Model):
         self.facts = facts
         self.is_quantised = hasattr(module, "hf_quantizer")
         self.is_spread = len(set(getattr(module, "hf_device_map", {}).values())) > 1
+        check_positions(module)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=facts.device)
 
         @torch.inference_mode()
@@ -26,14 +28,7 @@ class DecoderModel(Model):
 
         super().__init__(facts, probe_layers(module, probe))
 
-    def forward(
-        self,
-        spans: list[Span],
-        cache: KVCache,
-        ids_on_device: torch.Tensor | None = None,
-        taps: Sequence[int] = (),
-    ) -> ForwardOutput:
-        batch = ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device)
+    def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         context = PagedAttention(batch, cache)
         logits = self._call(batch.token_ids, batch.positions, batch.logits_index, context)
         return ForwardOutput(logits.float())

@@ -73,8 +73,9 @@ class EncoderDecoderModel(Model):
     ) -> ForwardOutput:
         """A sequence's first span brings the whole prompt and at least one of the decoder's tokens; logits
         are of the decoder's tokens only."""
-        spans = [self._encoded(span, cache) for span in spans]
-        batch = ForwardBatch.build(spans, cache.block_size, self.device, ids_on_device)
+        return super().forward([self._encoded(span, cache) for span in spans], cache, ids_on_device, taps)
+
+    def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         attention = DecoderAttention(batch, cache)
         logits = self._decode(batch.token_ids, batch.positions, self._no_encoder, attention)
         return ForwardOutput(logits[batch.logits_index].float())

@@ -14,8 +14,6 @@ from truedraft.engine.batch import ForwardBatch
 from truedraft.engine.kv_cache import KVCache
 from truedraft.engine.models.attention import AttentionCall, PagedAttention
 
-# Rotary types whose angles are a function of the position alone, so that a table can hold them.
-STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 MAX_TABLE_POSITIONS = 1 << 17
 # Of gates, by transformers' names and in the order of kernels.h.
 Activation = Literal["silu", "gelu_pytorch_tanh"]
@@ -61,7 +59,11 @@ def rotary_kinds(config: Any) -> list[str | None]:
 
 
 class Rotary:
-    """cos and signed sin of every position, from the model's own rotary module, by ``rotary_kinds``."""
+    """cos and signed sin of every position, from the model's own rotary module, by ``rotary_kinds``.
+
+    Angles are a function of the position alone: ``choose_rotary_factors`` leaves longrope one set of factors,
+    and dynamic frequencies change beyond the context only.
+    """
 
     def __init__(self, module: Any, config: Any, like: torch.Tensor) -> None:
         self.module = module
@@ -71,12 +73,11 @@ class Rotary:
         self.size = self.compute(torch.zeros(1, dtype=torch.int64, device=like.device))[0].shape[-1]
         self.table: tuple[torch.Tensor, torch.Tensor] | None = None
         num_positions = int(config.max_position_embeddings)
-        original = config.rope_parameters.get("original_max_position_embeddings") or 0
-        is_short = module.rope_type == "longrope" and num_positions <= original
-        types = module.rope_type.values() if isinstance(module.rope_type, dict) else [module.rope_type]
-        self.is_static = is_short or all(each in STATIC_ROTARY for each in types)
-        if self.is_static and num_positions <= MAX_TABLE_POSITIONS:
+        if num_positions <= MAX_TABLE_POSITIONS:
             self.table = self.compute(torch.arange(num_positions, device=like.device))
+        # Dynamic frequencies are looked after by the host, which must not take part in a captured graph.
+        types = module.rope_type.values() if isinstance(module.rope_type, dict) else [module.rope_type]
+        self.needs_host = self.table is None and any("dynamic" in each for each in types)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For ``positions`` [tokens]: cos and signed sin, [kinds, tokens, ``size``]."""

@@ -25,11 +25,13 @@ from truedraft.engine.models.decoder_only import DecoderModel
 from truedraft.engine.models.eight_bit import narrow_linears
 from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.errors import ModelLoadError, QuantizationError
-from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
+from truedraft.engine.models.gguf import GgufCheckpoint, check_complete, generation_config, open_gguf
 from truedraft.engine.models.linear import replace_linears
-from truedraft.engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
+from truedraft.engine.models.llama import FAMILIES, Llama, is_llama, load_llama, take_llama
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.packed import PackedCheckpoint
+from truedraft.engine.models.positions import choose_rotary_factors
+from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from truedraft.engine.models.quantization import check_method, dequantise_for_cpu, open_quantised
 from truedraft.engine.models.self_check import self_check
@@ -74,6 +76,7 @@ def load_options(config: EngineConfig) -> LoadOptions:
         narrow=config.dtype == "auto",
         self_check=config.self_check,
         quantize=config.quantize,
+        max_model_len=config.max_model_len,
     )
 
 
@@ -114,7 +117,8 @@ def load_model(path: str, options: LoadOptions) -> Model:
     if options.self_check:
         self_check(model)
     if model.is_quantised and options.device_map is None and is_llama(model.module):
-        return take_llama(model.module, model.facts, options.native_kernels, probe_logits(model)) or model
+        expected = packed_logits(model, probe_texts(model.facts))
+        return take_llama(model.module, model.facts, options.native_kernels, expected) or model
     return model
 
 
@@ -150,7 +154,7 @@ def _load_gguf(path: str, options: LoadOptions) -> Llama:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     model = None
     try:
-        file = open_gguf(path)
+        file = _open_gguf(path, options)
         for way in _ways(options):
             skeleton = _skeleton(file.config, way.dtype)
             check_complete(skeleton, file)
@@ -173,6 +177,18 @@ def _load_gguf(path: str, options: LoadOptions) -> Llama:
     return model
 
 
+def _config(path: str, options: LoadOptions) -> Any:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    choose_rotary_factors(config, options.max_model_len)
+    return config
+
+
+def _open_gguf(path: str, options: LoadOptions) -> GgufCheckpoint:
+    file = open_gguf(path)
+    choose_rotary_factors(file.config, options.max_model_len)
+    return file
+
+
 def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
     if options.quantize == "none":
         return checkpoint
@@ -188,7 +204,7 @@ def _skeleton(config: Any, dtype: torch.dtype) -> Any:
 def _by_name(path: str, options: LoadOptions) -> Llama | None:
     """A Llama-shaped model straight from its files; None for any other, and for what has to be explained."""
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = _config(path, options)
         if config.model_type not in FAMILIES:
             return None
         skeleton = _skeleton(config, options.dtype)
@@ -241,7 +257,7 @@ def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
     if is_gguf(path):
         try:
-            file = open_gguf(path)
+            file = _open_gguf(path, options)
             check_complete(_skeleton(file.config, options.dtype), file)
         except GgufError as error:
             raise ModelLoadError(str(error)) from error
@@ -260,7 +276,7 @@ def _find_quantised(path: str, options: LoadOptions) -> tuple[Checkpoint, Any] |
     if not _is_on_cpu(options) or options.trust_remote_code:
         return None
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = _config(path, options)
         quantization = getattr(config, "quantization_config", None)
         if config.model_type not in FAMILIES or not quantization:
             return None
@@ -293,7 +309,7 @@ def _module_of(
 
 def _load_module(path: str, options: LoadOptions, attention: str) -> Any:
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+        config = _config(path, options)
         quantization = getattr(config, "quantization_config", None)
         if quantization and _is_on_cpu(options):
             check_method(quantization)

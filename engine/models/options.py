@@ -10,7 +10,8 @@ class LoadOptions:
     """With a ``device_map`` accelerate places the layers, and ``device`` has no say. ``narrow``: on a CPU
     keep weights in 16 bits where that loses nothing, and quantised ones quantised. ``rounds``: linear layers
     round their weights and inputs to bfloat16, in kernels that multiply in it. ``self_check``: refuse a
-    model that over our cache deviates from itself. ``quantize``: to int8 or int4, or ``none``."""
+    model that over our cache deviates from itself. ``quantize``: to int8 or int4, or ``none``.
+    ``max_model_len``: tokens of the longest text that will be served, None: the model's context."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
@@ -22,3 +23,4 @@ class LoadOptions:
     rounds: bool = False
     self_check: bool = True
     quantize: str = "none"
+    max_model_len: int | None = None

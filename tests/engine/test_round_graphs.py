@@ -71,7 +71,7 @@ def unchecked(monkeypatch: Patch, taped: None) -> None:
 
 
 # Without kernels for a GPU.
-EAGER = ("llama, rotary that follows the length", "phi3 that turns a part of each head", "gemma2")
+EAGER = ("phi3 that turns a part of each head", "gemma2")
 STATIC = {name: config for name, config in CONFIGS.items() if name not in EAGER}
 STATIC["llama, more positions than the table of angles"] = LlamaConfig(
     **(SHAPE | {"max_position_embeddings": 1 << 16}), rope_parameters=ROPE | {"rope_type": "default"}

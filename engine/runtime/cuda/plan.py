@@ -97,7 +97,7 @@ def plan_graphs(
 
 def _can_be_captured(model: Model) -> bool:
     """Rotary angles that follow the longest text so far would be frozen at those of the capture."""
-    return isinstance(model, Llama) and model.reads_in_place and model.rotary.is_static
+    return isinstance(model, Llama) and model.reads_in_place and not model.rotary.needs_host
 
 
 def _memory(model: Model, shapes: list[Shape], max_drawn: int) -> int:

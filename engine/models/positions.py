@@ -1,0 +1,77 @@
+"""Positions in a model's config: one set of rotary factors for a server, and where they make a difference.
+
+transformers' longrope (Phi-3, Phi-MoE) has two sets of factors and takes the one for long texts as soon as
+any text of the batch is longer than the original context: a token would depend on its neighbours, and keys in
+the cache, rotated by the other set, would no longer fit. Like llama.cpp we choose once, by the context that
+the server serves, and angles are a function of the position alone.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from truedraft.engine.models.errors import ModelLoadError
+
+# Settings of longrope that come in pairs, as ``short_...`` and ``long_...``.
+PAIRED = ("factor", "mscale")
+# Parts of the names of settings that are a number of positions from which on a model does something else.
+BOUNDARY_NAMES = ("window", "chunk_size", "original_max_position", "floor_scale", "index_topk")
+
+logger = logging.getLogger(__name__)
+
+
+def choose_rotary_factors(config: Any, max_model_len: int | None) -> None:
+    """Makes both of longrope's sets in ``config`` the one for ``max_model_len``, None: for all of the model's
+    context. Models that are made from it then rotate each position in one way."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    served = max_model_len or limit
+    for rope in _rotary_settings(text):
+        pairs = [each for each in PAIRED if f"short_{each}" in rope and f"long_{each}" in rope]
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(text, "original_max_position_embeddings", None)
+        if not pairs or original is None or served is None:
+            continue
+        chosen = "long" if served > original else "short"
+        if chosen == "long" and any(rope[f"short_{each}"] != rope[f"long_{each}"] for each in pairs):
+            logger.warning(
+                "%s has rotary factors for long texts, which serve texts of any length here because up to %d "
+                "tokens are served; with max_model_len %d or less those for short texts do",
+                *(text.model_type, served, original),
+            )
+        for each in pairs:
+            rope[f"short_{each}"] = rope[f"long_{each}"] = rope[f"{chosen}_{each}"]
+
+
+def check_positions(module: Any) -> None:
+    """``ModelLoadError`` for a model that counts positions by a token's place among those that are computed
+    together, which no argument of its forward can change."""
+    for layer in module.modules():
+        if getattr(layer, "attn_temperature_tuning", False) and not getattr(layer, "use_rope", True):
+            raise ModelLoadError(
+                f"{module.config.get_text_config().model_type} models with attn_temperature_tuning cannot be "
+                "served: the temperature follows a token's place in the batch instead of its position"
+            )
+
+
+def boundaries(config: Any) -> list[int]:
+    """Numbers of tokens, within the context, from which on ``config`` makes a difference: windows, chunks,
+    original contexts, scales of temperatures."""
+    text = config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None) or 0
+    settings = [text.to_dict(), *_rotary_settings(text)]
+    found = {
+        value
+        for each in settings
+        for name, value in each.items()
+        if isinstance(value, int) and any(part in name for part in BOUNDARY_NAMES)
+    }
+    return sorted(value for value in found if 1 < value < context)
+
+
+def _rotary_settings(text: Any) -> Iterator[dict[str, Any]]:
+    """Those of all layers, or of each type of layers."""
+    settings = getattr(text, "rope_parameters", None)
+    if isinstance(settings, dict):
+        yield settings
+        yield from (each for each in settings.values() if isinstance(each, dict))
