@@ -58,25 +58,44 @@ GEMMA3: dict[str, Any] = {
     "query_pre_attn_scalar": 8,
     "layer_types": INTERLEAVED,
 }
+# Texts of the tests are longer than this, and shorter.
+ORIGINAL = 64
+# Heads of 16 numbers, which the kernels in C take.
+IN_C = {"num_attention_heads": 2}
+
+
+def rotary(rope_type: str, **values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **values}}
+
+
+def long_rotary(angles: int, **values: Any) -> dict[str, Any]:
+    """Factors for texts beyond the original context, and for the others. Phi-3 says it beside them."""
+    original = {"original_max_position_embeddings": ORIGINAL}
+    factors = {
+        "short_factor": [1.0 + i / 16 for i in range(angles)],
+        "long_factor": [1.5 + i for i in range(angles)],
+    }
+    return {**original, **rotary("longrope", **original, **factors, **values)}
+
+
+LLAMA_3 = rotary(
+    "llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=ORIGINAL,
+)
+YARN = rotary("yarn", factor=4.0, original_max_position_embeddings=ORIGINAL)
 PARTLY_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 # Family -> (transformers' model type, what its config says beyond the common shape). Kernels in C take
 # heads of 16 numbers and more.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
-    "Llama with scaled rotary positions": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
+    "Llama with scaled rotary positions": ("llama", LLAMA_3),
+    "Llama with scaled rotary positions in C": ("llama", {**LLAMA_3, **IN_C}),
+    "Llama, YaRN in C": ("llama", {**YARN, **IN_C}),
+    "Llama, dynamic rotary positions in C": ("llama", {**rotary("dynamic", factor=2.0), **IN_C}),
     "Qwen2": ("qwen2", {}),
     "Qwen3": ("qwen3", {"head_dim": 16}),
     "Mistral, sliding window": ("mistral", SLIDING),
@@ -89,6 +108,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3 in C, part of each head rotated": (
         "phi3",
         {**SLIDING, "num_attention_heads": 2, "rope_parameters": PARTLY_ROTATED},
+    ),
+    "Phi-3, longrope": ("phi3", long_rotary(4)),
+    "Phi-3, longrope in C": ("phi3", {**long_rotary(8), **IN_C}),
+    "Phi-MoE, longrope": (
+        "phimoe",
+        {
+            **long_rotary(4, short_mscale=1.1, long_mscale=1.3),
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "MiniCPM3, longrope": (
+        "minicpm3",
+        {
+            **long_rotary(4),
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "Ministral 3, attention temperature": (
+        "ministral3",
+        {
+            "head_dim": 8,
+            **rotary("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.5),
+        },
     ),
     "Phi": ("phi", {"partial_rotary_factor": 0.5}),
     "GPT-2": ("gpt2", GPT2_SHAPE),

@@ -32,6 +32,12 @@ from truedraft.engine.commands.check_exactness import (
     expected_law,
 )
 from truedraft.engine.commands.check_grammar import GrammarResult, check_grammar
+from truedraft.engine.commands.check_positions import (
+    LongTexts,
+    PositionsResult,
+    check_positions,
+    long_texts,
+)
 from truedraft.engine.commands.check_speed import PAYS_FROM, Speed, measure
 from truedraft.engine.commands.check_weights import WeightsResult, check_weights
 from truedraft.engine.commands.options import command_options
@@ -59,7 +65,7 @@ NUM_TIMED_PROMPTS = 2
 DEFAULT_LENGTH = 4  # where the setting leaves it to the policy
 SPEED_LENGTHS, TEMPERATURES = (2, 4, 8), (0.0, 1.0)
 RULES: tuple[Verification, ...] = ("rejection", "block", "coupled")
-NUM_STAGES = 4 + len(RULES) + (1 + len(TEMPERATURES)) * len(SELF_DRAFTS)
+NUM_STAGES = 5 + len(RULES) + (1 + len(TEMPERATURES)) * len(SELF_DRAFTS)
 # Logits closer than this may change places when they are computed in another shape.
 RESOLUTIONS = {"torch.float32": 1e-3, "torch.bfloat16": 0.1, "torch.float16": 0.02}
 
@@ -73,6 +79,11 @@ class CheckSettings(EngineConfig, BaseSettings):
     samples: int = Field(1500, ge=100, description="Samples of each chi-square test.")
     repeats: int = Field(5, ge=1, description="Timed runs of each variant.")
     seconds: float = Field(14.0, gt=0, description="Time for measuring speed, about.")
+    long_seconds: float = Field(
+        20.0,
+        gt=0,
+        description="Time for texts beyond the target's windows and original contexts, about.",
+    )
     json_output: bool = Field(
         False, validation_alias="json", description="Print one JSON object instead of the report."
     )
@@ -88,6 +99,7 @@ class Report:
     tokenizers: TokenizerResult | None
     weights: WeightsResult | None
     greedy: GreedyResult
+    positions: PositionsResult
     grammar: GrammarResult
     sampling: list[ChiSquareResult]
     speeds: list[Speed]
@@ -119,7 +131,7 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     progress.begin("The target's own distribution")
     tokenizer = load_tokenizer(settings.target)
     texts = settings.prompts.read_text().splitlines() if settings.prompts else PROMPTS
-    prompt, tested, law, weights = _expected(settings, tokenizer, texts[0])
+    prompt, tested, law, weights, texts_beyond = _expected(settings, tokenizer, texts[0])
     # The reference is gone before the engine comes: a large target fits into memory only once.
     fields = {name: getattr(settings, name) for name in EngineConfig.model_fields}
     # Lengths are measured one by one, so the policy must not choose.
@@ -140,6 +152,8 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
     # Layers of ours that round give the same bits however many tokens they compute.
     resolution = RESOLUTIONS[str(core.target.model.dtype)] if weights is None else 0.0
     greedy = check_greedy(core, prompts, lengths, num_tokens, resolution)
+    progress.begin("Long texts beside short ones")
+    positions = check_positions(core, texts_beyond, configured if speculates else 0, resolution)
     progress.begin("Text of a grammar")
     grammar = check_grammar(core, prompts, lengths, num_tokens, resolution)
     sampling = []
@@ -147,9 +161,8 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         progress.begin(f"Samples under {rule} verification")
         sampling.append(check_law(core, prompt, tested, law, rule, settings.samples))
     speeds = _speeds(core, prompts, settings, configured, progress) if speculates else []
-    exact = not (greedy.differences or grammar.greedy.differences) and all(
-        result.passed for result in sampling
-    )
+    differs = greedy.differences or positions.greedy.differences or grammar.greedy.differences
+    exact = not differs and all(result.passed for result in sampling)
     report = Report(
         target=settings.target,
         draft=settings.draft if method == DraftModelProposer.name else None,
@@ -159,12 +172,13 @@ def check(settings: CheckSettings, progress: Stages) -> Report:
         tokenizers=_tokenizers(core, settings),
         weights=weights,
         greedy=greedy,
+        positions=positions,
         grammar=grammar,
         sampling=sampling,
         speeds=speeds,
         own_drafts={},
         exact=exact,
-        verdict=_verdict(exact, greedy, grammar, sampling, speeds, configured),
+        verdict=_verdict(exact, greedy, positions, grammar, sampling, speeds, configured),
     )
     if settings.draft is not None or settings.method != "auto" or not configured or not exact:
         return report
@@ -207,14 +221,15 @@ def _recommendation(own_drafts: dict[str, list[Speed]]) -> str:
 
 def _expected(
     settings: CheckSettings, tokenizer: Any | None, text: str
-) -> tuple[list[int], SamplingParams, Law, WeightsResult | None]:
+) -> tuple[list[int], SamplingParams, Law, WeightsResult | None, LongTexts]:
     assert settings.target is not None
     options = load_options(settings)
     target = FreshModel(settings.target, options)
     # The shorter the prompt, the more samples there are time for; what follows is as good a test.
     prompt = _encode(tokenizer, text, 0, target.vocab_size)[:NUM_TESTED_PROMPT_TOKENS]
     law = expected_law(target, prompt, settings.samples)
-    return prompt, *law, check_weights(target, settings.target, options, tokenizer)
+    texts = long_texts(target, settings.max_model_len, settings.long_seconds)
+    return prompt, *law, check_weights(target, settings.target, options, tokenizer), texts
 
 
 def _encode(tokenizer: Any | None, text: str, number: int, vocab_size: int) -> list[int]:
@@ -248,6 +263,7 @@ def _speeds(
 def _verdict(
     exact: bool,
     greedy: GreedyResult,
+    positions: PositionsResult,
     grammar: GrammarResult,
     sampling: list[ChiSquareResult],
     speeds: list[Speed],
@@ -258,6 +274,7 @@ def _verdict(
             f"{result.verification} (p = {result.p_value:.1e})" for result in sampling if not result.passed
         ]
         reasons = ["greedy decoding differs"] if greedy.differences else []
+        reasons += ["a text depends on what is decoded beside it"] if positions.greedy.differences else []
         reasons += ["greedy text of a grammar differs"] if grammar.greedy.differences else []
         reasons += [f"samples have another distribution under {', '.join(failed)}"] if failed else []
         return f"NOT EXACT: {'; '.join(reasons)}"
@@ -312,6 +329,7 @@ def _print(report: Report) -> None:
             fact("", line)
 
     compared("greedy", report.greedy)
+    compared("beside", report.positions.greedy, report.positions.in_words)
     if report.grammar.reason:
         fact("grammar", report.grammar.reason)
     else:

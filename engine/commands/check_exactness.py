@@ -6,7 +6,7 @@ fixed seeds, so the same pair always gives the same answer. Knows token ids only
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -100,18 +100,25 @@ def check_greedy(
     result = GreedyResult(0, 0, [])
     for length in lengths:
         speculative = run(core, prompts, msgspec.structs.replace(params, num_speculative_tokens=length))
-        for number, (expected, got) in enumerate(zip(plain, speculative, strict=True)):
-            result = replace(result, num_tokens=result.num_tokens + len(expected.token_ids))
-            place = _first_difference(expected.token_ids, got.token_ids)
-            if place is None:
-                continue
-            if _margin(expected, place) <= resolution:
-                result = replace(result, near_ties=result.near_ties + 1)
-            else:
-                result.differences.append(
-                    f"prompt {number}, {length} drafted tokens: token {place + 1} differs"
-                )
+        result = compared(result, plain, speculative, resolution, f"{length} drafted tokens")
     return result
+
+
+def compared(
+    result: GreedyResult, plain: list[Completion], others: list[Completion], resolution: float, how: str
+) -> GreedyResult:
+    """``result``, and what ``others`` of the same prompts show; ``how`` says how they were computed."""
+    num_tokens, near_ties, differences = result.num_tokens, result.near_ties, list(result.differences)
+    for number, (expected, got) in enumerate(zip(plain, others, strict=True)):
+        num_tokens += len(expected.token_ids)
+        place = _first_difference(expected.token_ids, got.token_ids)
+        if place is None:
+            continue
+        if _margin(expected, place) <= resolution:
+            near_ties += 1
+        else:
+            differences.append(f"prompt {number}, {how}: token {place + 1} differs")
+    return GreedyResult(num_tokens, near_ties, differences)
 
 
 def _first_difference(expected: list[int], got: list[int]) -> int | None:

@@ -330,7 +330,7 @@ class _Reader:
         module.model.rotary_emb = _EachAlone(rotary)
         hooks = [self._follow(layer, index) for index, layer in enumerate(module.model.layers)]
         self._fill(module.model.norm, "model.norm")
-        texts = probe_texts(facts)
+        texts = [text for group in probe_texts(facts) for text in group]
         ids = pad_sequence([torch.tensor(text.token_ids) for text in texts], batch_first=True)
         # What fills up a shorter text stays at its last position.
         positions = [text.positions(facts.device) for text in texts]

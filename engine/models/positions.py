@@ -12,8 +12,6 @@ from typing import Any
 
 from truedraft.engine.models.errors import ModelLoadError
 
-# Settings of longrope that come in pairs, as ``short_...`` and ``long_...``.
-PAIRED = ("factor", "mscale")
 # Parts of the names of settings that are a number of positions from which on a model does something else.
 BOUNDARY_NAMES = ("window", "chunk_size", "original_max_position", "floor_scale", "index_topk")
 
@@ -24,23 +22,22 @@ def choose_rotary_factors(config: Any, max_model_len: int | None) -> None:
     """Makes both of longrope's sets in ``config`` the one for ``max_model_len``, None: for all of the model's
     context. Models that are made from it then rotate each position in one way."""
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    served = max_model_len or limit
+    served = max_model_len or getattr(text, "max_position_embeddings", None)
     for rope in _rotary_settings(text):
-        pairs = [each for each in PAIRED if f"short_{each}" in rope and f"long_{each}" in rope]
+        # Of Phi-MoE transformers takes the short factors for every text; the scale is what changes.
+        kind = "mscale" if "short_mscale" in rope else "factor"
         original = rope.get("original_max_position_embeddings")
-        original = original or getattr(text, "original_max_position_embeddings", None)
-        if not pairs or original is None or served is None:
+        if f"long_{kind}" not in rope or original is None or served is None:
             continue
+        sets = {length: rope[f"{length}_{kind}"] for length in ("short", "long")}
         chosen = "long" if served > original else "short"
-        if chosen == "long" and any(rope[f"short_{each}"] != rope[f"long_{each}"] for each in pairs):
+        if chosen == "long" and sets["short"] != sets["long"]:
             logger.warning(
                 "%s has rotary factors for long texts, which serve texts of any length here because up to %d "
                 "tokens are served; with max_model_len %d or less those for short texts do",
                 *(text.model_type, served, original),
             )
-        for each in pairs:
-            rope[f"short_{each}"] = rope[f"long_{each}"] = rope[f"{chosen}_{each}"]
+        rope[f"short_{kind}"] = rope[f"long_{kind}"] = sets[chosen]
 
 
 def check_positions(module: Any) -> None:

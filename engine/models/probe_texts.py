@@ -60,8 +60,8 @@ class ProbeText:
         return per_token[kept]
 
 
-def probe_texts(facts: ModelFacts) -> list[ProbeText]:
-    """At least two; the first one is alone long enough to try all of a model's ways."""
+def probe_texts(facts: ModelFacts) -> list[list[ProbeText]]:
+    """Those of each list are to be computed together."""
     text_config = facts.config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or FIRST_LENGTH
     changes = boundaries(facts.config)
@@ -71,27 +71,21 @@ def probe_texts(facts: ModelFacts) -> list[ProbeText]:
         ids = [(7 * i * i + 3 * i + 1 + 11 * number) % text_config.vocab_size for i in range(length)]
         return ProbeText(ids, first_position)
 
-    texts = [
-        text(number, min(length, context)) for number, length in enumerate((FIRST_LENGTH, SECOND_LENGTH))
-    ]
-    for boundary in changes:
+    near = [text(number, min(length, context)) for number, length in enumerate((FIRST_LENGTH, SECOND_LENGTH))]
+    far = []
+    for number, boundary in enumerate(changes, start=len(near)):
         length = min(boundary + AFTER, context)
         if length <= min(affordable, MAX_LENGTH):
-            texts.append(text(len(texts), length))
+            near.append(text(number, length))
         else:
-            texts.append(text(len(texts), length - boundary + BEFORE, boundary - BEFORE))
-    return texts
+            far.append(text(number, length - boundary + BEFORE, boundary - BEFORE))
+    return [near, [near[0], *far]] if far else [near]
 
 
 @torch.inference_mode()
-def packed_logits(model: Model, texts: Sequence[ProbeText]) -> list[torch.Tensor]:
-    """The compared logits of each text, float32: first the texts that begin at the beginning, together; then
-    the others, beside the first one of them."""
-    near = [text for text in texts if not text.first_position]
-    far = [text for text in texts if text.first_position]
-    logits = _together(model, near)
-    far_logits = _together(model, [near[0], *far])[1:] if far else []
-    return [(far_logits if text.first_position else logits).pop(0) for text in texts]
+def packed_logits(model: Model, texts: Sequence[Sequence[ProbeText]]) -> list[torch.Tensor]:
+    """The compared logits of each text, float32."""
+    return [logits for group in texts for logits in _together(model, group)]
 
 
 def _together(model: Model, texts: Sequence[ProbeText]) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ def self_check(model: DecoderModel) -> None:
     """``ModelLoadError`` if ``model`` over our cache deviates from itself."""
     model_type = model.config.model_type
     texts = probe_texts(model.facts)
-    expected = [text.compared(_alone(model, text)) for text in texts]
+    expected = [text.compared(_alone(model, text)) for group in texts for text in group]
     if not all(logits.isfinite().all() for logits in expected):
         raise ModelLoadError(
             f"the model's own logits are not finite in {str(model.dtype).removeprefix('torch.')}: "

@@ -230,13 +230,15 @@ def test_the_verdict_says_what_to_do(ratios: dict[int, float], words: str) -> No
     speeds = [speed(length, ratio) for length, ratio in ratios.items()]
     greedy = check.GreedyResult(1, 0, [])
     grammar = check.GrammarResult(greedy, (1.0, 1.0))
-    assert words in check._verdict(True, greedy, grammar, [], speeds, 4)
+    positions = check.PositionsResult(greedy, [], [])
+    assert words in check._verdict(True, greedy, positions, grammar, [], speeds, 4)
 
 
 def test_a_grammar_whose_text_differs_is_not_exact() -> None:
     greedy = check.GreedyResult(1, 0, [])
     grammar = check.GrammarResult(check.GreedyResult(1, 0, ["token 1 differs"]), (1.0, 1.0))
-    assert "text of a grammar differs" in check._verdict(False, greedy, grammar, [], [], 4)
+    positions = check.PositionsResult(greedy, [], [])
+    assert "text of a grammar differs" in check._verdict(False, greedy, positions, grammar, [], [], 4)
 
 
 def test_text_of_a_grammar() -> None:

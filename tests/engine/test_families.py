@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_family, save_random
 from tests.models import make_engine, run_engine
@@ -26,6 +26,7 @@ from truedraft.engine.models.decoder_only import DecoderModel
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.loader import load_causal_model, load_decoder
 from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.self_check import self_check
 
 NUM_TOKENS = 24
@@ -41,7 +42,9 @@ def prompts() -> list[list[int]]:
 
 
 def by_generate(folder: str) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(folder)
+    choose_rotary_factors(config, None)  # generate() would begin with the other set
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
     outputs = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
@@ -158,6 +161,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             "num_experts_per_tok": 1,
         },
         "neither causal nor a sliding window",
+    ),
+    "Llama 4, its temperature": (
+        "llama4_text",
+        {
+            **SHAPE,
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "num_experts_per_tok": 1,
+            "no_rope_layers": [1, 0],
+        },
+        "the temperature follows a token's place in the batch instead of its position",
     ),
     "Qwen2-MoE, a window that only its mask has": (
         "qwen2_moe",
