@@ -100,8 +100,9 @@ class EncoderDecoderLengths(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The models are loaded and the caches allocated.
 
-    ``max_model_len`` bounds prompt and output together; with an encoder-decoder target
-    ``encoder_decoder`` bounds each.
+    ``dtype`` is what linear layers multiply in, ``weights`` the types in which the target's are kept, most of
+    them first, ``fingerprint`` changes with whatever may change the target's tokens. ``max_model_len`` bounds
+    prompt and output together; with an encoder-decoder target ``encoder_decoder`` bounds each.
     """
 
     target: str
@@ -117,6 +118,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     method: Method  # who drafts unless a request says otherwise
     default_sampling: dict[str, float] = {}  # what the model's generation config recommends, by its names
     encoder_decoder: EncoderDecoderLengths | None = None
+    weights: list[str] = []
+    kernels: str = ""
+    fingerprint: str = ""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -38,6 +38,7 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.generation_defaults import default_sampling
+from truedraft.engine.models.identity import fingerprint, kernels, weight_types
 from truedraft.engine.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
@@ -148,6 +149,9 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         draft=config.draft if "draft_model" in core.admission.methods else None,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
+        weights=weight_types(core.target.model),
+        kernels=kernels(core.target.model),
+        fingerprint=fingerprint(core.target.model, config),
         vocab_size=core.target.vocab_size,
         max_model_len=core.admission.max_model_len,
         num_target_blocks=target_pool.num_blocks,

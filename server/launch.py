@@ -266,6 +266,7 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
     each_worker = f"; each of {settings.num_workers} workers:" if settings.num_workers > 1 else "."
     return [
         f"Ready on {worker.device} in {worker.dtype}{each_worker}",
+        f"  weights   {', '.join(worker.weights)}; computed by {worker.kernels}",
         f"  drafting  {_drafting(settings, worker)}",
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
         f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "

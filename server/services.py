@@ -115,9 +115,9 @@ class Services:
             return "The tokenizer could not be loaded; the log says why."
         return None
 
-    def _fingerprint(self, worker: Ready) -> str:
+    def fingerprint(self, worker: Ready) -> str:
         return system_fingerprint(
-            self.settings.public_target, worker.device, worker.dtype, self.settings.generation_config
+            self.settings.public_target, worker.fingerprint, self.settings.generation_config
         )
 
     def model(self) -> Model:
@@ -126,7 +126,7 @@ class Services:
         worker = self.engine.state.worker
         if reason is not None or worker is None or self._tokenizer is None:
             raise NotReadyError(reason or "The models are loading.")
-        return Model(self._tokenizer.result(), worker, self._fingerprint(worker))
+        return Model(self._tokenizer.result(), worker, self.fingerprint(worker))
 
 
 def in_daemon_thread(load: Callable[[], T]) -> "asyncio.Future[T]":
@@ -151,9 +151,10 @@ def in_daemon_thread(load: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 @functools.cache
-def system_fingerprint(target: str, device: str, dtype: str, generation_config: str) -> str:
-    """Names what a seed's tokens depend on. Neither the draft model nor how it is used is part of that."""
-    configuration = "/".join([package_version(), target, device.partition(":")[0], dtype, generation_config])
+def system_fingerprint(target: str, worker: str, generation_config: str) -> str:
+    """Names what a seed's tokens depend on: ``worker`` stands for weights, arithmetic, kernels and hardware.
+    Neither the draft model nor how it is used is part of that."""
+    configuration = "/".join([package_version(), target, worker, generation_config])
     return f"fp_{hashlib.sha256(configuration.encode()).hexdigest()[:12]}"
 
 

@@ -347,6 +347,9 @@ def main() -> None:
             block_size=BLOCK_SIZE,
             methods=["draft_model", "ngram", "prediction"],
             method="draft_model",
+            weights=["Q4_1", "float32"],
+            kernels="native",
+            fingerprint="fake",
         )
     )
     worker.run()

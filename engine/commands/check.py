@@ -329,7 +329,7 @@ def _print(report: Report) -> None:
             fact("", line)
 
     compared("greedy", report.greedy)
-    compared("beside", report.positions.greedy, report.positions.in_words)
+    compared("together", report.positions.greedy, report.positions.in_words)
     if report.grammar.reason:
         fact("grammar", report.grammar.reason)
     else:

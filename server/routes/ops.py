@@ -53,7 +53,7 @@ async def ready(services: ServicesDep) -> JSONResponse:
 
 @router.get("/version", summary="Version")
 async def version(services: ServicesDep) -> Version:
-    """Version, models, device and dtype."""
+    """Version, models, and what computes them."""
     settings, worker = services.settings, services.engine.state.worker
     return Version(
         version=package_version(),
@@ -62,6 +62,9 @@ async def version(services: ServicesDep) -> Version:
         draft=public_name(settings.draft) if settings.draft else None,
         device=worker.device if worker else None,
         dtype=worker.dtype if worker else None,
+        weights=worker.weights if worker else None,
+        kernels=worker.kernels if worker else None,
+        system_fingerprint=services.fingerprint(worker) if worker else None,
     )
 
 

@@ -31,7 +31,7 @@ class Readiness(BaseModel):
 
 
 class Version(BaseModel):
-    """Device and dtype are null until the models are loaded."""
+    """What is only known once the models are loaded is null until then."""
 
     name: Literal["truedraft"] = "truedraft"
     version: str
@@ -39,7 +39,12 @@ class Version(BaseModel):
     target: str
     draft: str | None
     device: str | None
-    dtype: str | None
+    dtype: str | None = Field(description="What linear layers multiply in.")
+    weights: list[str] | None = Field(
+        description="Types that the target's weights are kept in, most of them first."
+    )
+    kernels: str | None = Field(description="What computes the target's layers.")
+    system_fingerprint: str | None = Field(description="As in the answers.")
 
 
 class PositionAcceptance(BaseModel):

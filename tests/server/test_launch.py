@@ -28,6 +28,8 @@ WORKER = Ready(
     block_size=16,
     methods=["draft_model", "ngram"],
     method="draft_model",
+    weights=["bfloat16", "float32"],
+    kernels="triton",
 )
 
 
@@ -38,6 +40,7 @@ def worker(**fields: Any) -> Ready:
 def test_capacity() -> None:
     assert capacity(Settings(), WORKER) == [
         "Ready on cuda:0 in bfloat16.",
+        "  weights   bfloat16, float32; computed by triton",
         "  drafting  length auto; source: the draft model",
         "  cache     2,000 blocks of 16 tokens: 32,000 tokens for each model",
         "  requests  up to 4,000 tokens, prompt and output together; 8 of that length at once",
@@ -77,7 +80,7 @@ def test_requests_at_once_are_limited_by_the_setting_too() -> None:
 )
 def test_who_drafts(length: int, fields: dict[str, Any], words: str) -> None:
     lines = capacity(Settings(num_speculative_tokens=length), worker(**fields))
-    assert lines[1] == f"  drafting  {words}"
+    assert lines[2] == f"  drafting  {words}"
 
 
 def test_folder_without_a_tokenizer_is_said_in_one_sentence(tmp_path: Path) -> None:

@@ -357,6 +357,9 @@ def test_version(server: RunningServer) -> None:
     version = server.get("/version").json()
     assert version["name"] == "truedraft"
     assert (version["model"], version["device"], version["dtype"]) == (MODEL, "cpu", "float32")
+    assert (version["weights"], version["kernels"]) == (["Q4_1", "float32"], "native")
+    answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).json()
+    assert version["system_fingerprint"] == answer["system_fingerprint"]
 
 
 def test_series_begin_before_their_first_event(start_server: StartServer) -> None:

@@ -1,0 +1,134 @@
+"""What a model's tokens depend on, in words and as a fingerprint: weights, arithmetic, kernels."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.gguf_file import is_gguf
+from truedraft.engine.models.base import Model
+from truedraft.engine.models.checkpoint import WEIGHTS
+from truedraft.engine.models.layer_parts import TorchParts
+from truedraft.engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, TorchLinear
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
+from truedraft.engine.native.quantised import COLUMNS, TYPES, QuantisedEmbeddings, QuantisedLinear
+
+# Files that are not larger are read whole, others in so many places: no tensor of more than a thousandth of
+# its file is another one unseen. Loading has just read them.
+WHOLE_BYTES, NUM_SAMPLES, SAMPLE_BYTES = 1 << 26, 1024, 1 << 12
+TYPE_NAMES = {number: name for name, number in TYPES.items()}
+FLOAT_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in WEIGHT_TYPES.items()}
+
+
+def weight_types(model: Model) -> list[str]:
+    """Of linear layers and embeddings as they are multiplied and looked up, most weights first."""
+    counted: Counter[str] = Counter()
+    for part in _parts(model):
+        for name, number in _types(part):
+            counted[name] += number
+    names = [name for name, _ in counted.most_common()]
+    # Of transformers' quantisers the method says more than the type that holds its numbers.
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    return list(
+        dict.fromkeys(str(getattr(method, "value", method)) if "int" in name else name for name in names)
+    )
+
+
+def kernels(model: Model) -> str:
+    """What computes the layers."""
+    if not isinstance(model, Llama):
+        native = any(isinstance(part, NativeLinear) for part in _parts(model))
+        return "transformers' layers, products native" if native else "transformers' layers"
+    return "native" if model.is_native else "torch" if model.parts is TorchParts else "triton"
+
+
+def fingerprint(model: Model, config: EngineConfig) -> str:
+    """Changes with whatever may change the model's tokens, but for the versions of libraries."""
+    assert config.target is not None
+    device = model.device
+    hardware = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    # As it is served: of two sets of rotary factors it has the chosen one.
+    described = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    named = [str(model.arithmetic), str(model.dtype), *weight_types(model), kernels(model)]
+    # Our kernels also draw the tokens.
+    named += [
+        device.type,
+        hardware,
+        str(config.native_kernels),
+        json.dumps(described, sort_keys=True, default=str),
+    ]
+    digest = hashlib.sha256("\n".join(named).encode())
+    for file in _files(config.target, config.allow_pickle):
+        digest.update(_file_digest(file))
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> bytes:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= WHOLE_BYTES:
+            digest.update(file.read())
+            return digest.digest()
+        for number in range(NUM_SAMPLES):
+            file.seek(number * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()
+
+
+def _files(path: str, allow_pickle: bool) -> list[Path]:
+    if is_gguf(path):
+        return [Path(path).expanduser()]
+    checkpoint = Checkpoint.find(str(Path(path).expanduser()) if path.startswith("~") else path, allow_pickle)
+    if checkpoint is not None:
+        return sorted(map(Path, set(checkpoint.files.values())))
+    return sorted(file for pattern in WEIGHTS for file in Path(path).expanduser().glob(pattern))
+
+
+def _parts(model: Any) -> Iterator[Any]:
+    """What has weights, but for norms."""
+    if isinstance(model, Llama):
+        yield from (model.weights.embeddings, model.weights.head)
+        for layer in model.weights.layers:
+            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        return
+    for module in model.module.modules():
+        if isinstance(module, LinearModule):
+            yield module.linear
+    yield from (tensor for tensor in _tensors(model.module) if tensor.dim() > 1)
+
+
+def _types(part: Any) -> Iterator[tuple[str, int]]:
+    """Names of types, and how many weights have them."""
+    match part:
+        case QuantisedLinear():
+            yield from ((TYPE_NAMES[panel.type], COLUMNS * part.struct.in_features) for panel in part.panels)
+        case NativeLinear():
+            yield FLOAT_NAMES[part.struct.type], part.struct.in_features * part.struct.out_features
+        case QuantisedEmbeddings():
+            yield TYPE_NAMES[part.blocks.type], len(part.blocks.data) * part.blocks.in_features
+        case OneDnnLinear():
+            yield "float32", part.packed_weight.numel()
+        case ModuleLinear():
+            yield from (
+                found for module in part.modules for tensor in _tensors(module) for found in _types(tensor)
+            )
+        case TorchLinear():
+            yield from _types(part.weight)
+        case torch.Tensor():
+            yield str(part.dtype).removeprefix("torch."), part.numel()
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
