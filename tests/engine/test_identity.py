@@ -62,7 +62,7 @@ def test_another_arithmetic_is_another_fingerprint(folder: Path, gguf: Path) -> 
     ]
     assert [types(each) for each in found[1]] == [
         (["Q4_1", "Q8_0"], "native"),
-        (["Q4_0", "Q8_0"], "native"),
+        (["Q4_0", "Q4_1", "Q8_0"], "native"),
         (["float32"], "native"),
         (["float32"], "torch"),
     ]
@@ -85,14 +85,16 @@ def test_another_weight_is_another_fingerprint(
         monkeypatch.setattr(identity, "WHOLE_BYTES", 0)
         monkeypatch.setattr(identity, "SAMPLE_BYTES", 4)
     prints = {ready(folder).fingerprint}
-    tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
+    file = folder / "model.safetensors"
+    tensors, smallest = load_file(file), 0 if is_whole else file.stat().st_size / 1000
+    changed = [name for name, tensor in tensors.items() if tensor.nbytes > smallest]
+    for name in changed:
         copy = tmp_path / name
         shutil.copytree(folder, copy)
-        changed = {**tensors, name: tensors[name] + 0.125}
-        save_file(changed, copy / "model.safetensors", metadata={"format": "pt"})
+        other = {**tensors, name: tensors[name] + 0.125}
+        save_file(other, copy / "model.safetensors", metadata={"format": "pt"})
         prints.add(ready(copy).fingerprint)
-    assert len(prints) == 1 + len(tensors)
+    assert len(prints) == 1 + len(changed) > 10
 
 
 def test_another_setting_of_the_config_is_another_fingerprint(folder: Path, tmp_path: Path) -> None:
