@@ -12,8 +12,10 @@ from typing import Any
 
 from truedraft.engine.models.errors import ModelLoadError
 
-# Parts of the names of settings that are a number of positions from which on a model does something else.
+# Parts of the names of settings that are a number of positions from which on a model does something else, and
+# of those that only sound like it.
 BOUNDARY_NAMES = ("window", "chunk_size", "original_max_position", "floor_scale", "index_topk")
+OTHER_NAMES = ("pattern", "layers", "blocks")
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,9 @@ def boundaries(config: Any) -> list[int]:
         value
         for each in settings
         for name, value in each.items()
-        if isinstance(value, int) and any(part in name for part in BOUNDARY_NAMES)
+        if isinstance(value, int)
+        and any(part in name for part in BOUNDARY_NAMES)
+        and not any(part in name for part in OTHER_NAMES)
     }
     return sorted(value for value in found if 1 < value < context)
 

@@ -174,7 +174,7 @@ def test_boundaries_of_the_families(folder: Folder) -> None:
         return boundaries(AutoConfig.from_pretrained(folder(family)))
 
     assert of("Llama") == []
-    assert of("Gemma 2") == of("Mistral, sliding window") == [8]
+    assert of("Gemma 2") == of("Gemma 3") == of("Mistral, sliding window") == of("Cohere 2") == [8]
     assert of("Phi-3, longrope") == of("Llama, YaRN in C") == [ORIGINAL]
     assert of("Ministral 3, attention temperature") == [16]
 
