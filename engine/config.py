@@ -89,8 +89,8 @@ class ModelSettings(BaseModel):
         None,
         ge=2,
         description="Longest prompt plus output, in tokens. Default: the target's context. "
-        "Of an encoder-decoder model: the longest prompt, and the longest output. Of a model with longrope it "
-        "also decides which rotary factors serve all texts.",
+        "Of an encoder-decoder model: the longest prompt, and the longest output. Of a model with "
+        "longrope it also decides which rotary factors serve all texts.",
     )
 
 
