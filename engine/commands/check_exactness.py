@@ -107,7 +107,7 @@ def check_greedy(
 def compared(
     result: GreedyResult, plain: list[Completion], others: list[Completion], resolution: float, how: str
 ) -> GreedyResult:
-    """``result``, and what ``others`` of the same prompts show; ``how`` says how they were computed."""
+    """Adds to ``result`` what ``others`` of the same prompts show; ``how`` says how they were computed."""
     num_tokens, near_ties, differences = result.num_tokens, result.near_ties, list(result.differences)
     for number, (expected, got) in enumerate(zip(plain, others, strict=True)):
         num_tokens += len(expected.token_ids)

@@ -7,6 +7,7 @@ transformers' layers, too, before the engine comes. Used by ``check``.
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -27,8 +28,8 @@ NUM_RUNS = 4
 
 @dataclass(frozen=True)
 class LongTexts:
-    """Prompts, the shortest first, and the reference's logits after each of them, [vocab]; ``crossed`` and
-    ``skipped`` are boundaries."""
+    """``prompts`` begin with the shortest; ``expected`` are the reference's logits after each, [vocab];
+    ``crossed`` and ``skipped`` are boundaries."""
 
     prompts: list[list[int]]
     expected: list[torch.Tensor]
@@ -55,7 +56,7 @@ class PositionsResult:
 
 
 def long_texts(target: FreshModel, max_model_len: int | None, seconds: float) -> LongTexts:
-    """As many as take about ``seconds``, shorter ones first."""
+    """Returns as many as take about ``seconds``, shorter ones first."""
     config = target.model.config
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     served = max_model_len or context or NEIGHBOUR_LENGTH
@@ -91,18 +92,17 @@ def _reference(target: FreshModel, prompt: list[int]) -> torch.Tensor:
     return logits[-1].cpu()
 
 
-def _score_bytes(config: object, length: int) -> int:
-    """What eager attention holds of one layer: scores, their mask, their softmax."""
-    heads = getattr(config.get_text_config(), "num_attention_heads", 1)  # type: ignore[attr-defined]
-    return 12 * int(heads) * length * length
+def _score_bytes(config: Any, length: int) -> int:
+    """Counts what eager attention holds of one layer: scores, their mask, their softmax."""
+    return 12 * int(getattr(config.get_text_config(), "num_attention_heads", 1)) * length * length
 
 
 def check_positions(
     core: EngineCore, texts: LongTexts, num_drafted: int, resolution: float
 ) -> PositionsResult:
-    """``resolution`` as in ``check_greedy``."""
+    """Compares as ``check_greedy`` does."""
     params = SamplingParams(
-        max_tokens=NUM_TOKENS,
+        max_tokens=min(NUM_TOKENS, core.admission.room(max(map(len, texts.prompts)))),
         temperature=0,
         ignore_eos=True,
         logprobs=2 if resolution else None,
@@ -116,5 +116,5 @@ def check_positions(
     result = compared(result, alone, cached, resolution, "beside the others again")
     for number, (logits, completion) in enumerate(zip(texts.expected, alone, strict=True)):
         if float(logits.max() - logits[completion.token_ids[0]]) > resolution:
-            result.differences.append(f"prompt {number}: the first token is not transformers' own")
+            result.differences.append(f"prompt {number}: the first token is not the reference's")
     return PositionsResult(result, texts.crossed, texts.skipped)

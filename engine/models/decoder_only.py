@@ -10,7 +10,7 @@ from truedraft.engine.kv_cache import KVCache
 from truedraft.engine.models.attention import AttentionContext, PagedAttention
 from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
 from truedraft.engine.models.layer_probe import LayerProbe, probe_layers
-from truedraft.engine.models.positions import check_positions
+from truedraft.engine.models.positions import refuse_places
 
 
 class DecoderModel(Model):
@@ -19,7 +19,7 @@ class DecoderModel(Model):
         self.facts = facts
         self.is_quantised = hasattr(module, "hf_quantizer")
         self.is_spread = len(set(getattr(module, "hf_device_map", {}).values())) > 1
-        check_positions(module)
+        refuse_places(module)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=facts.device)
 
         @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""What a model's tokens depend on, in words and as a fingerprint: weights, arithmetic, kernels."""
+"""A model's tokens depend on weights, arithmetic and kernels: here these get names and a fingerprint."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ FLOAT_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in WE
 
 
 def weight_types(model: Model) -> list[str]:
-    """Of linear layers and embeddings as they are multiplied and looked up, most weights first."""
+    """Returns the types in which linear layers and embeddings are kept, that of most weights first."""
     counted: Counter[str] = Counter()
     for part in _parts(model):
         for name, number in _types(part):
@@ -43,7 +43,7 @@ def weight_types(model: Model) -> list[str]:
 
 
 def kernels(model: Model) -> str:
-    """What computes the layers."""
+    """Names what computes the layers."""
     if not isinstance(model, Llama):
         native = any(isinstance(part, NativeLinear) for part in _parts(model))
         return "transformers' layers, products native" if native else "transformers' layers"
@@ -96,7 +96,7 @@ def _files(path: str, allow_pickle: bool) -> list[Path]:
 
 
 def _parts(model: Any) -> Iterator[Any]:
-    """What has weights, but for norms."""
+    """Yields what has weights, but for norms."""
     if isinstance(model, Llama):
         yield from (model.weights.embeddings, model.weights.head)
         for layer in model.weights.layers:
@@ -109,7 +109,7 @@ def _parts(model: Any) -> Iterator[Any]:
 
 
 def _types(part: Any) -> Iterator[tuple[str, int]]:
-    """Names of types, and how many weights have them."""
+    """Yields names of types, and how many weights have them."""
     match part:
         case QuantisedLinear():
             yield from ((TYPE_NAMES[panel.type], COLUMNS * part.struct.in_features) for panel in part.panels)

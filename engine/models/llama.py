@@ -284,8 +284,8 @@ def same_logits(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> b
 
 
 def roughly_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Where our kernels or another quantiser's layers round their inputs to 8 bits: what is added in another
-    order may be rounded to another number, which here and there changes a token's logits altogether."""
+    """Compares logits where our kernels or another quantiser's layers round inputs to 8 bits: in another order
+    of a sum they may become other numbers, which at times changes a token's logits altogether."""
     deviations = (ours - theirs).square().mean(-1).sqrt() / theirs.std()
     return bool((deviations.clamp(max=1).mean() <= QUANTISED_TOLERANCE).item())
 
@@ -429,7 +429,7 @@ class _Reader:
 
 
 class _EachAlone(nn.Module):
-    """Angles of each text as of a text by itself."""
+    """Computes the angles of each text as of a text by itself."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 def choose_rotary_factors(config: Any, max_model_len: int | None) -> None:
     """Makes both of longrope's sets in ``config`` the one for ``max_model_len``, None: for all of the model's
     context. Models that are made from it then rotate each position in one way."""
+    if config.is_encoder_decoder:  # none of those that are served rotates anything
+        return
     text = config.get_text_config()
     served = max_model_len or getattr(text, "max_position_embeddings", None)
     for rope in _rotary_settings(text):
@@ -42,9 +44,9 @@ def choose_rotary_factors(config: Any, max_model_len: int | None) -> None:
         rope[f"short_{kind}"] = rope[f"long_{kind}"] = sets[chosen]
 
 
-def check_positions(module: Any) -> None:
-    """``ModelLoadError`` for a model that counts positions by a token's place among those that are computed
-    together, which no argument of its forward can change."""
+def refuse_places(module: Any) -> None:
+    """Raises ``ModelLoadError`` for a model that takes a token's place among those that are computed together
+    for its position: no argument of its forward can change that."""
     for layer in module.modules():
         if getattr(layer, "attn_temperature_tuning", False) and not getattr(layer, "use_rope", True):
             raise ModelLoadError(
@@ -54,8 +56,10 @@ def check_positions(module: Any) -> None:
 
 
 def boundaries(config: Any) -> list[int]:
-    """Numbers of tokens, within the context, from which on ``config`` makes a difference: windows, chunks,
-    original contexts, scales of temperatures."""
+    """Returns the numbers of tokens, within the context, from which on a model does something else: windows,
+    chunks, original contexts, scales of temperatures."""
+    if config.is_encoder_decoder:
+        return []
     text = config.get_text_config()
     context = getattr(text, "max_position_embeddings", None) or 0
     settings = [text.to_dict(), *_rotary_settings(text)]
@@ -71,7 +75,7 @@ def boundaries(config: Any) -> list[int]:
 
 
 def _rotary_settings(text: Any) -> Iterator[dict[str, Any]]:
-    """Those of all layers, or of each type of layers."""
+    """Yields those of all layers, or of each type of layers."""
     settings = getattr(text, "rope_parameters", None)
     if isinstance(settings, dict):
         yield settings

@@ -40,11 +40,11 @@ class ProbeText:
     first_position: int = 0
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """[tokens]."""
+        """Returns those of all tokens."""
         return self.first_position + torch.arange(len(self.token_ids), device=device)
 
     def chunk(self, number: int) -> tuple[list[int], int]:
-        """Token ids of a chunk, and of how many of its last ones logits are asked for."""
+        """Returns the token ids of a chunk, and for how many of its last ones logits are asked."""
         ids = self.token_ids
         first, second = len(ids) - sum(LAST_CHUNKS), len(ids) - LAST_CHUNKS[1]
         return [
@@ -54,18 +54,20 @@ class ProbeText:
         ][number]
 
     def compared(self, per_token: torch.Tensor) -> torch.Tensor:
-        """The rows of ``per_token`` [tokens, ...] that belong to those logits."""
+        """Returns the rows of ``per_token`` [tokens, ...] that belong to those logits."""
         first, size = len(self.token_ids) - sum(LAST_CHUNKS), len(self.token_ids)
         kept = [*range(max(0, first - MAX_LOGITS), first), *range(first + LAST_CHUNKS[0] - 1, size)]
         return per_token[kept]
 
 
 def probe_texts(facts: ModelFacts) -> list[list[ProbeText]]:
-    """Those of each list are to be computed together."""
+    """Returns lists of texts that are to be computed together."""
     text_config = facts.config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None) or FIRST_LENGTH
     changes = boundaries(facts.config)
-    affordable = MAX_MULTIPLICATIONS[facts.device.type] / (max(1, facts.num_parameters) * (2 + len(changes)))
+    affordable = MAX_MULTIPLICATIONS.get(facts.device.type, MAX_MULTIPLICATIONS["cpu"]) / (
+        max(1, facts.num_parameters) * (2 + len(changes))
+    )
 
     def text(number: int, length: int, first_position: int = 0) -> ProbeText:
         ids = [(7 * i * i + 3 * i + 1 + 11 * number) % text_config.vocab_size for i in range(length)]
@@ -84,12 +86,12 @@ def probe_texts(facts: ModelFacts) -> list[list[ProbeText]]:
 
 @torch.inference_mode()
 def packed_logits(model: Model, texts: Sequence[Sequence[ProbeText]]) -> list[torch.Tensor]:
-    """The compared logits of each text, float32."""
+    """Computes the compared logits of each text, float32."""
     return [logits for group in texts for logits in _together(model, group)]
 
 
 def _together(model: Model, texts: Sequence[ProbeText]) -> list[torch.Tensor]:
-    """In three passes, the blocks of each text in an order of their own."""
+    """Computes texts in three passes; the blocks of each have an order of their own."""
     num_blocks = -(-max(len(text.token_ids) for text in texts) // BLOCK_SIZE)
     runner = ModelRunner.build(model, num_blocks * len(texts), BLOCK_SIZE)
     tables = [BlockTable() for _ in texts]
@@ -105,7 +107,7 @@ def _together(model: Model, texts: Sequence[ProbeText]) -> list[torch.Tensor]:
 
 
 def _forward(runner: ModelRunner, spans: list[Span], first_positions: list[int]) -> torch.Tensor:
-    """As in serving, but for texts that begin elsewhere: no cache has that."""
+    """Computes spans as in serving, unless a text begins elsewhere, which no cache knows of."""
     if not any(first_positions):
         return runner.forward(spans).logits
     lengths = [len(span.token_ids) for span in spans]

@@ -31,7 +31,7 @@ def types(described: Ready) -> tuple[list[str], str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of weights in bfloat16."""
+    """Its weights are in bfloat16."""
     path = tmp_path_factory.mktemp("folder")
     save_random_llama(path, seed=1, vocab_size=48, hidden=64, std=0.15)
     file = path / "model.safetensors"
