@@ -284,8 +284,8 @@ def same_logits(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> b
 
 
 def roughly_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Compares logits where our kernels or another quantiser's layers round inputs to 8 bits: in another order
-    of a sum they may become other numbers, which at times changes a token's logits altogether."""
+    """Compares logits where our kernels or another quantiser's layers round inputs to 8 bits: sums in another
+    order may be rounded to other numbers, which at times changes a token's logits altogether."""
     deviations = (ours - theirs).square().mean(-1).sqrt() / theirs.std()
     return bool((deviations.clamp(max=1).mean() <= QUANTISED_TOLERANCE).item())
 
