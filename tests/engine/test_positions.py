@@ -22,8 +22,8 @@ from truedraft.engine.commands.check_exactness import GreedyResult
 from truedraft.engine.commands.check_positions import PositionsResult, long_texts
 from truedraft.engine.core.block_pool import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import layer_parts, linear, loader
-from truedraft.engine.models.base import Model
+from truedraft.engine.models import layer_parts, linear, loader, probe_texts
+from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.fresh import FreshModel
 from truedraft.engine.models.llama import Llama
@@ -243,8 +243,29 @@ def test_the_gate_notices_in_transformers_layers(folder: Folder, monkeypatch: Pa
         gate(model, load_causal_model(folder(family), LoadOptions(), "eager"))
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("Phi-3, longrope in C", "Phi-MoE, longrope", "Ministral 3, attention temperature"),
+        *("Gemma 2 in C", "Gemma 3", "GPT-OSS, attention sinks"),
+    ],
+)
+def test_models_too_large_for_long_texts_are_tried_with_late_positions(
+    folder: Folder, monkeypatch: Patch, family: str
+) -> None:
+    monkeypatch.setattr(probe_texts, "MAX_MULTIPLICATIONS", {"cpu": 0})
+    model = load_model(folder(family), LoadOptions())
+    assert isinstance(model, Llama) == model.config.model_type.startswith(("phi3", "gemma"))
+    facts = ModelFacts(model.config, None, model.num_parameters, model.dtype, model.device)
+    _, late = probe_texts.probe_texts(facts)
+    assert [text.first_position for text in late[1:]] == [each - 6 for each in boundaries(model.config)]
+
+
+@pytest.mark.parametrize("is_small", [True, False])
 @pytest.mark.parametrize("family", LONGROPE)
-def test_loading_notices(folder: Folder, monkeypatch: Patch, family: str) -> None:
+def test_loading_notices(folder: Folder, monkeypatch: Patch, family: str, is_small: bool) -> None:
+    if not is_small:
+        monkeypatch.setattr(probe_texts, "MAX_MULTIPLICATIONS", {"cpu": 0})
     factors_of_the_longest_text(monkeypatch)
     with pytest.raises(ModelLoadError, match="deviate by"):
         load_model(folder(family), LoadOptions())

@@ -96,7 +96,7 @@ def plan_graphs(
 
 
 def _can_be_captured(model: Model) -> bool:
-    """Rotary angles that follow the longest text so far would be frozen at those of the capture."""
+    """Says whether a pass takes no decision on the host, which would be frozen as it was at the capture."""
     return isinstance(model, Llama) and model.reads_in_place and not model.rotary.needs_host
 
 
