@@ -348,7 +348,7 @@ def main() -> None:
             methods=["draft_model", "ngram", "prediction"],
             method="draft_model",
             weights=["Q4_1", "float32"],
-            kernels="native",
+            kernels="native kernels",
             fingerprint="fake",
         )
     )

@@ -47,7 +47,7 @@ def kernels(model: Model) -> str:
     if not isinstance(model, Llama):
         native = any(isinstance(part, NativeLinear) for part in _parts(model))
         return "transformers' layers, products native" if native else "transformers' layers"
-    return "native" if model.is_native else "torch" if model.parts is TorchParts else "triton"
+    return "native kernels" if model.is_native else "torch" if model.parts is TorchParts else "Triton kernels"
 
 
 def fingerprint(model: Model, config: EngineConfig) -> str:

@@ -55,15 +55,15 @@ WAYS: list[dict[str, Any]] = [{}, {"quantize": "int4"}, {"dtype": "float32"}, {"
 def test_another_arithmetic_is_another_fingerprint(folder: Path, gguf: Path) -> None:
     found = [[ready(target, **way) for way in WAYS] for target in (folder, gguf)]
     assert [types(each) for each in found[0]] == [
-        (["float16", "bfloat16"], "native"),
-        (["Q4_0", "Q8_0"], "native"),
-        (["float32"], "native"),
+        (["float16", "bfloat16"], "native kernels"),
+        (["Q4_0", "Q8_0"], "native kernels"),
+        (["float32"], "native kernels"),
         (["float32"], "torch"),
     ]
     assert [types(each) for each in found[1]] == [
-        (["Q4_1", "Q8_0"], "native"),
-        (["Q4_0", "Q4_1", "Q8_0"], "native"),
-        (["float32"], "native"),
+        (["Q4_1", "Q8_0"], "native kernels"),
+        (["Q4_0", "Q4_1", "Q8_0"], "native kernels"),
+        (["float32"], "native kernels"),
         (["float32"], "torch"),
     ]
     assert {each.dtype for each in [*found[0], *found[1]]} == {"float32"}

@@ -29,7 +29,7 @@ WORKER = Ready(
     methods=["draft_model", "ngram"],
     method="draft_model",
     weights=["bfloat16", "float32"],
-    kernels="triton",
+    kernels="Triton kernels",
 )
 
 
@@ -40,7 +40,7 @@ def worker(**fields: Any) -> Ready:
 def test_capacity() -> None:
     assert capacity(Settings(), WORKER) == [
         "Ready on cuda:0 in bfloat16.",
-        "  weights   bfloat16, float32; computed by triton",
+        "  weights   bfloat16, float32; computed by Triton kernels",
         "  drafting  length auto; source: the draft model",
         "  cache     2,000 blocks of 16 tokens: 32,000 tokens for each model",
         "  requests  up to 4,000 tokens, prompt and output together; 8 of that length at once",

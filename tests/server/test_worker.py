@@ -357,7 +357,7 @@ def test_version(server: RunningServer) -> None:
     version = server.get("/version").json()
     assert version["name"] == "truedraft"
     assert (version["model"], version["device"], version["dtype"]) == (MODEL, "cpu", "float32")
-    assert (version["weights"], version["kernels"]) == (["Q4_1", "float32"], "native")
+    assert (version["weights"], version["kernels"]) == (["Q4_1", "float32"], "native kernels")
     answer = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}).json()
     assert version["system_fingerprint"] == answer["system_fingerprint"]
 
