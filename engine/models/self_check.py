@@ -17,6 +17,7 @@ from truedraft.engine.models.probe_texts import ProbeText, packed_logits, probe_
 
 # Largest deviation of a row of logits, as a share of that row's spread. Rounding makes some 1e-5 in float32
 # and 1e-2 in bfloat16; a wrong mask or position makes 0.1 to 1.
+MOST_ROWS = 0.85  # of a text, in 16 bits
 TOLERANCES = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.3}
 
 
@@ -31,7 +32,12 @@ def self_check(model: DecoderModel) -> None:
             f"the model's own logits are not finite in {str(model.dtype).removeprefix('torch.')}: "
             "its weights are broken, or it needs another dtype"
         )
-    deviation = float(torch.cat([*map(_deviations, packed_logits(model, texts), expected)]).max())
+    # In 16 bits rounding sends a token to other experts now and then, which changes it altogether.
+    share = 1.0 if model.dtype == torch.float32 else MOST_ROWS
+    found = [*map(_deviations, packed_logits(model, texts), expected)]
+    deviation = max(float(rows.quantile(share)) for rows in found)
+    if any(rows.isnan().any() for rows in found):
+        deviation = float("nan")
     if not deviation <= TOLERANCES[model.dtype]:
         raise ModelLoadError(
             f"{model_type} models of this kind cannot be served: over our cache the logits deviate by "
