@@ -299,7 +299,7 @@ def test_a_row_that_only_catches_up_teaches_nothing() -> None:
     before = list(group.acceptance.reached)
     sequence.draft_blocks.num_computed_tokens = 0
     planner.choose([sequence])
-    part = ScheduledSequence(sequence, 1, True, 0, "draft_model", num_catch_up_tokens=1024)
+    part = ScheduledSequence(sequence, 1, 0, "draft_model", num_catch_up_tokens=1024)
     plan = StepPlan([part], [part], RowNeeds.CATCH_UP, 1, 0.0)
     one = Round([0], [0], [[7]], PhaseSeconds(0.1, 0.01, 0.0))
     planner.observe(plan, StepResult([one], host_seconds=0.001))
