@@ -9,6 +9,7 @@ numbers depend on positions only, so nothing it says changes.
 
 import time
 from bisect import insort
+from collections.abc import Set
 from itertools import count
 
 from truedraft.engine.core.block_pool import BlockPool, BlockTable
@@ -72,11 +73,21 @@ class Scheduler:
         self._release(sequence)
         self.planner.forget(sequence)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Forget a request's sequences, or one of them; unknown ones are ignored."""
+    def abort(self, request_ids: Set[str], index: int | None = None) -> None:
+        """Forget the sequences of requests, or one of each; unknown ones are ignored."""
         for sequence in [*self.running, *self.waiting]:
-            if sequence.request_id == request_id and index in (None, sequence.index):
+            if sequence.request_id in request_ids and index in (None, sequence.index):
                 self.finish(sequence)
+
+    def reset(self) -> None:
+        """Forget all sequences and what the caches hold, whatever state a broken step has left."""
+        for sequence in [*self.running, *self.waiting]:
+            self.planner.forget(sequence)
+        self.running.clear()
+        self.waiting.clear()
+        self.target_pool = BlockPool(self.target_pool.num_blocks, self.target_pool.block_size)
+        if self.draft_pool is not None:
+            self.draft_pool = BlockPool(self.draft_pool.num_blocks, self.draft_pool.block_size)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget what either cache holds beyond the first ``num_tokens`` tokens."""

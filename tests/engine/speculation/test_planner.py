@@ -306,6 +306,15 @@ def test_a_row_that_only_catches_up_teaches_nothing() -> None:
     assert group.acceptance.reached == before
 
 
+def test_a_pass_measured_at_a_busy_moment_makes_no_larger_one_free() -> None:
+    """One token took longer than five: the last slope must not go on below nothing."""
+    costs = Costs(PassCosts({1: 0.002, 5: 0.001}))
+    seconds = [costs.model_seconds(Shape(rows, 0)) for rows in (1, 5, 30, 500)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+    costs.observe(Shape(500, 0), 0.01)
+
+
 @pytest.mark.parametrize("machine", [PACKED, SMALL], ids=lambda machine: machine.name)
 @pytest.mark.parametrize("acceptance", [0.05, 0.9])
 def test_the_reported_speed_up_is_possible(machine: Machine, acceptance: float) -> None:
