@@ -12,7 +12,7 @@ from truedraft.engine.config import EngineConfig
 
 # The shares by default. On a CPU the rest of the machine needs its memory, too.
 GPU_SHARE, CPU_SHARE = 0.9, 0.25
-# Caches on a CPU get at least this, as far as the share of all memory goes: a model may leave next to nothing.
+# Caches on a CPU get at least this, as far as their share of all memory goes: a model may leave nothing.
 FLOOR = 256 << 20
 # The process's own memory is rounded up to so many bytes, so that the caches are as large after each start.
 STEP = 64 << 20

@@ -1,5 +1,5 @@
-"""Torch reads these when it is loaded: how many OpenMP threads there are, and how long they look for more work
-before they sleep."""
+"""Torch reads these when it is loaded: how many OpenMP threads there are, and how long they look for more
+work before they sleep."""
 
 from collections.abc import Mapping
 

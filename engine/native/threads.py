@@ -11,8 +11,8 @@ from truedraft.engine.openmp import THREADS_VARIABLE
 
 
 def usual_num_threads() -> int:
-    """Returns as many as torch takes by itself, which is what ``OMP_NUM_THREADS`` says, if it is set. Without it no
-    more than there are processors for: where the others only wait for their turn, all wait for them."""
+    """Returns as many as torch takes by itself, which is what ``OMP_NUM_THREADS`` says, if it is set. Without
+    it no more than there are processors for: where some wait for their turn, all wait for them."""
     num_threads = torch.get_num_threads()
     return num_threads if THREADS_VARIABLE in os.environ else min(num_threads, machine.num_cpus())
 
