@@ -34,7 +34,7 @@ fuzz: $(CLIENTS_VENV)/.installed ## In the same environment, send thousands of r
 test-ray: $(RAY_VENV)/.installed ## Install Ray into an environment of its own, then test replicas of Ray Serve
 	@exec $(RAY_VENV)/bin/python -m pytest tests/integration/test_ray_serve.py $(PYTEST_ARGS)
 
-soak: install-dev ## Ten minutes of mixed load with dying workers (SOAK_ARGS="--seconds 60"); writes soak.json and soak.png
+soak: install-dev ## Random engines, then ten minutes of mixed load with dying workers (SOAK_ARGS="--seconds 60"); writes soak.json and soak.png
 	@exec $(VENV)/bin/python -m tests.faults.soak $(SOAK_ARGS)
 
 check: lint types ## Install if needed, then lint, check the formatting and the types

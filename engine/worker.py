@@ -15,6 +15,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine
@@ -38,6 +39,7 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.generation_defaults import default_sampling
+from truedraft.engine.native.threads import thread_limit
 from truedraft.engine.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
@@ -155,6 +157,8 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         block_size=target_pool.block_size,
         methods=sorted(core.admission.methods),
         method=core.admission.method,
+        num_threads=torch.get_num_threads(),
+        thread_limit=thread_limit(config) if core.target.device.type == "cpu" else "",
         default_sampling=default_sampling(core.target.model.generation_config)
         if config.generation_config == "auto"
         else {},

@@ -19,7 +19,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from truedraft.engine.gguf_file import is_gguf
+from truedraft.engine.machine import num_cpus
 from truedraft.engine.messages import Ready
+from truedraft.engine.openmp import THREADS_VARIABLE
 from truedraft.server.app import create_app
 from truedraft.server.client.open_requests import QueueLimits
 from truedraft.server.client.worker_client import WorkerClient
@@ -42,9 +44,6 @@ DRAFTERS = {
 
 # Each connection is one. Shells and containers often allow 1,024 unless a process asks for more.
 MAX_DESCRIPTORS = 65536
-
-# How many threads torch uses unless num_threads says so.
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 logger = logging.getLogger("truedraft.server")
@@ -110,11 +109,11 @@ def make_app(settings: Settings) -> FastAPI:
 
 
 def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What tells the OpenMP threads of one of several workers how many processors are theirs."""
+    """What tells one of several workers how many processors are its own."""
     if num_workers == 1:
         return {}
     given = environ.get(THREADS_VARIABLE, "")
-    num_threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    num_threads = int(given) if given.isdecimal() else num_cpus()
     return {THREADS_VARIABLE: str(max(1, num_threads // num_workers))}
 
 
@@ -264,8 +263,10 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
     num_blocks, size = worker.num_target_blocks, worker.block_size
     each = " for each model" if worker.num_draft_blocks else ""
     each_worker = f"; each of {settings.num_workers} workers:" if settings.num_workers > 1 else "."
+    threads = [f"  threads   {worker.num_threads}: {worker.thread_limit}"] if worker.thread_limit else []
     return [
         f"Ready on {worker.device} in {worker.dtype}{each_worker}",
+        *threads,
         f"  drafting  {_drafting(settings, worker)}",
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
         f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "

@@ -30,6 +30,7 @@ BORDER = (
     "engine.deep_stack",
     "engine.grammar_compiler",
     "engine.lifeline",
+    "engine.machine",
     "engine.openmp",
     "engine.terminal",
     "engine.gguf_file",
@@ -49,7 +50,16 @@ TORCH_FREE = (
 # What each package of the engine may import of the others: downwards only. Modules beside the packages are
 # counted by their names.
 BASE = {"messages", "config", "gguf_file"}
-DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory", "pointers"}
+DEVICE = {
+    "batch",
+    "host_to_device",
+    "huge_pages",
+    "kv_cache",
+    "cache_memory",
+    "machine",
+    "openmp",
+    "pointers",
+}
 MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},

@@ -44,6 +44,11 @@ def test_capacity() -> None:
     ]
 
 
+def test_a_quota_is_said() -> None:
+    limited = worker(num_threads=1, thread_limit="the CPU quota is 1.5 of 8 processors")
+    assert capacity(Settings(), limited)[1] == "  threads   1: the CPU quota is 1.5 of 8 processors"
+
+
 def test_cache_smaller_than_the_context() -> None:
     small = worker(num_target_blocks=100, num_draft_blocks=100)
     assert capacity(Settings(), small)[-1] == (
