@@ -27,6 +27,10 @@ from truedraft.engine.messages import (
     TokenOutput,
 )
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# The last tokens of a prompt that its completion's text is decoded with.
+TEXT_BEFORE = 16
+
 
 @dataclass
 class Completion:
@@ -97,10 +101,11 @@ class LLM:
         places = {self._new_id(): place for place in range(len(prompts))}
         completions = [Completion() for _ in prompts]
         answers: deque[TokenOutput | Failed] = deque()
+        token_ids: list[list[int]] = []  # of the prompts
         place = 0
         try:
             for request_id, place in places.items():
-                self._submit(request_id, prompts[place], params_list[place], answers)
+                token_ids.append(self._submit(request_id, prompts[place], params_list[place], answers))
             for result in self._results(len(prompts), answers):
                 place = places[result.request_id]
                 completions[place].add(_succeeded(result))
@@ -109,14 +114,16 @@ class LLM:
             raise RequestError(error.code, f"{where}{error}") from error
         finally:
             self._close(places)
-        for completion in completions:
-            completion.text = self.decode(completion.token_ids)
+        for prompt_ids, completion in zip(token_ids, completions, strict=True):
+            completion.text = self._text_after(prompt_ids[-TEXT_BEFORE:], completion)
         return completions
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Completion:
         """The answer to messages (``{"role": ..., "content": ...}``), written out by the chat template."""
         prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return self.generate([prompt], params)[0]
+        answer = self.generate([prompt], params)[0]
+        answer.text = self.decode(answer.token_ids)  # a message begins anew
+        return answer
 
     def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[TokenOutput]:
         """The rounds of one prompt as they happen; leaving early aborts it."""
@@ -131,6 +138,15 @@ class LLM:
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
+    def _text_after(self, before: list[int], completion: Completion) -> str:
+        """Returns how a text goes on: a decoder may drop a space before its first token.
+
+        What is cut inside a character ends before it.
+        """
+        start = len(self.decode(before).rstrip(REPLACEMENT))
+        text = self.decode([*before, *completion.token_ids])[start:]
+        return text.rstrip(REPLACEMENT) if completion.finish_reason == "length" else text
+
     def _new_id(self) -> str:
         return f"prompt-{next(self._request_ids)}"
 
@@ -140,7 +156,8 @@ class LLM:
         prompt: str | list[int],
         params: SamplingParams,
         answers: "deque[TokenOutput | Failed]",
-    ) -> None:
+    ) -> list[int]:
+        """Returns the prompt's tokens."""
         params = checked(params)
         with self._lock:
             self._abort_closed()
@@ -148,6 +165,7 @@ class LLM:
             self._check_room(len(token_ids), params)
             self._answers[request_id] = answers
             self.core.add(Generate(request_id=request_id, prompt_token_ids=token_ids, params=params))
+        return token_ids
 
     def _check_room(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """As the server does: the engine would end the text where the context ends."""

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from truedraft.engine.commands.options import command_options
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
-from truedraft.engine.llm import LLM, Completion
+from truedraft.engine.llm import LLM, REPLACEMENT, TEXT_BEFORE, Completion
 from truedraft.engine.messages import SamplingParams, TokenOutput
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.terminal import console, printable, stages, table
@@ -57,25 +57,28 @@ class Run:
 
 
 # What an incomplete character is decoded to.
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Printer:
     """Writes tokens as text as soon as they form whole characters; raw where there is no terminal."""
 
-    def __init__(self, tokenizer: Any, out: Console) -> None:
+    def __init__(self, tokenizer: Any, out: Console, prompt: str = "") -> None:
         self.tokenizer = tokenizer.backend_tokenizer
-        self.token_ids: list[int] = []
-        self.num_printed = 0  # characters
+        # A decoder may drop a space before the first token of a text, which goes on with the prompt's.
+        self.token_ids = list(self.tokenizer.encode(prompt).ids[-TEXT_BEFORE:])
+        self.num_printed = len(self._text().rstrip(REPLACEMENT))  # characters
         self.out = out
 
     def write(self, output: TokenOutput) -> None:
         for token_id, colour in zip(output.token_ids, _colours(output), strict=True):
             self.token_ids.append(token_id)
-            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+            text = self._text()
             if not text.endswith(REPLACEMENT):  # else the rest of a character is still to come
                 self.print(text[self.num_printed :], colour)
                 self.num_printed = len(text)
+
+    def _text(self) -> str:
+        return str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
 
     def print(self, text: str, style: str = "") -> None:
         if self.out.is_terminal:
@@ -121,7 +124,7 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
         origins=True,
     )
     out = console()
-    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, out))
+    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, out, settings.prompt))
     _print_acceptance(first.completion, llm, out)
     if not settings.compare:
         return

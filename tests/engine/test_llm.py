@@ -4,15 +4,19 @@ import gc
 import signal
 import threading
 from collections.abc import Iterator
+from copy import copy
 from itertools import zip_longest
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 
-from truedraft import LLM, RequestError, SamplingParams
+from tests.server.test_text_stream import BYTE_IDS, TOKENIZERS
+from truedraft import LLM, Completion, RequestError, SamplingParams
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.ranges import BIASES, MAX_STOP_TOKENS, RANGES, checked
+from truedraft.engine.messages import FinishReason
 from truedraft.server.schemas import common
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.common import SpeculationOptions
@@ -243,3 +247,15 @@ def test_every_number_has_a_range() -> None:
         bias["additionalProperties"]["maximum"],
     )
     assert MAX_STOP_TOKENS == common.MAX_STOP_TOKENS
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "stop"])
+def test_a_text_goes_on_with_its_prompt(llm: LLM, finish_reason: FinishReason) -> None:
+    """SentencePiece's decoder drops the space before the first word; a cut character is left out."""
+    fast = TOKENIZERS["bpe"]._fast
+    other = copy(llm)
+    other.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: fast.decode(ids))
+    completion = Completion([2, BYTE_IDS[0xE2], BYTE_IDS[0x82]], finish_reason=finish_reason)
+    end = "" if finish_reason == "length" else "\ufffd\ufffd"
+    assert other._text_after([3], completion) == f" the{end}"
+    assert other._text_after([], completion) == f"the{end}"
