@@ -3,6 +3,7 @@
 Asked once both models are loaded, so that what they take is gone already.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -42,12 +43,27 @@ def free_memory(device: torch.device) -> int:
     return min(limits, default=4 << 30)
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes that ``device`` has, or the container may use of it; None if that cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    limits = [_in_machine("MemTotal:")]
+    for limit, _ in CONTAINER_FILES:
+        with suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int(Path(limit).read_text()))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _free_in_machine() -> int | None:
     """Linux: what can be had without swapping, file caches included."""
+    return _in_machine("MemAvailable:")
+
+
+def _in_machine(name: str) -> int | None:
     if not MEMORY_FILE.exists():
         return None
     for line in MEMORY_FILE.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(name):
             return int(line.split()[1]) * 1024
     return None
 
