@@ -26,6 +26,7 @@ from truedraft.engine.models.checkpoint import has_file, stage
 from truedraft.engine.models.decoder_only import DecoderModel
 from truedraft.engine.models.encoder_decoder import check_served
 from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.layer_probe import NOT_REPLACEABLE
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.text_part import (
     PLAIN_INSIDE,
@@ -103,8 +104,13 @@ def plain_skeleton(config: Any, dtype: torch.dtype) -> Any:
 
 def skeleton(module_class: Any, config: Any, dtype: torch.dtype, attention: str = "eager") -> Any:
     """A module without weights, on the meta device."""
-    with torch.device("meta"):
-        module = module_class._from_config(config, dtype=dtype, attn_implementation=attention)
+    try:
+        with torch.device("meta"):
+            module = module_class._from_config(config, dtype=dtype, attn_implementation=attention)
+    except KeyError as error:
+        if error.args != (attention,):
+            raise
+        raise ModelLoadError(NOT_REPLACEABLE.format(config.model_type)) from error
     return module.eval().requires_grad_(False)
 
 
