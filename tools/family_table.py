@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -37,10 +36,13 @@ from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.block_pool import BlockTable
 from truedraft.engine.messages import Generate, SamplingParams
+from truedraft.engine.models.architecture import read_architecture
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.loader import check_without_weights
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
 
 ROOT = Path(__file__).parent.parent
 PAGE, RECORD = ROOT / "docs" / "models.md", ROOT / "tools" / "family_table.json"
@@ -90,14 +92,22 @@ THREE_DIMENSIONS = {
     "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 }
 MORE: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen2_vl": THREE_DIMENSIONS,
-    "qwen2_5_vl": THREE_DIMENSIONS,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
     "qwen2_5_omni_thinker": THREE_DIMENSIONS,
+    "qwen2_5_vl": THREE_DIMENSIONS,
+    "qwen2_vl": THREE_DIMENSIONS,
+    "reformer": {"is_decoder": True},
 }
 
 
 def model_types() -> list[str]:
+    """Every type that writes text, multimodal ones among them."""
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
 
 
@@ -167,31 +177,29 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(model_type: str) -> Outcome:
-    """What becomes of a tiny checkpoint of that type."""
-    config = tiny_config(model_type)
-    inner = config.get_text_config(decoder=True).model_type
-    text = "" if inner == model_type else inner
+    """What becomes of a checkpoint of that type: refused from the default config, or a tiny one's fate."""
+    text = ""
     with TemporaryDirectory() as folder:
         try:
-            expected, reason = save(config, folder)
-            how, why = served(folder, expected, reason)
+            config = tiny_config(model_type) if model_type in MORE else CONFIG_MAPPING[model_type]()
+            inner = config.get_text_config(decoder=True).model_type
+            text = "" if inner == model_type else inner
+            config.save_pretrained(folder)
+            check_without_weights(read_architecture(folder, LoadOptions()), LoadOptions())
+            expected, reason = save(tiny_config(model_type), folder)
+            return Outcome(*served(folder, expected, reason), text)
         except ModelLoadError as error:
-            how, why = "refused", str(error).replace(folder, "the checkpoint")
-        return Outcome(how, why, text)
+            why = str(error).replace(folder, "the checkpoint")
+            return Outcome("failed" if why.startswith("cannot load") else "refused", why, text)
 
 
 @torch.inference_mode()
 def save(config: Any, folder: str) -> tuple[torch.Tensor | None, str]:
     """Saves a random model; returns its logits of the text [tokens, vocabulary], or why it has none."""
+    mappings: Any = (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
     if config.is_encoder_decoder:
-        model = _random(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, config)
-        if model is None:
-            config.save_pretrained(folder)
-            save_file({}, Path(folder, "model.safetensors"))
-            return None, ""
-    else:
-        mappings = MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
-        model = next(found for each in mappings if (found := _random(each, config)) is not None)
+        mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,)
+    model = _random(next(mapping[type(config)] for mapping in mappings if type(config) in mapping), config)
     model.save_pretrained(folder)
     if config.is_encoder_decoder:
         return None, ""
@@ -201,11 +209,9 @@ def save(config: Any, folder: str) -> tuple[torch.Tensor | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _random(mapping: Any, config: Any) -> Any:
-    if type(config) not in mapping:
-        return None
+def _random(model_class: Any, config: Any) -> Any:
     torch.manual_seed(1)
-    model = mapping[type(config)]._from_config(config, attn_implementation="eager")
+    model = model_class._from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms, biases and sinks start as constants; trained ones are not
             parameter.add_(torch.randn_like(parameter) * STD)

@@ -4,6 +4,7 @@ The module is built without weights, on torch's meta device, and its layers are 
 cannot be replaced, recurrent states and masks that are not causal are refused within a second.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -38,6 +39,19 @@ from truedraft.engine.models.text_part import (
 from truedraft.engine.models.weights import Checkpoint
 
 GENERATION_CONFIG = "generation_config.json"
+# What config.json may say of sizes; 1 is the least.
+LARGEST = {
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "n_routed_experts": 1 << 16,
+    "hidden_size": 1 << 24,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 31,
+    "max_position_embeddings": 1 << 40,
+}
 # Bytes of a weight in memory at the least, by the setting ``quantize``.
 SMALLEST = {"int8": 1.0, "int4": 0.5}
 
@@ -122,7 +136,18 @@ def read_architecture(path: str, options: LoadOptions) -> Architecture:
         if has_own_code:
             auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             return Architecture(path, config, auto_class, has_own_code)
+        _check_sizes(path, config.get_text_config(decoder=True))
         return Architecture(path, config, _module_class(path, config))
+
+
+def _check_sizes(path: str, config: Any) -> None:
+    """``ModelLoadError`` for numbers that no model has: layers without number would be built for ever."""
+    for name, largest in LARGEST.items():
+        value = None
+        with suppress(ValueError):  # where every layer has a value of its own
+            value = getattr(config, name, None)
+        if isinstance(value, int) and not 1 <= value <= largest:
+            raise ModelLoadError(f"{path} cannot be loaded: its config.json has {name} {value}")
 
 
 def _module_class(path: str, config: Any) -> Any:

@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    StrictDataclassError,
 )
 from safetensors import SafetensorError
 from transformers.utils import cached_file
@@ -24,6 +25,8 @@ from truedraft.engine.models.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 WEIGHTS = ("*.safetensors", "*.bin")
+# Errors whose messages are for users.
+SPOKEN = (KeyError, OSError, RuntimeError, StrictDataclassError, ValueError)
 # Files that git-lfs leaves as pointers where it has not downloaded them, and how a pointer begins.
 LARGE_FILES, POINTER = (*WEIGHTS, "*.json", "*.model"), b"version https://git-lfs.github.com/spec/"
 
@@ -119,6 +122,10 @@ def explain(path: str, error: BaseException, what: str = "") -> str:
         if isinstance(cause, SafetensorError):
             return f"the weights in {path} are damaged or cut off: {cause}"
     text = str(error)
+    if isinstance(error, StrictDataclassError):
+        text = text.rpartition("Error: ")[2]
+    if isinstance(error, KeyError):
+        text = f"{text} is not known"
     if "trust_remote_code" in text:
         return (
             f"{path} brings its own code, which is not run unless you ask for it: read it, "
@@ -127,8 +134,8 @@ def explain(path: str, error: BaseException, what: str = "") -> str:
     if isinstance(error, ImportError):
         return f"{path} needs a package that is not installed: {_one_line(text)}"
     place = f"{path} ({what})" if what else path
-    # Messages of other errors are for programmers, and mean little without the error's name.
-    name = "" if text and isinstance(error, OSError | ValueError | RuntimeError) else type(error).__name__
+    # Messages of other errors mean little without the error's name.
+    name = "" if text and isinstance(error, SPOKEN) else type(error).__name__
     return f"cannot load {place}: {': '.join(part for part in (name, _one_line(text)) if part)}"
 
 

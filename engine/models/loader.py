@@ -117,7 +117,7 @@ def _load_found(found: Architecture, options: LoadOptions) -> Model:
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(found.path))
     if not found.has_own_code:
-        _check_without_weights(found, options)
+        check_memory(found.path, check_without_weights(found, options), options)
     model = load_decoder(found, options)
     # Families of encoder-decoder models are known by name; what they share with generate() is tested.
     if not isinstance(model, DecoderModel):
@@ -129,13 +129,13 @@ def _load_found(found: Architecture, options: LoadOptions) -> Model:
     return model
 
 
-def _check_without_weights(found: Architecture, options: LoadOptions) -> None:
-    """Refuses from the config what no weights could change."""
+def check_without_weights(found: Architecture, options: LoadOptions) -> Any:
+    """Refuses from the config what no weights could change; returns the module without weights."""
     with stage(found.path, "config.json"):
         module = found.skeleton(options.dtype, found.attention(ATTENTION_NAME))
-    check_memory(found.path, module, options)
     if not found.is_encoder_decoder:
         check_layers(module)
+    return module
 
 
 def load_rounding(path: str, options: LoadOptions) -> Llama | None:
