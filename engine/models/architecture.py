@@ -69,9 +69,14 @@ class Architecture:
     def is_encoder_decoder(self) -> bool:
         return bool(self.config.is_encoder_decoder)
 
-    def attention(self, name: str) -> str:
-        """The attention implementation ``name``, as an encoder-decoder model calls ours."""
-        return cross_attention.ATTENTION_NAME if self.is_encoder_decoder and name == ATTENTION_NAME else name
+    def attention(self, name: str) -> str | dict[str, str]:
+        """The attention implementation ``name`` for this model's text."""
+        if self.is_encoder_decoder and name == ATTENTION_NAME:
+            return cross_attention.ATTENTION_NAME
+        if self.has_own_code or not is_multimodal(self.config):
+            return name
+        others = (part for part in self.config.sub_configs if part != "text_config")
+        return {"": name, "text_config": name} | dict.fromkeys(others, "eager")
 
     @cached_property
     def fused_config(self) -> Any:
@@ -101,7 +106,7 @@ class Architecture:
 
     def skeleton(self, dtype: torch.dtype, attention: str = "eager") -> Any:
         """The module on the meta device."""
-        return skeleton(self.module_class, self.config, dtype, attention)
+        return skeleton(self.module_class, self.config, dtype, self.attention(attention))
 
     def generation_config(self) -> Any:
         """That of the checkpoint; what config.json says of generation where there is no such file."""
@@ -116,13 +121,15 @@ def plain_skeleton(config: Any, dtype: torch.dtype) -> Any:
     return skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, dtype)
 
 
-def skeleton(module_class: Any, config: Any, dtype: torch.dtype, attention: str = "eager") -> Any:
+def skeleton(
+    module_class: Any, config: Any, dtype: torch.dtype, attention: str | dict[str, str] = "eager"
+) -> Any:
     """A module without weights, on the meta device."""
     try:
         with torch.device("meta"):
             module = module_class._from_config(config, dtype=dtype, attn_implementation=attention)
     except KeyError as error:
-        if error.args != (attention,):
+        if error.args != (ATTENTION_NAME,):
             raise
         raise ModelLoadError(NOT_REPLACEABLE.format(config.model_type)) from error
     return module.eval().requires_grad_(False)

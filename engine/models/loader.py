@@ -117,7 +117,7 @@ def _load_found(found: Architecture, options: LoadOptions) -> Model:
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(found.path))
     if not found.has_own_code:
-        check_memory(found.path, check_without_weights(found, options), options)
+        check_memory(found.path, _check_without_weights(found, options), options)
     model = load_decoder(found, options)
     # Families of encoder-decoder models are known by name; what they share with generate() is tested.
     if not isinstance(model, DecoderModel):
@@ -129,10 +129,17 @@ def _load_found(found: Architecture, options: LoadOptions) -> Model:
     return model
 
 
-def check_without_weights(found: Architecture, options: LoadOptions) -> Any:
+def check_config(path: str, options: LoadOptions) -> None:
+    """``ModelLoadError`` if config.json alone, without weights, tells that the model cannot be served."""
+    found = read_architecture(path, options)
+    if _fused_skeleton(found, options) is None:
+        _check_without_weights(found, options)
+
+
+def _check_without_weights(found: Architecture, options: LoadOptions) -> Any:
     """Refuses from the config what no weights could change; returns the module without weights."""
     with stage(found.path, "config.json"):
-        module = found.skeleton(options.dtype, found.attention(ATTENTION_NAME))
+        module = found.skeleton(options.dtype, ATTENTION_NAME)
     if not found.is_encoder_decoder:
         check_layers(module)
     return module
