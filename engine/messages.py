@@ -117,6 +117,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     method: Method  # who drafts unless a request says otherwise
     default_sampling: dict[str, float] = {}  # what the model's generation config recommends, by its names
     encoder_decoder: EncoderDecoderLengths | None = None
+    forward: str = ""  # what computes the target's layers, in words
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -85,25 +85,56 @@ LAYERS = (
     "depth",
 )
 WINDOWS = ("sliding_window", "attention_chunk_size")
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
 # What a type needs beyond that, by the path of the field.
 THREE_DIMENSIONS = {
     "text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 }
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+BY_KIND = {"full_attention": PLAIN, "sliding_attention": PLAIN}
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "beam": {"rope_parameters": BY_KIND},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "cohere_compass": {"text_config.rope_parameters": BY_KIND},
+    "cohere_compass_text": {"rope_parameters": BY_KIND},
+    "dbrx": {"attn_config.rope_theta": 1e4},
+    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma": {
+        "text_config.num_experts": 4,
+        "text_config.top_k_experts": 2,
+        "text_config.moe_intermediate_size": 24,
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": {"text_config.num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "ernie4_5_vl_moe": THREE_DIMENSIONS,
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
+    "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0},
+    "glm46v": THREE_DIMENSIONS,
+    "glm4v": THREE_DIMENSIONS,
+    "glm4v_moe": THREE_DIMENSIONS,
+    "glm_ocr": THREE_DIMENSIONS,
+    "glmga": THREE_DIMENSIONS,
+    "granite4_vision": {"deepstack_layer_map": []},
+    "granite_docling": {"vision_config.out_hidden_size": 32},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_vl": {"text_config.head_dim": 16},
+    "inkling2": {"vision_config.text_hidden_size": 32},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": 16},
+    "mistral_large4": {"text_config.kv_source_layers": [0, 1]},
+    "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
+    "muse_spark": {"audio_config.out_hidden_size": 32},
     "nemotron": {"num_key_value_heads": 2},
+    "paddleocr_vl": THREE_DIMENSIONS,
     "qwen2_5_omni_thinker": THREE_DIMENSIONS,
     "qwen2_5_vl": THREE_DIMENSIONS,
     "qwen2_vl": THREE_DIMENSIONS,
-    "reformer": {"is_decoder": True},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
 }
 
 
@@ -116,6 +147,7 @@ TITLES = {
     "fused": "served by the fused forward",
     "layers": "served by transformers' layers over our cache",
     "encoder-decoder": "served as [encoder-decoders](encoder-decoder.md)",
+    "untried": "not tried: transformers' defaults make no model, small or not",
 }
 
 
@@ -182,16 +214,30 @@ def outcome(model_type: str) -> Outcome:
     text = ""
     with TemporaryDirectory() as folder:
         try:
-            config = tiny_config(model_type) if model_type in MORE else CONFIG_MAPPING[model_type]()
+            config = CONFIG_MAPPING[model_type]()
             inner = config.get_text_config(decoder=True).model_type
             text = "" if inner == model_type else inner
-            config.save_pretrained(folder)
-            check_config(folder, LoadOptions())
+            if model_type not in MORE:  # else transformers' defaults are not complete
+                config.save_pretrained(folder)
+                check_config(folder, LoadOptions())
+        except ModelLoadError as error:
+            if not str(error).startswith("cannot load"):
+                return _refused(error, folder, text)
+        except ValueError:
+            pass  # defaults that are none: the tiny config has better ones
+    with TemporaryDirectory() as folder:
+        try:
             expected, reason = save(tiny_config(model_type), folder)
+        except Exception as error:
+            return Outcome("untried", f"{type(error).__name__}: {' '.join(str(error).split())}", text)
+        try:
             return Outcome(*served(folder, expected, reason), text)
         except ModelLoadError as error:
-            why = str(error).replace(folder, "the checkpoint")
-            return Outcome("failed" if why.startswith("cannot load") else "refused", why, text)
+            return _refused(error, folder, text)
+
+
+def _refused(error: ModelLoadError, folder: str, text: str) -> Outcome:
+    return Outcome("refused", str(error).replace(folder, "the checkpoint"), text)
 
 
 @torch.inference_mode()

@@ -48,6 +48,7 @@ class Model(ABC):
     rules: GenerationRules = NO_RULES
     is_native = False  # whether layers are kernels in C: they need no padding, few threads pay
     has_taps = False
+    way = "transformers' layers"  # what computes the layers, in words
 
     def __init__(self, facts: ModelFacts, layers: list[LayerShape], vocab_size: int | None = None) -> None:
         self.config = facts.config

@@ -125,7 +125,7 @@ def explain(path: str, error: BaseException, what: str = "") -> str:
     if isinstance(error, StrictDataclassError):
         text = text.rpartition("Error: ")[2]
     if isinstance(error, KeyError):
-        text = f"{text} is not known"
+        text = f"{text} is missing or not known"
     if "trust_remote_code" in text:
         return (
             f"{path} brings its own code, which is not run unless you ask for it: read it, "

@@ -26,8 +26,9 @@ def default_sampling(generation_config: Any) -> dict[str, float]:
     for name, value in given.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and FIELDS[name](value)):
+            wrong = "out of range" if is_number else "no number"
             raise ModelLoadError(
-                f"the model's generation_config.json has {name} {value!r}, which is no number in its range: "
-                "correct it, or set generation_config to none"
+                f"the model's generation_config.json has {name} {value!r}, which is {wrong}: correct it, "
+                "or set generation_config to none"
             )
     return {name: value for name, value in given.items() if value is not None}

@@ -116,6 +116,8 @@ def _load_found(found: Architecture, options: LoadOptions) -> Model:
                 return llama
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(found.path))
+    if decoder is not None:
+        logger.warning("%s is served by transformers' layers, not by the fused ones: slower", found.path)
     if not found.has_own_code:
         check_memory(found.path, _check_without_weights(found, options), options)
     model = load_decoder(found, options)

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
+from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.weights import Checkpoint
 
 # Decoders that have a name of their own only because their positions may be those of an image, in three
@@ -61,7 +62,11 @@ def text_only(config: Any) -> type:
     def init(self: Any, config: Any, *others: Any, **more: Any) -> None:
         whole.__init__(self, config, *others, **more)
         decoder, head = self.get_decoder(), self.get_output_embeddings()
-        if decoder is self or head is None:
+        if head is None:
+            raise ModelLoadError(
+                f"{config.model_type} models cannot be served: their text has no output layer in transformers"
+            )
+        if decoder is self:
             return
         removed = sorted(_remove_others(self, {decoder, head}, ""))
         self._keys_to_ignore_on_load_unexpected |= set(removed)
