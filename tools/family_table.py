@@ -93,47 +93,68 @@ THREE_DIMENSIONS = {
 }
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 BY_KIND = {"full_attention": PLAIN, "sliding_attention": PLAIN}
+# Later layers use the keys and values of earlier ones.
+SHARED = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+# Compressed keys and values are those of all heads.
+OF_ALL_HEADS = {"num_key_value_heads": 4, "head_dim": 8}
 MORE: dict[str, dict[str, Any]] = {
+    "axk1": OF_ALL_HEADS,
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "beam": {"rope_parameters": BY_KIND},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "cohere_compass": {"text_config.rope_parameters": BY_KIND},
     "cohere_compass_text": {"rope_parameters": BY_KIND},
-    "dbrx": {"attn_config.rope_theta": 1e4},
-    "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"]},
+    "dbrx": {"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8},
+    "deepseek_ocr2": {
+        "text_config.mlp_layer_types": ["dense", "sparse"],
+        "text_config.num_experts_per_tok": 2,
+    },
+    "deepseek_v2": {**OF_ALL_HEADS, "num_experts_per_tok": 2, "n_routed_experts": 4, "topk_method": "greedy"},
+    "deepseek_v3": OF_ALL_HEADS,
     "diffusion_gemma": {
         "text_config.num_experts": 4,
         "text_config.top_k_experts": 2,
         "text_config.moe_intermediate_size": 24,
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note": {"text_config.num_key_value_heads": 4},
-    "dots3_note_text": {"num_key_value_heads": 4},
     "ernie4_5_vl_moe": THREE_DIMENSIONS,
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
-    "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0},
+    "gemma3n_text": {**SHARED, "intermediate_size": 48, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": {**SHARED, "per_layer_config": {}},
     "glm46v": THREE_DIMENSIONS,
     "glm4v": THREE_DIMENSIONS,
     "glm4v_moe": THREE_DIMENSIONS,
+    "glm4_moe_lite": OF_ALL_HEADS,
     "glm_ocr": THREE_DIMENSIONS,
     "glmga": THREE_DIMENSIONS,
-    "granite4_vision": {"deepstack_layer_map": []},
     "granite_docling": {"vision_config.out_hidden_size": 32},
+    "gemma4_unified": {"text_config.per_layer_config": {}},
+    "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "hunyuan_vl": {"text_config.head_dim": 16},
     "inkling2": {"vision_config.text_hidden_size": 32},
+    "kimi_k25": {"text_config.num_key_value_heads": 4, "text_config.head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {**OF_ALL_HEADS, "qk_head_dim": 16},
+    "minicpm3": OF_ALL_HEADS,
     "ministral": {"head_dim": 16},
+    "mistral4": OF_ALL_HEADS,
     "mistral_large4": {"text_config.kv_source_layers": [0, 1]},
     "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
     "muse_spark": {"audio_config.out_hidden_size": 32},
     "nemotron": {"num_key_value_heads": 2},
-    "paddleocr_vl": THREE_DIMENSIONS,
+    "paddleocr_vl": {"text_config.rope_parameters": {**PLAIN, "mrope_section": [2, 2, 4]}},
     "qwen2_5_omni_thinker": THREE_DIMENSIONS,
     "qwen2_5_vl": THREE_DIMENSIONS,
     "qwen2_vl": THREE_DIMENSIONS,
+    "step3p7": {"text_config.sliding_window": WINDOW},
+    "youtu": OF_ALL_HEADS,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
 }
 
@@ -211,33 +232,43 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
 
 def outcome(model_type: str) -> Outcome:
     """What becomes of a checkpoint of that type: refused from the default config, or a tiny one's fate."""
-    text = ""
-    with TemporaryDirectory() as folder:
-        try:
-            config = CONFIG_MAPPING[model_type]()
-            inner = config.get_text_config(decoder=True).model_type
-            text = "" if inner == model_type else inner
-            if model_type not in MORE:  # else transformers' defaults are not complete
-                config.save_pretrained(folder)
+    if (default := _default_config(model_type)) is not None:
+        with TemporaryDirectory() as folder:
+            default.save_pretrained(folder)
+            try:
                 check_config(folder, LoadOptions())
-        except ModelLoadError as error:
-            if not str(error).startswith("cannot load"):
-                return _refused(error, folder, text)
-        except ValueError:
-            pass  # defaults that are none: the tiny config has better ones
+            except ModelLoadError as error:
+                if not str(error).startswith("cannot load"):  # transformers' own defaults, then
+                    return _refused(error, folder, default)
     with TemporaryDirectory() as folder:
         try:
-            expected, reason = save(tiny_config(model_type), folder)
+            config = tiny_config(model_type)
+            expected, reason = save(config, folder)
         except Exception as error:
-            return Outcome("untried", f"{type(error).__name__}: {' '.join(str(error).split())}", text)
+            return Outcome("untried", f"{type(error).__name__}: {' '.join(str(error).split())}")
+        if reason:
+            return Outcome("untried", f"transformers itself fails: {reason}", _text_type(config))
         try:
-            return Outcome(*served(folder, expected, reason), text)
+            return Outcome(*served(folder, expected), _text_type(config))
         except ModelLoadError as error:
-            return _refused(error, folder, text)
+            return _refused(error, folder, config)
 
 
-def _refused(error: ModelLoadError, folder: str, text: str) -> Outcome:
-    return Outcome("refused", str(error).replace(folder, "the checkpoint"), text)
+def _default_config(model_type: str) -> Any:
+    """None where transformers' defaults make no model."""
+    try:
+        return None if model_type in MORE else CONFIG_MAPPING[model_type]()
+    except Exception:
+        return None
+
+
+def _refused(error: ModelLoadError, folder: str, config: Any) -> Outcome:
+    return Outcome("refused", str(error).replace(folder, "the checkpoint"), _text_type(config))
+
+
+def _text_type(config: Any) -> str:
+    inner = str(config.get_text_config(decoder=True).model_type)
+    return "" if inner == config.model_type else inner
 
 
 @torch.inference_mode()
@@ -265,7 +296,7 @@ def _random(model_class: Any, config: Any) -> Any:
     return model.float().eval()
 
 
-def served(folder: str, expected: torch.Tensor | None, reason: str) -> tuple[str, str]:
+def served(folder: str, expected: torch.Tensor | None) -> tuple[str, str]:
     """How the engine serves the checkpoint in ``folder``; ``ModelLoadError`` if it refuses it."""
     core = build_engine(
         EngineConfig(
@@ -282,10 +313,8 @@ def served(folder: str, expected: torch.Tensor | None, reason: str) -> tuple[str
     while core.has_work:
         core.step()
     model = core.target.model
-    if model.has_encoder:
-        return "encoder-decoder", ""
     if expected is None:
-        return "failed", f"served, though transformers itself says {reason}"
+        return "encoder-decoder", ""
     deviation = float((logits(model) - expected).abs().max() / expected.abs().max())
     if not deviation <= TOLERANCE:
         return "failed", f"its logits deviate by {deviation:.1e} from transformers'"

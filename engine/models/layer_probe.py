@@ -85,6 +85,8 @@ def probe_layers(model: Any, forward: Callable[[LayerProbe], Any]) -> list[Layer
     num_layers = int(model.config.get_text_config().num_hidden_layers)
     if not probe.layers:
         raise ModelLoadError(NOT_REPLACEABLE.format(model_type))
+    # Models that run their layers several times count every time.
+    num_layers = max(num_layers, len(probe.layers))
     if sorted(probe.layers) != list(range(num_layers)):
         others = f"{num_layers - len(probe.layers)} of their {num_layers} layers"
         raise ModelLoadError(STATEFUL.format(model_type, others))

@@ -80,10 +80,7 @@ def text_only(config: Any) -> type:
 
 
 def _remove_others(module: nn.Module, kept: set[nn.Module], prefix: str) -> Iterator[str]:
-    """Removes all parameters below ``module`` that are not in ``kept``; yields patterns of their names."""
-    for name in list(module._parameters):
-        delattr(module, name)
-        yield f"^{prefix}{name}$"
+    """Removes modules below ``module`` that are not in ``kept``; yields patterns of their tensors' names."""
     for name, child in list(module.named_children()):
         if child in kept:
             continue
@@ -128,7 +125,7 @@ class TextCheckpoint(Checkpoint):
             name, converted = rename_source_key(stored, renamings, converters, part.base_model_prefix, own)
             if name in ordinary and converted is not None:
                 return None
-            if not unread.search(name):
+            if name in ordinary or not (name in own or unread.search(name)):
                 names[ordinary.get(name, name)] = stored
         return cls(source, names)
 
