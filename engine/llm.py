@@ -22,6 +22,7 @@ from truedraft.engine.messages import (
     TokenLogprob,
     TokenOutput,
 )
+from truedraft.engine.models.errors import ModelLoadError
 
 
 @dataclass
@@ -67,7 +68,10 @@ class LLM:
     def __init__(self, **config: Any) -> None:
         self.config = EngineConfig(**config)
         self.core = build_engine(self.config)
-        self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
+        try:
+            self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(str(error)) from error
         self._request_ids = count()
 
     def generate(

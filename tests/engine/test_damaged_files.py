@@ -132,6 +132,19 @@ def test_the_library_says_the_same(copy: Path) -> None:
         LLM(target=str(copy), draft="none")
 
 
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"model": 1}', '{"version": "1.0", "model": {"type": "BPE"}}']
+)
+def test_damaged_tokenizers(models: Models, copy: Path, content: str) -> None:
+    """They are not taken for none at all, with which a draft's ids would be taken for the target's."""
+    (copy / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelLoadError, match="has no tokenizer that can be loaded") as refused:
+        LLM(target=str(copy), draft="none", device="cpu")
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ModelLoadError, match="has no tokenizer that can be loaded"):
+        make_engine(models.target, str(copy))
+
+
 def test_errors_of_our_own_are_raised(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the fused reader is no reason to serve another way in silence."""
 
