@@ -1,7 +1,7 @@
 """Every text-generation model that transformers knows, tried with a tiny config: served how, or refused why.
 
     python -m tools.family_table            # tries all, in minutes; writes docs/models.md and the record
-    python -m tools.family_table gemma3     # tries some and prints what came out
+    python -m tools.family_table gemma3     # tries some and writes those anew
 
 A type is built from transformers' own default config, made small, with random weights, and saved as a
 checkpoint. The engine loads it as any other. Its logits of a text must be those of transformers' whole model:
@@ -11,6 +11,7 @@ of a multimodal one those without images. Types run in processes of their own, w
 import argparse
 import json
 import multiprocessing
+import re
 import sys
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -103,6 +104,7 @@ SHARED = {
 OF_ALL_HEADS = {"num_key_value_heads": 4, "head_dim": 8}
 MORE: dict[str, dict[str, Any]] = {
     "axk1": OF_ALL_HEADS,
+    "axk2": OF_ALL_HEADS,
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "beam": {"rope_parameters": BY_KIND},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
@@ -115,6 +117,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**OF_ALL_HEADS, "num_experts_per_tok": 2, "n_routed_experts": 4, "topk_method": "greedy"},
     "deepseek_v3": OF_ALL_HEADS,
+    "deepseek_v32": OF_ALL_HEADS,
     "diffusion_gemma": {
         "text_config.num_experts": 4,
         "text_config.top_k_experts": 2,
@@ -127,8 +130,9 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma4_text": {**SHARED, "per_layer_config": {}},
     "glm46v": THREE_DIMENSIONS,
     "glm4v": THREE_DIMENSIONS,
-    "glm4v_moe": THREE_DIMENSIONS,
+    "glm4v_moe": {"text_config.rope_parameters": {**PLAIN, "mrope_section": [1, 1, 0]}},
     "glm4_moe_lite": OF_ALL_HEADS,
+    "glm_moe_dsa": OF_ALL_HEADS,
     "glm_ocr": THREE_DIMENSIONS,
     "glmga": THREE_DIMENSIONS,
     "granite_docling": {"vision_config.out_hidden_size": 32},
@@ -136,7 +140,10 @@ MORE: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
-    "hunyuan_vl": {"text_config.head_dim": 16},
+    "hunyuan_vl": {
+        "text_config.head_dim": 16,
+        "text_config.rope_parameters": {**PLAIN, "xdrope_section": [2, 2, 2, 2]},
+    },
     "inkling2": {"vision_config.text_hidden_size": 32},
     "kimi_k25": {"text_config.num_key_value_heads": 4, "text_config.head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -144,8 +151,12 @@ MORE: dict[str, dict[str, Any]] = {
     "longcat_flash": {**OF_ALL_HEADS, "qk_head_dim": 16},
     "minicpm3": OF_ALL_HEADS,
     "ministral": {"head_dim": 16},
-    "mistral4": OF_ALL_HEADS,
-    "mistral_large4": {"text_config.kv_source_layers": [0, 1]},
+    "mistral4": {"num_key_value_heads": 4},
+    "mistral_large4": {
+        "text_config.num_key_value_heads": 4,
+        "text_config.head_dim": 8,
+        "text_config.kv_source_layers": [0, 1],
+    },
     "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
     "muse_spark": {"audio_config.out_hidden_size": 32},
     "nemotron": {"num_key_value_heads": 2},
@@ -155,6 +166,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2_vl": THREE_DIMENSIONS,
     "step3p7": {"text_config.sliding_window": WINDOW},
     "youtu": OF_ALL_HEADS,
+    "unlimited_ocr": {"text_config.num_key_value_heads": 4},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
 }
 
@@ -263,7 +275,8 @@ def _default_config(model_type: str) -> Any:
 
 
 def _refused(error: ModelLoadError, folder: str, config: Any) -> Outcome:
-    return Outcome("refused", str(error).replace(folder, "the checkpoint"), _text_type(config))
+    why = re.sub(r"[\d.]+%", "N %", str(error).replace(folder, "the checkpoint"))
+    return Outcome("refused", why, _text_type(config))
 
 
 def _text_type(config: Any) -> str:
@@ -392,7 +405,7 @@ def recorded() -> dict[str, Outcome]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Try every text-generation model that transformers knows.")
-    parser.add_argument("model_types", nargs="*", help="only these, and nothing is written")
+    parser.add_argument("model_types", nargs="*", help="only these; default: all")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something has changed")
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
@@ -407,10 +420,11 @@ def main() -> int:
         changed = [name for name, each in outcomes.items() if each != recorded().get(name)]
         print(f"changed: {', '.join(changed) or 'nothing'}")
         return bool(changed or failed)
-    if not args.model_types:
-        record = {name: asdict(each) for name, each in outcomes.items()}
-        RECORD.write_text(json.dumps(record, indent=0) + "\n")
-        PAGE.write_text(page(PAGE.read_text(), outcomes))
+    if args.model_types:
+        outcomes = dict(sorted((recorded() | outcomes).items()))
+    record = {name: asdict(each) for name, each in outcomes.items()}
+    RECORD.write_text(json.dumps(record, indent=0) + "\n")
+    PAGE.write_text(page(PAGE.read_text(), outcomes))
     return bool(failed)
 
 

@@ -132,7 +132,7 @@ def explain(path: str, error: BaseException, what: str = "") -> str:
             "then set trust_remote_code"
         )
     if isinstance(error, ImportError):
-        return f"{path} needs a package that is not installed: {_one_line(text)}"
+        return f"{path} needs a package that is not installed: {_one_line(text.partition('. ')[0])}"
     place = f"{path} ({what})" if what else path
     # Messages of other errors mean little without the error's name.
     name = "" if text and isinstance(error, SPOKEN) else type(error).__name__
