@@ -151,7 +151,7 @@ def _check_sizes(path: str, config: Any) -> None:
     """``ModelLoadError`` for numbers that no model has: layers without number would be built for ever."""
     for name, largest in LARGEST.items():
         value = None
-        with suppress(ValueError):  # where every layer has a value of its own
+        with suppress(RuntimeError):  # where every layer has a value of its own
             value = getattr(config, name, None)
         if isinstance(value, int) and not 1 <= value <= largest:
             raise ModelLoadError(f"{path} cannot be loaded: its config.json has {name} {value}")
