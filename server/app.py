@@ -95,7 +95,8 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-truedraft-ignored", "retry-after"],
+            allow_private_network=True,  # a page of these origins may call a server of its user's network
+            expose_headers=["x-request-id", "x-truedraft-ignored", "x-truedraft-adjusted", "retry-after"],
         )
     app.add_middleware(
         RequestIdMiddleware,

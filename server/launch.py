@@ -64,16 +64,7 @@ def launch(settings: Settings) -> int:
     raise_descriptor_limit()
     with _listen(settings) as listener:
         app = make_app(settings)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,  # ours has more in it
-            lifespan="on",
-            server_header=False,
-            ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            timeout_graceful_shutdown=CLOSING_SECONDS,
-        )
+        config = http_config(app, settings)
         _say(_introduction(settings, listener), settings.log_format)
         server = Server(config, settings.drain_timeout)
         try:
@@ -84,6 +75,20 @@ def launch(settings: Settings) -> int:
     # The interpreter's last collection would take a second to walk through what transformers has imported.
     gc.freeze()
     return server.exit_code
+
+
+def http_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,  # ours has more in it
+        lifespan="on",
+        server_header=False,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+        timeout_keep_alive=settings.keep_alive_timeout,
+    )
 
 
 def make_app(settings: Settings) -> FastAPI:

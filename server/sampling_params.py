@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from truedraft.engine.messages import Method, Ready, SamplingParams
 from truedraft.server.errors import ContextLengthError, InvalidRequestError, UnsupportedParameterError
+from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, SpeculationOptions
 from truedraft.server.schemas.completion import CompletionRequest
@@ -34,7 +35,12 @@ MAX_TOP_LOGPROBS = 20
 
 
 def build_sampling_params(
-    request: SamplingRequest, *, num_prompt_tokens: int, worker: Ready, limits: RequestSettings
+    request: SamplingRequest,
+    *,
+    num_prompt_tokens: int,
+    worker: Ready,
+    limits: RequestSettings,
+    leniency: Leniency,
 ) -> SamplingParams:
     """``num_prompt_tokens`` is that of the longest prompt, which leaves least room for output."""
     max_logprobs = limits.max_logprobs
@@ -43,7 +49,9 @@ def build_sampling_params(
         _check_prompt_is_not_scored(request)
     _check_token_ids("stop_token_ids", request.stop_token_ids or [], worker.vocab_size)
     speculation = request.speculation or SpeculationOptions()
-    max_tokens = _max_tokens(request, num_prompt_tokens, worker)
+    can_clamp = limits.clamp_max_tokens and not leniency.is_strict
+    may_clamp = can_clamp and isinstance(request, ChatRequest | ResponsesRequest)
+    max_tokens = _max_tokens(request, num_prompt_tokens, worker, leniency if may_clamp else None)
     logprobs = _logprobs(request, max_logprobs)
     default = NEUTRAL | worker.default_sampling
     return SamplingParams(
@@ -144,7 +152,9 @@ def _check_prompt_is_not_scored(request: SamplingRequest) -> None:
             )
 
 
-def _max_output(request: SamplingRequest, num_prompt_tokens: int, worker: Ready) -> int:
+def _max_output(
+    request: SamplingRequest, num_prompt_tokens: int, worker: Ready, clamping: Leniency | None
+) -> int:
     """Output tokens that an encoder-decoder model has room for; ``ContextLengthError`` if there are none
     or fewer than asked."""
     lengths = worker.encoder_decoder
@@ -166,6 +176,8 @@ def _max_output(request: SamplingRequest, num_prompt_tokens: int, worker: Ready)
     name, asked = _asked_tokens(request)
     if asked is None:
         return min(lengths.max_output_len, room)
+    if clamping is not None:
+        return _clamped(name, asked, min(lengths.max_output_len, room), clamping)
     if asked > lengths.max_output_len:
         raise ContextLengthError(
             f"This model's decoder writes at most {lengths.max_output_len} tokens, "
@@ -181,9 +193,19 @@ def _max_output(request: SamplingRequest, num_prompt_tokens: int, worker: Ready)
     return asked
 
 
-def _max_tokens(request: SamplingRequest, num_prompt_tokens: int, worker: Ready) -> int:
+def _clamped(name: str, asked: int, room: int, clamping: Leniency) -> int:
+    """Returns as many tokens as there is room for, and reports it where that is fewer than asked."""
+    if asked > room:
+        clamping.adjust(name, room)
+    return min(asked, room)
+
+
+def _max_tokens(
+    request: SamplingRequest, num_prompt_tokens: int, worker: Ready, clamping: Leniency | None
+) -> int:
+    """``clamping`` is None where a request for more than there is room for is refused."""
     if worker.encoder_decoder is not None:
-        return _max_output(request, num_prompt_tokens, worker)
+        return _max_output(request, num_prompt_tokens, worker, clamping)
     longest = longest_request(worker)
     _, limit = longest_prompt(worker)
     if num_prompt_tokens >= longest:
@@ -195,6 +217,8 @@ def _max_tokens(request: SamplingRequest, num_prompt_tokens: int, worker: Ready)
     name, asked = _asked_tokens(request)
     if asked is None:
         return min(room, int(worker.default_sampling.get("max_new_tokens", room)))
+    if clamping is not None:
+        return _clamped(name, asked, room, clamping)
     if asked > room:
         raise ContextLengthError(
             f"{limit}, but {num_prompt_tokens} tokens of prompt and {asked} of output were asked for. "

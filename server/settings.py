@@ -79,6 +79,12 @@ class ServerSettings(BaseModel):
         description="Seconds that running requests get to finish after a signal to stop, "
         "while new ones get 503. A second signal stops it at once.",
     )
+    keep_alive_timeout: int = Field(
+        120,
+        ge=1,
+        description="Seconds that a connection may be idle between two requests. Longer than clients and "
+        "proxies keep theirs, or some of their requests meet a closed one.",
+    )
     heartbeat_timeout: float = Field(
         30, gt=0, description="Seconds without a sign of life after which the worker is killed and replaced."
     )
@@ -135,8 +141,18 @@ class AccessSettings(BaseModel):
 class RequestSettings(BaseModel):
     """Requests and limits"""
 
-    strict_parameters: bool = Field(
-        False, description="Refuse unknown request fields instead of listing them in x-truedraft-ignored."
+    strict_fields: bool = Field(
+        False,
+        description="Refuse a request for whatever would be reported in x-truedraft-ignored or "
+        "x-truedraft-adjusted: unknown fields, fields that ask for extra output, lengths beyond the context.",
+    )
+    clamp_max_tokens: bool = Field(
+        True,
+        description="Let chats and responses ask for more tokens than the context has left: they get what "
+        "is left, reported in x-truedraft-adjusted. Off: 400.",
+    )
+    max_stop_strings: int = Field(
+        64, ge=4, description="Strings that 'stop' may have; a request with more gets 400."
     )
     max_logprobs: int = Field(
         5, ge=5, description="Largest 'logprobs' on completions; above 20, chats and prompts may have it too."

@@ -49,7 +49,7 @@ TORCH_FREE = (
 # What each package of the engine may import of the others: downwards only. Modules beside the packages are
 # counted by their names.
 BASE = {"messages", "config", "gguf_file"}
-DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory"}
+DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory", "pointers"}
 MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},
@@ -60,8 +60,11 @@ MAY_IMPORT = {
     "runtime": BASE | DEVICE | {"core", "runtime", "sampling", "proposers", "models", "speculation"},
 }
 
+# How torch, numpy and arrays say where their numbers are.
+ADDRESSES = {"data_ptr", "const_data_ptr", "ctypes", "__array_interface__", "__dlpack__", "buffer_info"}
+
 # The same for the server; its modules beside the packages are counted by their names, too.
-SERVER_BASE = {"errors", "logs", "settings", "version"}
+SERVER_BASE = {"errors", "leniency", "logs", "settings", "version"}
 SERVER_MAY_IMPORT = {
     "schemas": SERVER_BASE | {"schemas"},
     "text": SERVER_BASE | {"schemas", "text"},
@@ -193,6 +196,17 @@ def test_imports_without_torch(module: str) -> None:
         [sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True
     )
     assert result.stdout == "False\n"
+
+
+@pytest.mark.parametrize("path", modules(*PRODUCT), ids=name_of)
+def test_addresses_of_numbers_are_taken_in_one_place(path: Path) -> None:
+    """``engine/pointers.py`` checks what is behind them; those of ctypes' own structures are no numbers."""
+    wrong = {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ADDRESSES
+    }
+    assert not wrong or name_of(path) == "engine/pointers.py", f"{name_of(path)} asks for {wrong}"
 
 
 @pytest.mark.parametrize("path", modules(*PRODUCT), ids=name_of)

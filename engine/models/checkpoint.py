@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from transformers.utils import cached_file
 
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.errors import ModelLoadError, QuantizationError
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,8 @@ def explain(path: str, error: BaseException, what: str = "") -> str:
             return f"{path} is neither a folder nor the id of a model on the hub"
         if isinstance(cause, SafetensorError):
             return f"the weights in {path} are damaged or cut off: {cause}"
+        if isinstance(cause, QuantizationError):
+            return f"{path} cannot be served on a CPU: {cause}"
     text = str(error)
     if isinstance(error, StrictDataclassError):
         text = text.rpartition("Error: ")[2]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
@@ -27,14 +28,16 @@ from truedraft.engine.models.attention import ATTENTION_NAME
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import check_folder, stage
 from truedraft.engine.models.decoder_only import DecoderModel
+from truedraft.engine.models.eight_bit import narrow_linears
 from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
 from truedraft.engine.models.linear import replace_linears
 from truedraft.engine.models.llama import FAMILIES, Llama, is_llama, load_llama, probe_logits, take_llama
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.packed import PackedCheckpoint, PackingError, open_packed
+from truedraft.engine.models.packed import PackedCheckpoint
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
+from truedraft.engine.models.quantization import check_method, dequantise_for_cpu, open_quantised
 from truedraft.engine.models.self_check import self_check
 from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.library import load_library
@@ -152,7 +155,8 @@ def load_rounding(path: str, options: LoadOptions) -> Llama | None:
     rounds = next(iter(_ways(options))).rounds
     if not (options.narrow or rounds) or options.device_map is not None or not options.native_kernels:
         return None
-    is_packed = is_gguf(path) or _find_packed(_find(path, options), options) is not None
+    found = None if is_gguf(path) else _find_quantised(_find(path, options), options)
+    is_packed = is_gguf(path) or (found is not None and isinstance(found[0], PackedCheckpoint))
     if options.quantize == "none" and not is_packed and not rounds:
         return None
     model = load_model(path, options)
@@ -217,7 +221,7 @@ def _load_fused(found: Architecture, module: Any, options: LoadOptions) -> Llama
     with stage(found.path, "weights"):
         checkpoint: Checkpoint | None
         if getattr(found.config, "quantization_config", None):
-            checkpoint, _ = _find_packed(found, options) or (None, None)
+            checkpoint, _ = _find_quantised(found, options) or (None, None)
         else:
             checkpoint = found.checkpoint(options.allow_pickle)
     if checkpoint is None:
@@ -268,27 +272,28 @@ def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
             check_complete(plain_skeleton(file.config, options.dtype), file)
             return _module_of(file, file.config, generation_config(file), options, attention)
     found = _find(path, options)
-    if (packed := _find_packed(found, options)) is not None:
-        checkpoint, config = packed
+    if (quantised := _find_quantised(found, options)) is not None:
+        checkpoint, config = quantised
         return _module_of(checkpoint, config, found.generation_config(), options, attention)
     return _load_module(found, options, attention)
 
 
-def _find_packed(found: Architecture, options: LoadOptions) -> tuple[PackedCheckpoint, Any] | None:
-    """The checkpoint and its config, if its 4-bit weights are of a kind that we read ourselves."""
-    if options.device.type != "cpu" or options.device_map is not None or found.has_own_code:
+def _find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoint, Any] | None:
+    """The checkpoint and its config, if it is quantised in a way that we read ourselves."""
+    if not _is_on_cpu(options) or found.has_own_code:
         return None
     config = found.fused_config
     quantization = getattr(found.config, "quantization_config", None)
     if config is None or config.model_type not in FAMILIES or not quantization:
         return None
     with stage(found.path, "weights"):
-        source = found.checkpoint(options.allow_pickle)
         try:
-            packed = None if source is None else open_packed(source, quantization)
-        except PackingError as error:
-            raise ModelLoadError(f"{found.path} cannot be served on a CPU: {error}") from error
-    return None if packed is None else (packed, config)
+            source = found.checkpoint(options.allow_pickle)
+        except SafetensorError:
+            check_method(quantization)  # what the config tells is said first
+            raise
+        opened = None if source is None else open_quantised(source, quantization, options.narrow)
+    return None if opened is None else (opened, config)
 
 
 def _module_of(
@@ -312,7 +317,11 @@ def _module_of(
 def _load_module(found: Architecture, options: LoadOptions, attention: str) -> Any:
     path = found.path
     own_code = {"trust_remote_code": True} if found.has_own_code else {}
+    quantization = getattr(found.config, "quantization_config", None)
     with stage(path, "weights"):
+        if quantization and _is_on_cpu(options):
+            check_method(quantization)
+            dequantise_for_cpu(quantization, Checkpoint.find(path, options.allow_pickle))
         model, loaded = found.module_class.from_pretrained(
             path,
             config=found.config,
@@ -331,7 +340,17 @@ def _load_module(found: Architecture, options: LoadOptions, attention: str) -> A
     if options.device_map is not None:
         _refuse_offload(path, getattr(model, "hf_device_map", {}))
         return model
-    return model if hasattr(model, "hf_quantizer") else model.to(options.device)
+    if hasattr(model, "hf_quantizer"):
+        return model
+    if quantization:  # dequantised; the other weights have the checkpoint's type
+        model.to(options.dtype)
+        if options.narrow and _is_on_cpu(options):
+            narrow_linears(model, Checkpoint.find(path, options.allow_pickle))
+    return model.to(options.device)
+
+
+def _is_on_cpu(options: LoadOptions) -> bool:
+    return options.device.type == "cpu" and options.device_map is None
 
 
 def _refuse_offload(path: str, placement: dict[str, Any]) -> None:

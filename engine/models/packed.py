@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from truedraft.engine.models.errors import QuantizationError
 from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.quantised import TYPES, Blocks
 
@@ -25,12 +26,14 @@ SYMMETRIC_ZERO = 8
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 # What a layer's words are called, by format.
 WORDS = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
+# All that a layer's weights are put together from.
+PARTS = {
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+}
 # Tensors of one layer, which are asked for twice.
 KEPT = 8
-
-
-class PackingError(ValueError):
-    """The checkpoint is of a kind that is not supported; the message is for the user."""
 
 
 class _Codes(NamedTuple):
@@ -52,11 +55,12 @@ class PackedCheckpoint(Checkpoint):
             if name.endswith(suffix)
         }
         if not self.packed:
-            raise PackingError(f"it is said to be quantised by {method}, but has no {suffix} tensors")
+            raise QuantizationError(f"it is said to be quantised by {method}, but has no {suffix} tensors")
         super().__init__(
             source.files | {name: source.files[f"{base}{suffix}"] for name, base in self.packed.items()}
         )
         self.source = source
+        self.parts = frozenset(f"{base}.{part}" for base in self.packed.values() for part in PARTS[method])
         self.method = method
         self.adds_one = adds_one
         self.codes = lru_cache(KEPT)(self._codes)
@@ -96,12 +100,18 @@ class PackedCheckpoint(Checkpoint):
                 codes, zeros = (_unpacked(each.numpy(), AWQ_ORDER).T for each in (words, packed))
         factors = scales.float().numpy()
         if factors.ndim != 2 or len(factors) != len(codes) or not factors.size:
-            raise PackingError(f"it is damaged: {base} has scales of the shape {factors.shape}")
+            raise QuantizationError(f"it is damaged: {base} has scales of the shape {factors.shape}")
         group = codes.shape[1] // factors.shape[1]
         if group % GROUP or codes.shape[1] % factors.shape[1]:
-            raise PackingError(f"{base} has groups of {group} inputs, which is no multiple of {GROUP}")
+            raise QuantizationError(f"{base} has groups of {group} inputs, which is no multiple of {GROUP}")
+        if self.method == "gptq" and f"{base}.g_idx" in self.source.files:
+            (groups,) = self._parts(base, "g_idx")
+            if groups.tolist() != [place // group for place in range(codes.shape[1])]:
+                raise QuantizationError(
+                    f"{base} has its inputs in another order (g_idx), which is not supported"
+                )
         if not np.array_equal(factors.astype(np.float16), factors):
-            raise PackingError(f"the scales of {base} are no float16 numbers")
+            raise QuantizationError(f"the scales of {base} are no float16 numbers")
         grouped = codes.reshape(*factors.shape, group).astype(np.int8)
         differences = grouped - np.broadcast_to(zeros, factors.shape).astype(np.int8)[:, :, None]
         return _Codes(differences.reshape(codes.shape), factors)
@@ -109,13 +119,13 @@ class PackedCheckpoint(Checkpoint):
     def _parts(self, base: str, *names: str) -> list[torch.Tensor]:
         wanted = [f"{base}.{name}" for name in names]
         if missing := [name for name in wanted if name not in self.source.files]:
-            raise PackingError(f"it lacks {missing[0]}")
+            raise QuantizationError(f"it lacks {missing[0]}")
         read = self.source.read(wanted)
         return [read[name] for name in wanted]
 
 
 def open_packed(source: Checkpoint, quantization: dict[str, Any]) -> PackedCheckpoint | None:
-    """By ``quantization_config``. None for methods that are transformers' business; ``PackingError`` for
+    """By ``quantization_config``. None for methods that are transformers' business; ``QuantizationError`` for
     variants of these that are not supported."""
     method = str(quantization.get("quant_method", "")).lower()
     if method not in WORDS:
@@ -152,7 +162,9 @@ def open_packed(source: Checkpoint, quantization: dict[str, Any]) -> PackedCheck
 
 def _refuse(method: str, unsupported: dict[str, bool]) -> None:
     if found := [words for words, is_so in unsupported.items() if is_so]:
-        raise PackingError(f"it is quantised by {method} with {' and '.join(found)}, which is not supported")
+        raise QuantizationError(
+            f"it is quantised by {method} with {' and '.join(found)}, which is not supported"
+        )
 
 
 def _unpacked(words: npt.NDArray[np.int32], order: Iterable[int] = range(CODES)) -> npt.NDArray[np.uint8]:

@@ -18,7 +18,9 @@ LAYOUTS = (
 
 
 class Checkpoint:
-    """``files``: where each tensor is."""
+    """``files``: where each tensor is. ``parts``: those of them that another tensor is put together from."""
+
+    parts: frozenset[str] = frozenset()
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files

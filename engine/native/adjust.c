@@ -17,7 +17,7 @@ static inline float rounded(float x) {
 static void penalize(const Row *row, float *logits, int64_t vocab) {
     for (int64_t i = 0; i < row->num_distinct; i++) {
         const int64_t id = row->distinct_ids[i];
-        if (id >= vocab) continue;
+        if (!is_token(id, vocab)) continue;
         float logit = logits[id];
         logit = rounded(logit > 0.0f ? logit / rounded(row->repetition) : logit * row->repetition);
         logit = rounded(logit - rounded(row->frequency * (float)row->counts[i]));
@@ -41,11 +41,11 @@ static void forbid_masked(const Row *row, int64_t position, float *logits, int64
 /* Logits [vocab] at a position of a round; counts are those of the text up to there. */
 void adjust_logits(const Row *row, int64_t position, float *logits, int64_t vocab) {
     for (int64_t i = 0; i < row->num_biases; i++)
-        if (row->bias_ids[i] < vocab) logits[row->bias_ids[i]] += row->biases[i];
+        if (is_token(row->bias_ids[i], vocab)) logits[row->bias_ids[i]] += row->biases[i];
     if (row->counts) penalize(row, logits, vocab);
     if (row->num_tokens + position < row->min_num_tokens)
         for (int64_t i = 0; i < row->num_stops; i++)
-            if (row->stop_ids[i] < vocab) logits[row->stop_ids[i]] = -INFINITY;
+            if (is_token(row->stop_ids[i], vocab)) logits[row->stop_ids[i]] = -INFINITY;
     if (row->mask && position < row->num_masked) forbid_masked(row, position, logits, vocab);
 }
 

@@ -12,11 +12,13 @@ import torch
 
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.native.library import Processors, load_library
+from truedraft.engine.pointers import address, as_floats, new, shape_of
 from truedraft.engine.sampling.backend import TorchBackend
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream
 
 CPU = torch.device("cpu")
+FLOAT, DOUBLE, INTEGER = torch.float32, torch.float64, torch.int64
 # Of a probability; both ways round to 1e-7.
 TOLERANCE = 1e-5
 # Both ways are compared on a vocabulary that fills no vector; every processor alone and with others.
@@ -49,28 +51,28 @@ def native_backend() -> "NativeBackend | None":
 
 
 class NativeBackend:
-    """Keeps nothing between calls: the same object serves every step."""
+    """The same object serves every step. It keeps where the parameters of its last rows are: mostly the same
+    tensors come again, which never change."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self._columns: tuple[SamplingTensors, int, Processors] | None = None
 
     def probs(self, logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
-        logits = logits.float().contiguous()
-        sequences, positions, vocab_size = logits.shape
+        logits = as_floats(logits)
+        shape = sequences, _, vocab_size = shape_of(logits, 3)
         cuts = sampling.largest_top_k or sampling.any_top_p or sampling.any_min_p
-        scratch = torch.empty(self.library.get_num_threads(), vocab_size) if cuts else None
-        columns = sampling[:4]
-        processors = Processors(*(column.data_ptr() for column in columns))
-        probs = torch.empty_like(logits)
-        self.library.process(
-            probs.data_ptr(),
-            logits.data_ptr(),
-            byref(processors),
-            None if scratch is None else scratch.data_ptr(),
-            sequences,
-            positions,
-            vocab_size,
-        )
+        work = self.library.get_num_threads(), vocab_size
+        scratch, work_place = new(work, FLOAT) if cuts else (None, None)
+        if self._columns is None or self._columns[0] is not sampling or self._columns[1] != sequences:
+            types = FLOAT, INTEGER, FLOAT, FLOAT
+            columns = zip(sampling[:4], types, strict=True)
+            places = [address(column, dtype, (sequences, 1)) for column, dtype in columns]
+            self._columns = sampling, sequences, Processors(*places)
+        probs, place = new(shape, FLOAT)
+        given = address(logits, FLOAT, shape)
+        self.library.process(place, given, byref(self._columns[2]), work_place, *shape)
+        del scratch  # kept until here
         return probs
 
     def gumbel_argmax(
@@ -78,29 +80,41 @@ class NativeBackend:
     ) -> torch.Tensor:
         # Kept as long as the pointers to them are used.
         probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
-        ids = torch.empty(probs.shape[:2], dtype=torch.int64)
+        shape = shape_of(probs, 3)
+        ids, place = new(shape[:2], INTEGER)
         self.library.gumbel_argmax(
-            ids.data_ptr(),
-            probs.data_ptr(),
-            seeds.data_ptr(),
-            positions.data_ptr(),
+            place,
+            address(probs, FLOAT, shape),
+            address(seeds, INTEGER, shape[:1]),
+            address(positions, INTEGER, shape[:1]),
             offset,
-            *probs.shape,
+            *shape,
         )
         return ids
 
     def uniform(self, seeds: torch.Tensor, positions: torch.Tensor, stream: Stream) -> torch.Tensor:
         seeds, positions = seeds.expand_as(positions).contiguous(), positions.contiguous()
-        numbers = torch.empty(positions.shape, dtype=torch.float64)
+        shape = tuple(positions.shape)
+        numbers, place = new(shape, DOUBLE)
         self.library.uniform(
-            numbers.data_ptr(), seeds.data_ptr(), positions.data_ptr(), int(stream), numbers.numel()
+            place,
+            address(seeds, INTEGER, shape),
+            address(positions, INTEGER, shape),
+            int(stream),
+            numbers.numel(),
         )
         return numbers
 
     def inverse_cdf(self, probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         probs, uniforms = probs.contiguous(), uniforms.contiguous()
-        ids = torch.empty(uniforms.shape, dtype=torch.int64)
-        self.library.inverse_cdf(ids.data_ptr(), probs.data_ptr(), uniforms.data_ptr(), *probs.shape)
+        shape = shape_of(probs, 2)
+        ids, place = new(shape[:1], INTEGER)
+        self.library.inverse_cdf(
+            place,
+            address(probs, FLOAT, shape),
+            address(uniforms, DOUBLE, shape[:1]),
+            *shape,
+        )
         return ids
 
     def draw_next(
@@ -114,14 +128,18 @@ class NativeBackend:
     ) -> torch.Tensor:
         args = [target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms]
         args = [arg.contiguous() for arg in args]
-        ids = torch.empty_like(num_accepted)
-        self.library.draw_next(ids.data_ptr(), *(arg.data_ptr() for arg in args), *draft_probs.shape)
+        rows, drafts, vocab_size = shape_of(draft_probs, 3)
+        each, places = (rows,), (rows, drafts + 1)
+        types = FLOAT, FLOAT, INTEGER, INTEGER, DOUBLE, DOUBLE
+        shapes = (*places, vocab_size), (rows, drafts, vocab_size), each, each, each, places
+        ids, place = new(each, INTEGER)
+        self.library.draw_next(place, *map(address, args, types, shapes), rows, drafts, vocab_size)
         return ids
 
     def noise_uniforms(self, seed: int, position: int, vocab_size: int) -> torch.Tensor:
         """Uniforms behind the noise of ``gumbel_argmax`` for tokens 0 to ``vocab_size``, float64."""
-        numbers = torch.empty(vocab_size, dtype=torch.float64)
-        self.library.noise_uniforms(numbers.data_ptr(), seed, position, vocab_size)
+        numbers = torch.empty(vocab_size, dtype=DOUBLE)
+        self.library.noise_uniforms(address(numbers, DOUBLE, (vocab_size,)), seed, position, vocab_size)
         return numbers
 
 

@@ -17,9 +17,14 @@ static int64_t sum_of(const int64_t *x, int64_t size) {
     return sum;
 }
 
-/* A token's embedding in float32, whatever it is kept in. */
-static void embed(float *to, const Decoder *decoder, int64_t token_id) {
+/* A token's embedding in float32, whatever it is kept in. What has none, or no angles at its position, is NaN, and so
+ * are its logits: only its own sequence ends. */
+static void embed(float *to, const Decoder *decoder, int64_t token_id, int64_t position) {
     const int64_t size = decoder->hidden_size, start = token_id * size;
+    if (token_id < 0 || token_id >= decoder->vocab_size || position >= decoder->num_angles) {
+        for (int64_t i = 0; i < size; i++) to[i] = NAN;
+        return;
+    }
     if (decoder->embedding_type >= QUANTISED) {
         const int64_t type = decoder->embedding_type - QUANTISED;
         dequantise(type, to, (const uint8_t *)decoder->embeddings + token_id * row_bytes(type, size), size);
@@ -43,6 +48,17 @@ static void embed(float *to, const Decoder *decoder, int64_t token_id) {
     for (int64_t i = 0; i < size; i++) to[i] *= decoder->embedding_scale;
 }
 
+/* Whether the cache has all blocks of the spans: what is written to others is somebody else's memory. */
+static int has_blocks(const Decoder *decoder, const NewTokens *new) {
+    for (int64_t span = 0; span < new->num_spans; span++) {
+        const int64_t *blocks = new->blocks + new->first_block[span];
+        const int64_t end = new->num_stored[span] + new->num_tokens[span];
+        for (int64_t i = 0; i * decoder->block_size < end; i++)
+            if (blocks[i] < 0 || blocks[i] >= decoder->num_blocks) return 0;
+    }
+    return 1;
+}
+
 /* Where every token is stored and stands, and how its span lies among the others. */
 static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t num_tokens, int64_t *slots,
                          int64_t *angle, int64_t *first_token) {
@@ -53,7 +69,7 @@ static Spans find_places(const Decoder *decoder, const NewTokens *new, int64_t n
         const int64_t *blocks = new->blocks + new->first_block[span];
         const int64_t start = new->num_stored[span], end = start + new->num_tokens[span];
         for (int64_t at = start; at < end; at++, token++) {
-            angle[token] = at;
+            angle[token] = at < decoder->num_angles ? at : 0;
             slots[token] = blocks[at / block_size] * block_size + at % block_size;
         }
     }
@@ -84,8 +100,8 @@ static void add(float *rows, const Linear *layer, const float *x, const float *n
     if (norm) rms_norm(rows, normed, norm, rows, num_rows, layer->out_features, eps);
 }
 
-/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones. 0 if there is no memory,
- * and then nothing has happened. */
+/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones. 0 if there is no memory, or a
+ * block is not the cache's, and then nothing has happened. */
 int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     static _Thread_local Arena arena;
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
@@ -98,7 +114,7 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     const size_t vectors = 2 * arena_size(rows * size, sizeof(float))
         + arena_size(rows * width, sizeof(float)) + arena_size(rows * attended_width, sizeof(float))
         + 3 * arena_size(rows * mlp, sizeof(float));
-    if (!arena_reserve(&arena, integers + vectors)) return 0;
+    if (!has_blocks(decoder, new) || !arena_reserve(&arena, integers + vectors)) return 0;
     int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *first_token = arena_alloc(&arena, new->num_spans + 1, sizeof(int64_t));
@@ -110,8 +126,9 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     float *gate_up = arena_alloc(&arena, 2 * rows * mlp, sizeof(float));
     float *gated = arena_alloc(&arena, rows * mlp, sizeof(float));
 
-    for (int64_t row = 0; row < rows; row++)
-        embed(hidden + row * size, decoder, new->token_ids[row]);
+    for (int64_t span = 0, row = 0; span < new->num_spans; span++)
+        for (int64_t i = 0; i < new->num_tokens[span]; i++, row++)
+            embed(hidden + row * size, decoder, new->token_ids[row], new->num_stored[span] + i);
     for (int64_t i = 0; i < decoder->num_layers; i++) {
         const DecoderLayer *layer = &decoder->layers[i];
         rms_norm(normed, hidden, layer->input_norm, NULL, rows, size, layer->input_eps);

@@ -132,21 +132,33 @@ static int64_t limit_of(const Rounds *rounds, const Row *row) {
     const int64_t draft_room = row->draft_ids ? room : rounds->max_draft_len - row->num_tokens;
     int64_t limit = row->num_draft_tokens < room ? row->num_draft_tokens : room;
     if (draft_room < limit) limit = draft_room;
+    if (rounds->max_drafts < limit) limit = rounds->max_drafts;
     if (!row->draft_ids && row->num_tokens - row->num_draft_computed > rounds->max_missed) return 0;
     return limit > 0 ? limit : 0;
 }
 
-/* Sets num_drafted, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if
- * there is no memory. */
+/* How many of a row's drafts from outside the target knows, up to the first that it does not. */
+static int64_t count_known(const int64_t *ids, int64_t count, int64_t vocab) {
+    int64_t known = 0;
+    while (known < count && is_token(ids[known], vocab)) known++;
+    return known;
+}
+
+/* Sets num_drafted, draft_ids and draft_probs of all rows. model is NULL if no row needs it. 0 if there is no memory,
+ * or a row's table has no blocks for its drafts. */
 int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
     for (int64_t row = 0; row < rounds->num_rows; row++) {
         const Row *of = rounds->rows[row];
         scratch->limit[row] = limit_of(rounds, of);
         scratch->num_drafted[row] = 0;
-        if (!of->draft_ids) continue;
-        scratch->num_drafted[row] = scratch->limit[row];
+        if (!of->draft_ids) {
+            const int64_t end = of->num_tokens + scratch->limit[row] - 1;
+            if (model && scratch->limit[row] && end > of->num_draft_blocks * model->block_size) return 0;
+            continue;
+        }
+        scratch->num_drafted[row] = count_known(of->draft_ids, scratch->limit[row], scratch->vocab);
         int64_t *drafts = scratch->draft_ids + row * rounds->max_drafts;
-        copy_ids(drafts, of->draft_ids, scratch->limit[row]);
+        copy_ids(drafts, of->draft_ids, scratch->num_drafted[row]);
     }
     if (!model) return 1;
     const int is_done = draft_by_model(model, rounds, scratch);

@@ -69,7 +69,9 @@ typedef struct {
 
 /* A decoder and the cache it writes to. */
 typedef struct {
-    int64_t num_layers, hidden_size, block_size;
+    int64_t num_layers, hidden_size;
+    int64_t vocab_size;           /* ids from here on have no embedding */
+    int64_t num_blocks, block_size; /* of the cache */
     int64_t num_angles, rotary_size; /* as in Spans */
     int64_t embedding_type;
     const DecoderLayer *layers;

@@ -12,9 +12,11 @@ from truedraft.engine.batch import ForwardBatch
 from truedraft.engine.kv_cache import KVCache
 from truedraft.engine.models.layer_parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
 from truedraft.engine.native.library import Layer, Spans
+from truedraft.engine.pointers import PointerError, address, shape_of
 
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256
+FLOAT, INTEGER = torch.float32, torch.int64
 
 
 def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
@@ -28,6 +30,7 @@ class NativeKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        # Layers keep addresses in this cache, which were checked when they were made.
         self._cache: KVCache | None = None
         self._layers: dict[int, Layer] = {}
 
@@ -37,22 +40,9 @@ class NativeKernels:
     def layer(self, shape: AttentionShape, cache: KVCache) -> Layer:
         if cache is not self._cache:
             self._cache, self._layers = cache, {}
-        layer = self._layers.get(shape.layer)
-        if layer is None:
-            layer = self._layers[shape.layer] = Layer(
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_size=shape.head_size,
-                window=shape.sliding_window or 0,
-                rotary=shape.rotary,
-                scaling=shape.scaling,
-                softcap=shape.softcap or 0.0,
-                norm_eps=0.0 if shape.norm is None else shape.norm.eps,
-                norm_weight=None if shape.norm is None else shape.norm.weight.data_ptr(),
-                keys=cache.keys[shape.layer].data_ptr(),
-                values=cache.values[shape.layer].data_ptr(),
-            )
-        return layer
+        if shape.layer not in self._layers:
+            self._layers[shape.layer] = _layer(shape, cache)
+        return self._layers[shape.layer]
 
 
 class NativeParts:
@@ -71,56 +61,114 @@ class NativeParts:
             ],
             dtype=np.int64,
         )
-        num_spans = len(batch.spans)
-        start = self.numbers.ctypes.data
+        num_spans, num_tokens = len(batch.spans), batch.offsets[-1]
+        start = address(self.numbers, INTEGER, (len(self.numbers),))
         if rotary.table is None:
-            self.angles = (*rotary.compute(batch.positions[0]), torch.arange(batch.offsets[-1]))
+            self.angles = (*rotary.compute(batch.positions[0]), torch.arange(num_tokens))
         else:
             self.angles = (*rotary.table, batch.positions[0].contiguous())
         cos, sin, rows = self.angles
+        kinds, num_angles, size = angles = shape_of(cos, 3)
+        ends = [span.table.num_computed_tokens + len(span.token_ids) for span in batch.spans]
+        if rotary.table is not None and max(ends, default=0) > num_angles:
+            raise PointerError(f"there are {num_angles} angles for {max(ends)} positions")
+        self.rotary = kinds, size
+        # Keys and values must reach as far as the last block and slot.
+        blocks = self.numbers[3 * num_spans + 1 :]
+        slots = [int(batch.slots.min()), int(batch.slots.max())] if num_tokens else [0]
+        self.num_slots = max(batch.block_size * (int(blocks.max(initial=-1)) + 1), slots[-1] + 1)
+        if min(slots[0], int(blocks.min(initial=0))) < 0:
+            raise PointerError("there are no slots and blocks below 0")
         self.spans = Spans(
             num_spans=num_spans,
-            num_tokens=batch.offsets[-1],
+            num_tokens=num_tokens,
             block_size=batch.block_size,
-            slots=batch.slots.data_ptr(),
+            slots=address(batch.slots, INTEGER, (num_tokens,)),
             first_token=start,
             num_stored=start + 8 * (num_spans + 1),
             first_block=start + 8 * (2 * num_spans + 1),
             blocks=start + 8 * (3 * num_spans + 1),
-            angle=rows.data_ptr(),
-            num_angles=cos.shape[1],
-            rotary_size=cos.shape[2],
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            angle=address(rows, INTEGER, (num_tokens,)),
+            num_angles=num_angles,
+            rotary_size=size,
+            cos=address(cos, FLOAT, angles),
+            sin=address(sin, FLOAT, angles),
         )
 
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x = x.contiguous()
         added = None if residual is None else residual.contiguous()
         out = torch.empty_like(x)
+        shape = len(x), norm.size
         self.kernels.library.rms_norm(
-            *(out.data_ptr(), x.data_ptr(), norm.weight.data_ptr()),
-            *(None if added is None else added.data_ptr(), x.shape[0], norm.size, norm.eps),
+            address(out, FLOAT, shape),
+            address(x, FLOAT, shape),
+            address(norm.weight, FLOAT, (norm.size,)),
+            None if added is None else address(added, FLOAT, shape),
+            *shape,
+            norm.eps,
         )
         return out
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         qkv = qkv.contiguous()
-        width = shape.num_heads * shape.head_size
-        out = qkv.new_empty(qkv.shape[0], width)
+        tokens, size = self.spans.num_tokens, shape.head_size
+        width, attended = (shape.num_heads + 2 * shape.num_kv_heads) * size, shape.num_heads * size
+        out = torch.empty(tokens, attended, dtype=FLOAT)
         layer = self.kernels.layer(shape, self.cache)
-        self.kernels.library.attend(byref(self.spans), byref(layer), qkv.data_ptr(), out.data_ptr())
+        check_rotary(shape, *self.rotary)
+        if self.num_slots > (stored := len(self.cache.keys[shape.layer])):
+            raise PointerError(f"the cache has {stored} slots, not {self.num_slots}")
+        self.kernels.library.attend(
+            byref(self.spans),
+            byref(layer),
+            address(qkv, FLOAT, (tokens, width)),
+            address(out, FLOAT, (tokens, attended)),
+        )
         return out
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         gate_up = gate_up.contiguous()
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(rows, size)
-        number = ACTIVATIONS.index(activation)
-        self.kernels.library.gate(out.data_ptr(), gate_up.data_ptr(), number, rows, size)
+        rows, width = shape_of(gate_up, 2)
+        shape = rows, width // 2
+        out = torch.empty(shape, dtype=FLOAT)
+        self.kernels.library.gate(
+            address(out, FLOAT, shape),
+            address(gate_up, FLOAT, (rows, 2 * shape[1])),
+            ACTIVATIONS.index(activation),
+            *shape,
+        )
         return out
 
     def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
         logits = logits.contiguous()
-        self.kernels.library.cap(logits.data_ptr(), *logits.shape, softcap)
+        shape = shape_of(logits, 2)
+        self.kernels.library.cap(address(logits, FLOAT, shape), *shape, softcap)
         return logits
+
+
+def check_rotary(shape: AttentionShape, kinds: int, size: int) -> None:
+    """Raises ``PointerError`` unless a layer can use these angles [kinds, positions, size]."""
+    if shape.rotary >= kinds or size > shape.head_size or size % 2:
+        raise PointerError(f"{kinds} tables of angles for {size} numbers are none for {shape}")
+
+
+def _layer(shape: AttentionShape, cache: KVCache) -> Layer:
+    heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
+    if size % HEAD_SIZE_MULTIPLE or not 0 < size <= MAX_HEAD_SIZE or heads % kv_heads:
+        raise PointerError(f"C does not attend with {heads} heads, {kv_heads} of keys, of {size} numbers")
+    keys, values, norm = cache.keys[shape.layer], cache.values[shape.layer], shape.norm
+    stored = len(keys), kv_heads, size
+    return Layer(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=size,
+        window=shape.sliding_window or 0,
+        rotary=shape.rotary,
+        scaling=shape.scaling,
+        softcap=shape.softcap or 0.0,
+        norm_eps=0.0 if norm is None else norm.eps,
+        norm_weight=None if norm is None else address(norm.weight, FLOAT, (heads + kv_heads, size)),
+        keys=address(keys, FLOAT, stored),
+        values=address(values, FLOAT, stored),
+    )

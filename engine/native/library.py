@@ -2,9 +2,13 @@
 
 C files and the machine's compiler instead of a binary: the loops are then made for the vector
 instructions that are there. It takes some seconds; the result is kept in the user's cache folder, under a
-name that changes with the source, the compiler and the processor. Where that fails, the library that
-``python -m truedraft.engine.native.library`` has made for any processor with AVX2 is taken, if there is one:
-container images have it. Without either the engine runs through torch's operations.
+name that changes with the source, the compiler and the processor. The name has a checksum as well: a file
+that was cut off or damaged would end the process when it is loaded, so it is made anew. A folder that others
+can write to is not used.
+
+Where compiling fails, the library that ``python -m truedraft.engine.native.library`` has made for any
+processor with AVX2 is taken, if there is one: container images have it. Without either the engine runs
+through torch's operations.
 """
 
 import ctypes
@@ -13,6 +17,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -89,7 +94,7 @@ class Rounds(ctypes.Structure):
 def load_library() -> ctypes.CDLL | None:
     """The compiled kernels; None, with a line in the log, where that cannot be done."""
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        library = _load_compiled()
     except (OSError, subprocess.SubprocessError) as error:
         if not baseline_runs_here():
             logger.warning("No native kernels, the slower way is taken: %s", _reason(error))
@@ -110,19 +115,61 @@ def kernels_in_words() -> str:
     return "C, compiled for this processor"
 
 
-def _compiled() -> Path:
-    """The shared library, made now if it is not there. ``OSError`` or ``SubprocessError``."""
-    compiler = _compiler()
-    made = cache_folder() / f"kernels-{_key(compiler)}.so"
-    if made.exists():
-        return made
-    made.parent.mkdir(parents=True, exist_ok=True)
+def _load_compiled() -> ctypes.CDLL:
+    """Returns the shared library, made now if it is not there; raises ``OSError`` or ``SubprocessError``."""
+    compiler, folder = _compiler(), cache_folder()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if (reason := _distrust(folder)) is not None:
+        logger.warning("Kernels are not kept in %s, but compiled at every start: %s", folder, reason)
+        with tempfile.TemporaryDirectory() as work:
+            new = Path(work) / "kernels.so"
+            _compile(compiler, "native", new)
+            return ctypes.CDLL(str(new))
+    return ctypes.CDLL(str(_compiled(compiler, folder)))
+
+
+def _compiled(compiler: str, folder: Path) -> Path:
+    """Returns where the library is in the cache folder, made now if it is not there."""
+    key = _key(compiler)
+    for made in sorted(folder.glob(f"kernels-{key}-*.so")):
+        if made.name == _name(key, made):
+            return made
+        logger.warning("%s is damaged and compiled anew", made)
+        made.unlink(missing_ok=True)
     # Another worker may be doing the same: the last one replaces what is equal.
-    with tempfile.TemporaryDirectory(dir=made.parent) as work:
-        new = Path(work) / made.name
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        new = Path(work) / "kernels.so"
         _compile(compiler, "native", new)
+        made = folder / _name(key, new)
+        _write_through(new)
         new.replace(made)
+        _write_through(folder)
     return made
+
+
+def _name(key: str, library: Path) -> str:
+    """Returns a library's name in the cache, which says for whom it was made, and the checksum of it."""
+    return f"kernels-{key}-{hashlib.sha256(library.read_bytes()).hexdigest()[:16]}.so"
+
+
+def _write_through(path: Path) -> None:
+    """Waits until it is on the disk: a new name must not outlive a power cut that its content does not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _distrust(folder: Path) -> str | None:
+    """Says why what lies in it may come from somebody else, whose code this process would run."""
+    status = folder.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to the user with the number {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "others can write to it (chmod go-w)"
+    return None
 
 
 def _compiler() -> str:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from truedraft.engine.huge_pages import HugePages
 from truedraft.engine.native.library import Linear, load_library
+from truedraft.engine.pointers import FLOATS, PointerError, address, as_floats, shape_of
 
 # Weights this much smaller than the largest may lose bits: a float32 sum loses more.
 NEGLIGIBLE = 2.0**-30
@@ -56,17 +57,18 @@ class NativeLinear:
         scale: float | None,
         rounds: bool = False,
     ) -> None:
-        self.out_features, in_features = sum(len(weight) for weight in weights), weights[0].shape[1]
+        shapes = [shape_of(weight, 2) for weight in weights]
+        self.out_features = sum(rows for rows, _ in shapes)
+        self.in_features = in_features = shapes[0][1]
+        if {size for _, size in shapes} != {in_features} or not all(w.dtype in FLOATS for w in weights):
+            raise PointerError(f"these are not one layer's weights: {[(w.dtype, w.shape) for w in weights]}")
         self.multiply = library.multiply
         panel = library.panel_size()
         self.dtype = torch.bfloat16 if rounds else torch.float32 if scale is None else torch.float16
         # Kept for as long as the structure points to them. Two bfloat16 numbers are one of 32 bits.
-        self.weights = _pages.zeros(
-            -(-self.out_features // panel),
-            -(-in_features // PAIRED_INPUTS) * PAIRED_INPUTS // 2 if rounds else in_features,
-            panel,
-            dtype=torch.int32 if rounds else self.dtype,
-        )
+        factors = -(-in_features // PAIRED_INPUTS) * PAIRED_INPUTS // 2 if rounds else in_features
+        panels = -(-self.out_features // panel), factors, panel
+        self.weights = _pages.zeros(*panels, dtype=torch.int32 if rounds else self.dtype)
         column = 0
         for weight in weights:
             for part in torch.split(weight, max(panel, CHUNK_WEIGHTS // in_features // panel * panel)):
@@ -77,14 +79,13 @@ class NativeLinear:
                 else:
                     self._store(column, part.float() if scale is None else (part.float() * scale).half())
                 column += len(part)
-        self.bias = None if bias is None else bias.float().contiguous()
         self.struct = Linear(
             in_features=in_features,
             out_features=self.out_features,
             type=WEIGHT_TYPES[self.dtype],
-            weights=self.weights.data_ptr(),
+            weights=address(self.weights, self.weights.dtype, panels),
             scale=1.0 if rounds else 1 / (scale or 1.0),
-            bias=None if self.bias is None else self.bias.data_ptr(),
+            bias=self._keep_bias(bias),
         )
 
     def _store(self, column: int, weight: torch.Tensor) -> None:
@@ -102,17 +103,27 @@ class NativeLinear:
                 self.weights[number, :, offset : offset + taken] = weight[:taken].T
             column, weight = column + taken, weight[taken:]
 
+    def _keep_bias(self, bias: torch.Tensor | None) -> int | None:
+        """Keeps the bias in float32 and returns its address."""
+        self.bias = None if bias is None else as_floats(bias)
+        return None if self.bias is None else address(self.bias, torch.float32, (self.out_features,))
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self.out_features)
-        self.multiply(byref(self.struct), out.data_ptr(), x.data_ptr(), None, x.shape[0])
-        return out
+        return self._multiply(x.contiguous(), None)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        x, residual = x.contiguous(), residual.contiguous()
-        out = torch.empty_like(residual)
+        return self._multiply(x.contiguous(), residual.contiguous())
+
+    def _multiply(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        rows = len(x)
+        shape = rows, self.out_features
+        out = torch.empty(shape, dtype=torch.float32)
         self.multiply(
-            byref(self.struct), out.data_ptr(), x.data_ptr(), residual.data_ptr(), residual.shape[0]
+            byref(self.struct),
+            address(out, torch.float32, shape),
+            address(x, torch.float32, (rows, self.in_features)),
+            None if residual is None else address(residual, torch.float32, shape),
+            rows,
         )
         return out
 

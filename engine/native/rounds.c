@@ -101,12 +101,14 @@ static int constrain_rows(const Rounds *rounds) {
     return 1;
 }
 
-/* The target's logits of every row's pending token and its drafts, behind what its cache does not have yet. */
+/* The target's logits of every row's pending token and its drafts, behind what its cache does not have yet. 0 if a
+ * row's table has no blocks for them, or as ``decode``. */
 static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) {
     int64_t size = 0, num_logits = 0;
     for (int64_t i = 0; i < rounds->num_rows; i++) {
         const Row *row = rounds->rows[i];
         const int64_t num_new = row->num_tokens - row->num_computed, num_drafted = scratch->num_drafted[i];
+        if (row->num_tokens + num_drafted > row->num_blocks * target->block_size) return 0;
         scratch->first_scored[i] = num_logits;
         scratch->num_scored[i] = 1 + num_drafted;
         scratch->query_lens[i] = num_new + num_drafted;

@@ -100,6 +100,9 @@ void uncount_token(Row *row, int64_t id);
 int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch);
 void process_own(const Row *row, const Scratch *scratch, float *probs, const float *logits);
 
+/* Whether an id from outside is one of the tokens of a distribution. */
+static inline int is_token(int64_t id, int64_t vocab) { return id >= 0 && id < vocab; }
+
 /* memcpy, but either array may be NULL where there is nothing to copy. */
 static inline void copy_ids(int64_t *to, const int64_t *from, int64_t count) {
     if (count) memcpy(to, from, count * sizeof(int64_t));

@@ -8,9 +8,12 @@ from array import array
 from collections import Counter
 from ctypes import addressof, memset
 
+import torch
+
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import ScheduledSequence
 from truedraft.engine.native.library import Row
+from truedraft.engine.pointers import address
 from truedraft.engine.sampling.grammar import WORD_BYTES
 from truedraft.engine.sampling.processors import SMALLEST
 
@@ -20,8 +23,8 @@ GREEDY = 0
 RULES = {"coupled": 1, "rejection": 2}
 
 
-def address(numbers: "array[int] | array[float]") -> int:
-    return numbers.buffer_info()[0]
+def address_of_integers(numbers: "array[int]") -> int:
+    return address(numbers, torch.int64, (len(numbers),))
 
 
 def integers(length: int) -> "array[int]":
@@ -62,11 +65,11 @@ class NativeRow:
         self._token_ids = integers(sequence.max_num_tokens)
         self._num_tokens = 0  # in that array
         self.row = Row(
-            token_ids=address(self._token_ids),
+            token_ids=address_of_integers(self._token_ids),
             max_num_tokens=sequence.max_num_tokens,
             min_num_tokens=sequence.num_prompt_tokens + params.min_tokens,
             num_stops=len(stop_ids),
-            stop_ids=address(stop_ids),
+            stop_ids=address_of_integers(stop_ids),
             rule=GREEDY if sequence.greedy else RULES[sequence.verification],
             seed=sequence.seed,
             top_k=params.top_k,
@@ -77,8 +80,8 @@ class NativeRow:
             frequency=params.frequency_penalty,
             presence=params.presence_penalty,
             num_biases=len(bias_ids),
-            bias_ids=address(bias_ids),
-            biases=address(biases),
+            bias_ids=address_of_integers(bias_ids),
+            biases=address(biases, torch.float32, (len(bias_ids),)),
         )
         self.address = addressof(self.row)
         # Of the sequence's part in the last step.
@@ -134,7 +137,8 @@ class NativeRow:
         num_words = (max_drafts + 1) * matcher.mask_words
         if self._masks is None or len(self._masks) < num_words:
             self._masks = array("i", bytes(WORD_BYTES * num_words))
-            row.mask, row.mask_words = address(self._masks), matcher.mask_words
+            row.mask = address(self._masks, torch.int32, (len(self._masks),))
+            row.mask_words = matcher.mask_words
         self.sources = [part.source]
         self._write_masks(part.draft_ids)
 
@@ -184,17 +188,19 @@ class NativeRow:
         self._distinct_ids, self._counts = (integers(sequence.max_num_tokens) for _ in range(2))
         self._distinct_ids[: len(counts)] = array("q", counts)
         self._counts[: len(counts)] = array("q", counts.values())
-        row.distinct_ids, row.counts = address(self._distinct_ids), address(self._counts)
+        row.distinct_ids = address_of_integers(self._distinct_ids)
+        row.counts = address_of_integers(self._counts)
         row.num_distinct, row.num_counted = len(counts), len(sequence.token_ids)
 
     def _set_blocks(self, block_ids: list[int]) -> None:
         self._block_ids, self._blocks = block_ids[:], array("q", block_ids)
-        self.row.blocks, self.row.num_blocks = address(self._blocks), len(block_ids)
+        self.row.blocks, self.row.num_blocks = address_of_integers(self._blocks), len(block_ids)
 
     def _set_draft_blocks(self, block_ids: list[int]) -> None:
         self._draft_block_ids, self._draft_blocks = block_ids[:], array("q", block_ids)
-        self.row.draft_blocks, self.row.num_draft_blocks = address(self._draft_blocks), len(block_ids)
+        self.row.draft_blocks = address_of_integers(self._draft_blocks)
+        self.row.num_draft_blocks = len(block_ids)
 
     def _set_draft_ids(self, draft_ids: list[int]) -> None:
         self._draft_ids = array("q", draft_ids) if draft_ids else None
-        self.row.draft_ids = None if self._draft_ids is None else address(self._draft_ids)
+        self.row.draft_ids = None if self._draft_ids is None else address_of_integers(self._draft_ids)

@@ -20,7 +20,8 @@ from truedraft.engine.messages import TokenLogprob
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.headers import Constrain
 from truedraft.engine.native.library import Rounds
-from truedraft.engine.native.rows import INTEGER_BYTES, NativeRow, address, integers
+from truedraft.engine.native.rows import INTEGER_BYTES, NativeRow, address_of_integers, integers
+from truedraft.engine.pointers import address
 from truedraft.engine.proposers.base import Proposer
 from truedraft.engine.runtime.base import Runner
 from truedraft.engine.sampling.logprobs import token_logprobs
@@ -99,7 +100,7 @@ class NativeRunner:
             byref(
                 Rounds(
                     *(len(rows), num_rounds, max_drafts, self.max_draft_len, MAX_GROUPED_QUERIES),
-                    *(self.step_seconds, address(pointers)),
+                    *(self.step_seconds, address_of_integers(pointers)),
                     _constrain(rows, plan),
                     *results.addresses,
                 )
@@ -136,9 +137,10 @@ class NativeRunner:
         vocab_size = self.target.vocab_size
         bytes_per_round = NUMBER_BYTES * len(numbers) * (max_drafts + 1) * vocab_size
         num_rounds = max(1, min(num_rounds, MAX_LOGITS_BYTES // bytes_per_round))
-        logits = {number: torch.empty(num_rounds, max_drafts + 1, vocab_size) for number in numbers}
+        shape = num_rounds, max_drafts + 1, vocab_size
+        logits = {number: torch.empty(shape, dtype=torch.float32) for number in numbers}
         for number, kept in logits.items():
-            rows[number].row.logits = kept.data_ptr()
+            rows[number].row.logits = address(kept, torch.float32, shape)
         return logits, num_rounds
 
 
@@ -168,8 +170,8 @@ class _Results:
 
     @property
     def addresses(self) -> tuple[int | None, ...]:
-        first, column = address(self.numbers), INTEGER_BYTES * self.size
-        return first, first + column, address(self.seconds)
+        first, column = address_of_integers(self.numbers), INTEGER_BYTES * self.size
+        return first, first + column, address(self.seconds, torch.float64, (len(self.seconds),))
 
     def rounds(self, emitted: list[list[int]], num_done: int) -> list[Round]:
         """Of ``emitted``, row by row, in all rounds together."""

@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from truedraft.engine.deep_stack import start_on_deep_stack
 from truedraft.engine.grammar_compiler import GrammarError, compile_grammar, error_of
+from truedraft.engine.pointers import address
 
 # Compiled grammars that are kept, the least recently used leave first.
 MAX_KEPT = 64
@@ -41,10 +42,11 @@ class Matcher:
     def masks(self, draft_ids: list[int], first: int = 0) -> torch.Tensor | None:
         """Tokens allowed after ``first`` of the drafts, and after each one more: int32 [positions, words].
         None: all are, everywhere."""
-        masks = torch.empty(len(draft_ids) + 1 - first, self.mask_words, dtype=torch.int32)
-        return masks if self.write_masks(masks.data_ptr(), draft_ids, first) else None
+        shape = len(draft_ids) + 1 - first, self.mask_words
+        masks = torch.empty(shape, dtype=torch.int32)
+        return masks if self.write_masks(address(masks, torch.int32, shape), draft_ids, first) else None
 
-    def write_masks(self, address: int, draft_ids: list[int], first: int = 0) -> bool:
+    def write_masks(self, place: int, draft_ids: list[int], first: int = 0) -> bool:
         """As ``masks``, which it returns None for if this is False; nothing is written then. Everything is
         allowed after a draft that ends the sequence, nothing after one that was not allowed itself, or where
         the parser has given up. A draft that grows is read on from where the last call has left it."""
@@ -55,10 +57,10 @@ class Matcher:
         begin, end = max(start, first), len(text) + 1
         size = WORD_BYTES * self.mask_words
         if begin > first or end <= len(draft_ids):
-            memset(address, -1, size * (len(draft_ids) + 1 - first))
+            memset(place, -1, size * (len(draft_ids) + 1 - first))
         if begin >= end:
             return True
-        own = address + size * (begin - first)
+        own = place + size * (begin - first)
         memset(own, 0, size * (end - begin))
         if self._look_ahead(text[start:begin]):
             # The size is that of one position's mask; all of them are written, and the parser stays.

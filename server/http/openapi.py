@@ -13,8 +13,9 @@ from truedraft.server.errors import ErrorAnswer
 from truedraft.server.settings import BUNDLED_MODEL_NAME, Settings
 
 DESCRIPTION = """\
-An OpenAI-compatible API. Fields are honoured or refused by name with a 400; only unknown ones are ignored,
-and then listed in the `x-truedraft-ignored` header (or refused, with the setting `strict_parameters`).
+An OpenAI-compatible API. A field that changes the output is honoured, or refused by name with a 400. One that
+only asks for extra output, is metadata or is unknown is ignored and listed in the `x-truedraft-ignored`
+header (or refused, with the setting `strict_fields`).
 
 Every answer has an `x-request-id`: the request's own, if it sent a sane one. Every error is
 `{"error": {"message", "type", "param", "code"}}`. A stream has its HTTP status decided before its first byte;

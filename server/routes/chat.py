@@ -41,9 +41,9 @@ async def create_chat_completion(
     body: Annotated[ChatRequest, Body(openapi_examples=CHATS)], request: Request, services: ServicesDep
 ) -> Response:
     """Write the messages out by the model's chat template, and continue them."""
-    headers = await in_thread_if_long(request, check_request, body, services)
-    context = await start_chat("chat.completions", body, request, services)
-    return await respond(request, context, ChatWriter(context, body), headers)
+    leniency = await in_thread_if_long(request, check_request, body, services)
+    context = await start_chat("chat.completions", body, request, services, leniency)
+    return await respond(request, context, ChatWriter(context, body))
 
 
 class ChatWriter(ChunkWriter):
@@ -69,7 +69,11 @@ class ChatWriter(ChunkWriter):
             if delta.index not in seen:
                 yield self._role_chunk(delta.index, is_first=not seen)
                 seen.add(delta.index)
-            choice = self._chunk_choice(delta, calls[delta.index].delta(delta.parts))
+            *earlier, last = calls[delta.index].deltas(delta.parts) or [Delta()]
+            for message in earlier:
+                choice = ChatChunkChoice(index=delta.index, delta=message, finish_reason=None)
+                yield ChatChunk(**context.header(), choices=[choice])
+            choice = self._chunk_choice(delta, last)
             if delta.parts or delta.finish_reason or choice.token_ids or choice.origins or choice.logprobs:
                 yield ChatChunk(**context.header(), choices=[choice], **context.ending())
         if context.include_usage:

@@ -5,24 +5,32 @@ Every error has its real HTTP status, because nothing has been sent yet.
 
 from truedraft.engine.messages import Ready
 from truedraft.server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
+from truedraft.server.leniency import Leniency
 from truedraft.server.parameters import check_parameters
 from truedraft.server.sampling_params import longest_prompt
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
 from truedraft.server.services import Services
 from truedraft.server.text.prompt import PromptLimits
 
-MAX_HEADER_LENGTH = 1000
 
-
-def check_request(body: SamplingRequest, services: Services) -> dict[str, str]:
-    """Refuse what is not served; return the headers that report what is ignored."""
+def check_request(body: SamplingRequest, services: Services) -> Leniency:
+    """Refuse what is not served; return what reports what is ignored."""
     check_model(body.model, services)
     if body.priority and not services.settings.allow_priority:
         raise UnsupportedParameterError(
             "This server does not let requests choose their 'priority' (setting allow_priority).",
             param="priority",
         )
-    return ignored_header(check_parameters(body, strict=services.settings.strict_parameters))
+    settings = services.settings
+    num_stops, most = len(body.stop or []), settings.max_stop_strings
+    if num_stops > most:
+        raise InvalidRequestError(
+            f"There are {num_stops} stop strings, but at most {most} are allowed (max_stop_strings).",
+            param="stop",
+        )
+    leniency = Leniency(strict=settings.strict_fields)
+    check_parameters(body, leniency)
+    return leniency
 
 
 def check_model(name: str, services: Services) -> None:
@@ -31,12 +39,6 @@ def check_model(name: str, services: Services) -> None:
         raise ModelNotFoundError(
             f"The model '{name}' does not exist; this server has '{', '.join(served)}'.", param="model"
         )
-
-
-def ignored_header(names: list[str]) -> dict[str, str]:
-    """Field names come from the client: keep the header ASCII, printable and short."""
-    escaped = [name.encode("unicode_escape").decode("ascii") for name in names]
-    return {"x-truedraft-ignored": ", ".join(escaped)[:MAX_HEADER_LENGTH]} if names else {}
 
 
 def check_room(body: SamplingRequest, num_prompts: int, services: Services, key: str) -> None:

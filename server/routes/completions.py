@@ -39,15 +39,17 @@ async def create_completion(
     services: ServicesDep,
 ) -> Response:
     """Continue one or several prompts, given as text or token ids."""
-    headers = await in_thread_if_long(request, check_request, body, services)
+    leniency = await in_thread_if_long(request, check_request, body, services)
     model, key = services.model(), api_key_of(request.scope)
     check_room(body, num_prompts(body), services, key)
     limits = prompt_limits(services, model.worker)
     prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
-    grammar = await structured_grammar(body, model.tokenizer, services.grammar_checks)
+    grammar = await structured_grammar(body, model.tokenizer, services.grammar_checks, leniency)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
-    context = start_generation("completions", body, prompts, model, services, key, prediction, grammar)
-    return await respond(request, context, CompletionWriter(context, body), headers)
+    context = start_generation(
+        "completions", body, prompts, model, services, key, leniency, prediction, grammar
+    )
+    return await respond(request, context, CompletionWriter(context, body))
 
 
 class CompletionWriter(ChunkWriter):

@@ -5,6 +5,7 @@ from typing import Any
 
 from truedraft.engine.messages import TokenLogprob
 from truedraft.server.generation import Generation
+from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.answer import SpeculationReport, TokenOrigin
 from truedraft.server.schemas.common import ChunkStreamOptions, GenerationRequest, SamplingRequest
 from truedraft.server.schemas.logprobs import PromptLogprobs
@@ -21,6 +22,7 @@ class GenerationContext:
     generation: Generation
     model: Model
     services: Services
+    leniency: Leniency
     created: int
 
     def header(self) -> dict[str, Any]:

@@ -56,10 +56,10 @@ async def create_response(
     services: ServicesDep,
 ) -> Response:
     """OpenAI's newer endpoint, as far as it is text in and text out. Nothing is stored: the client keeps the
-    conversation, and `previous_response_id`, `conversation`, `store: true` and `background` are refused."""
-    headers = await in_thread_if_long(request, check_request, body, services)
-    context = await start_chat("responses", body, request, services)
-    return await respond(request, context, ResponsesWriter(context, body), headers)
+    conversation, and `previous_response_id`, `conversation` and `background` are refused."""
+    leniency = await in_thread_if_long(request, check_request, body, services)
+    context = await start_chat("responses", body, request, services, leniency)
+    return await respond(request, context, ResponsesWriter(context, body))
 
 
 class ResponsesWriter:
@@ -157,10 +157,10 @@ class ResponsesWriter:
             model=body.model,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             temperature=params.temperature,
-            text=body.text or TextOptions(),
-            reasoning=body.reasoning or ReasoningOptions(),
+            text=TextOptions(format=body.text.format) if body.text is not None else TextOptions(),
+            reasoning=ReasoningOptions(effort=body.reasoning.effort if body.reasoning is not None else None),
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=body.functions,
             top_logprobs=body.top_logprobs or 0,
             top_p=params.top_p,
             user=body.user,

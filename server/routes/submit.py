@@ -10,6 +10,7 @@ from msgspec import structs
 from truedraft.server.generation import Generation, Job
 from truedraft.server.http.auth import api_key_of
 from truedraft.server.http.json_route import in_thread_if_long
+from truedraft.server.leniency import Leniency
 from truedraft.server.routes.checks import check_room, choices_per_prompt, prompt_limits
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.sampling_params import build_sampling_params, check_answer_size, check_prediction
@@ -33,18 +34,23 @@ async def start_chat(
     body: ChatRequest | ResponsesRequest,
     request: Request,
     services: Services,
+    leniency: Leniency,
 ) -> GenerationContext:
     """Of messages, which the chat template writes out; what is cheap to refuse is refused first."""
     model, key = services.model(), api_key_of(request.scope)
     check_room(body, 1, services, key)
     limits = prompt_limits(services, model.worker)
-    tools = tool_use(body, model.tokenizer)
-    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits)
+    tools = await in_thread_if_long(request, tool_use, body, model.tokenizer, leniency)
+    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits, leniency)
     reasoning = find_reasoning(model.tokenizer, prompt)
-    grammar = await structured_grammar(body, model.tokenizer, services.grammar_checks, tools, reasoning)
+    grammar = await structured_grammar(
+        body, model.tokenizer, services.grammar_checks, leniency, tools, reasoning
+    )
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
     message = message_format(tools, reasoning)
-    return start_generation(endpoint, body, [prompt], model, services, key, prediction, grammar, message)
+    return start_generation(
+        endpoint, body, [prompt], model, services, key, leniency, prediction, grammar, message
+    )
 
 
 def start_generation(
@@ -54,6 +60,7 @@ def start_generation(
     model: Model,
     services: Services,
     key: str,
+    leniency: Leniency,
     prediction: list[int] | None = None,
     grammar: Grammar = NO_GRAMMAR,
     message: MessageFormat | None = None,
@@ -61,7 +68,9 @@ def start_generation(
     settings, n = services.settings, choices_per_prompt(body)
     check_prediction(prediction, model.worker)
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    params = build_sampling_params(body, num_prompt_tokens=longest, worker=model.worker, limits=settings)
+    params = build_sampling_params(
+        body, num_prompt_tokens=longest, worker=model.worker, limits=settings, leniency=leniency
+    )
     params = structs.replace(params, grammar=grammar.text, grammar_after=grammar.after)
     check_answer_size(body, params, [len(prompt.token_ids) for prompt in prompts], n, settings)
     job = Job(
@@ -85,7 +94,7 @@ def start_generation(
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)
     generation.start(settings.request_timeout)
-    return GenerationContext(body, generation, model, services, created=int(time.time()))
+    return GenerationContext(body, generation, model, services, leniency, created=int(time.time()))
 
 
 def cache_salt(body: SamplingRequest, key: str, settings: Settings) -> str:

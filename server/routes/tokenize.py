@@ -9,8 +9,9 @@ from truedraft.server.errors import InvalidRequestError
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.large_json import write_json
 from truedraft.server.http.openapi import BODY_ERRORS
-from truedraft.server.parameters import check_messages
-from truedraft.server.routes.checks import check_model, ignored_header, prompt_limits
+from truedraft.server.leniency import Leniency
+from truedraft.server.parameters import check_parameters
+from truedraft.server.routes.checks import check_model, prompt_limits
 from truedraft.server.sampling_params import longest_request
 from truedraft.server.schemas.chat import TemplateFields
 from truedraft.server.schemas.examples import DETOKENIZE, TOKENIZE
@@ -46,11 +47,11 @@ async def tokenize(
     if body.model is not None:
         check_model(body.model, services)
     _check_forms(body)
-    strict = services.settings.strict_parameters
-    ignored = await asyncio.to_thread(check_messages, body.messages or [], strict=strict)
+    leniency = Leniency(strict=services.settings.strict_fields)
+    await asyncio.to_thread(check_parameters, body, leniency)
     model = services.model()
-    answer = await asyncio.to_thread(_answer, body, model, services)
-    return Response(answer, headers=ignored_header(ignored), media_type="application/json")
+    answer = await asyncio.to_thread(_answer, body, model, services, leniency)
+    return Response(answer, headers=leniency.headers(), media_type="application/json")
 
 
 @router.post(
@@ -62,6 +63,8 @@ async def detokenize(
     """The text of token ids, special tokens included."""
     if body.model is not None:
         check_model(body.model, services)
+    leniency = Leniency(strict=services.settings.strict_fields)
+    check_parameters(body, leniency)
     model = services.model()
 
     def decode() -> bytes:
@@ -70,7 +73,8 @@ async def detokenize(
             DetokenizeAnswer(prompt=model.tokenizer.decode(body.tokens, skip_special_tokens=False))
         )
 
-    return Response(await asyncio.to_thread(decode), media_type="application/json")
+    content = await asyncio.to_thread(decode)
+    return Response(content, headers=leniency.headers(), media_type="application/json")
 
 
 def _check_forms(body: TokenizeRequest) -> None:
@@ -85,8 +89,8 @@ def _check_forms(body: TokenizeRequest) -> None:
             raise InvalidRequestError(f"{name} is only allowed with messages.", param=name)
 
 
-def _answer(body: TokenizeRequest, model: Model, services: Services) -> bytes:
-    token_ids = _encode(body, model.tokenizer, prompt_limits(services, model.worker))
+def _answer(body: TokenizeRequest, model: Model, services: Services, leniency: Leniency) -> bytes:
+    token_ids = _encode(body, model.tokenizer, prompt_limits(services, model.worker), leniency)
     text_of = model.tokenizer.vocabulary.text_of
     return write_json(
         TokenizeAnswer(
@@ -98,7 +102,9 @@ def _answer(body: TokenizeRequest, model: Model, services: Services) -> bytes:
     )
 
 
-def _encode(body: TokenizeRequest, tokenizer: Tokenizer, limits: PromptLimits) -> list[int]:
+def _encode(
+    body: TokenizeRequest, tokenizer: Tokenizer, limits: PromptLimits, leniency: Leniency
+) -> list[int]:
     if body.messages is None:
         check_characters(len(body.prompt or ""), limits, "prompt")
         return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
@@ -106,7 +112,7 @@ def _encode(body: TokenizeRequest, tokenizer: Tokenizer, limits: PromptLimits) -
         body.messages,
         tokenizer,
         param="messages",
-        options=template_options(body, tokenizer),
+        options=template_options(body, tokenizer, leniency),
     )
     check_characters(len(text), limits, "messages")
     return tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))

@@ -38,9 +38,7 @@ class ChunkWriter(ABC):
         return error_event(error)
 
 
-async def respond(
-    request: Request, context: GenerationContext, writer: AnswerWriter, headers: dict[str, str]
-) -> Response:
+async def respond(request: Request, context: GenerationContext, writer: AnswerWriter) -> Response:
     request.scope["state"][SUMMARY] = context.generation.summary
     send = respond_stream if context.body.stream else respond_whole
-    return await send(request, context.generation, writer, headers)
+    return await send(request, context.generation, writer, context.leniency.headers())

@@ -2,19 +2,21 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from truedraft.server.schemas.answer import Answer, Choice, is_none
 from truedraft.server.schemas.common import (
-    CONTENT_KIND,
+    Content,
     GenerationRequest,
     ReasoningEffort,
     TemplateVariables,
-    TextPart,
+    content_text,
 )
 from truedraft.server.schemas.logprobs import ChatLogprobs, PromptLogprobs
+from truedraft.server.schemas.strict import RequestPart
 from truedraft.server.schemas.tools import (
     MAX_TOOLS,
+    ChatTool,
     FunctionDefinition,
     GivenCall,
     Tool,
@@ -24,33 +26,8 @@ from truedraft.server.schemas.tools import (
 )
 
 
-class OtherPart(BaseModel):
-    """An image, audio or file part: parsed so that it can be refused by name."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-
-
-def _kind_of_part(value: Any) -> str:
-    return "text" if isinstance(value, dict) and value.get("type", "text") == "text" else "other"
-
-
-ContentPart = Annotated[
-    Annotated[TextPart, Tag("text")] | Annotated[OtherPart, Tag("other")], Discriminator(_kind_of_part)
-]
-
-
-Content = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("parts")],
-    CONTENT_KIND,
-]
-
-
-class Message(BaseModel):
-    """One message. Clients echo whole answers back, so empty extras are welcome (``server.parameters``)."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+class Message(RequestPart):
+    """One message. Clients echo whole answers back, with all that these had."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="Who speaks; `developer` is written as `system`."
@@ -63,12 +40,17 @@ class Message(BaseModel):
     reasoning_content: str | None = Field(
         None, description="The same: what the model thought before an earlier answer."
     )
+    refusal: str | None = Field(None, description="What an assistant said instead of an answer.")
     tool_calls: Annotated[list[GivenCall], Field(fail_fast=True)] | None = Field(
         None, description="What an assistant's message has called."
     )
 
+    @property
+    def text(self) -> str:
+        return content_text(self.content) or self.refusal or ""
 
-class TemplateFields(BaseModel):
+
+class TemplateFields(RequestPart):
     """How the chat template writes the messages."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
@@ -77,7 +59,9 @@ class TemplateFields(BaseModel):
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="For templates that use it; `none` also sets `enable_thinking` to false."
     )
-
+    enable_thinking: bool | None = Field(
+        None, description="The same, for templates that can only reason or not."
+    )
     add_generation_prompt: bool | None = Field(
         None, description="End with the beginning of the answer. Default true, unless continue_final_message."
     )
@@ -99,8 +83,13 @@ class TemplateFields(BaseModel):
         """As transformers' ``apply_chat_template`` takes them."""
         is_open = bool(self.continue_final_message)
         asked = self.add_generation_prompt
-        tools = {"tools": [tool.model_dump(exclude_none=True) for tool in self.tools]} if self.tools else {}
-        return tools | {
+        tools = [
+            {"type": "function", "function": tool.function.for_template()}
+            for tool in self.tools or []
+            if isinstance(tool, ChatTool)
+        ]
+        return {
+            "tools": tools or None,
             "add_generation_prompt": not is_open if asked is None else asked,
             "continue_final_message": is_open,
             "documents": self.documents,
@@ -128,7 +117,16 @@ class ChatRequest(TemplateFields, GenerationRequest):
 
     @property
     def functions(self) -> list[FunctionDefinition]:
-        return [tool.function for tool in self.tools or []]
+        return [tool.function for tool in self.tools or [] if isinstance(tool, ChatTool)]
+
+    @property
+    def tool_places(self) -> list[str]:
+        """Returns where each function's parameters stand in the body."""
+        return [
+            f"tools.{number}.function.parameters"
+            for number, tool in enumerate(self.tools or [])
+            if isinstance(tool, ChatTool)
+        ]
 
     def template_options(self) -> dict[str, Any]:
         """Without the tools if none may be called."""

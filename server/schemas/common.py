@@ -8,18 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
-    Tag,
-    WithJsonSchema,
     model_validator,
 )
 
 from truedraft.engine.messages import Verification
-from truedraft.server.schemas.strict import StrictModel
+from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import ResponseFormat, StructuredOutputs
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -40,27 +36,49 @@ def _auto_as_none(value: object) -> object:
     return None if value == "auto" else value
 
 
-def _must_be_false(value: bool) -> bool:
-    if value:
-        raise ValueError("Input should be false")
-    return value
+class TextPart(RequestPart):
+    """It holds text, by the name that any of OpenAI's endpoints has for it."""
 
-
-# Not ``Literal[False]``: to Python, 0 is a kind of False.
-OnlyFalse = Annotated[
-    bool, AfterValidator(_must_be_false), WithJsonSchema({"type": "boolean", "const": False})
-]
-
-
-class TextPart(StrictModel):
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"] = "text"
     text: str
+
+
+class RefusalPart(RequestPart):
+    """It holds what an assistant said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+class OtherPart(RequestPart):
+    """An image, audio or file is parsed so that it can be refused by name."""
+
+    type: str
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = (value.get("type") or "text") if isinstance(value, dict) else None
+    if kind in ("text", "input_text", "output_text"):
+        return tag("text")
+    return tag("refusal") if kind == "refusal" else tag("other")
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, alternative("text")]
+    | Annotated[RefusalPart, alternative("refusal")]
+    | Annotated[OtherPart, alternative("other")],
+    Discriminator(_kind_of_part),
+]
 
 
 def _kind_of_content(value: Any) -> str | None:
     if isinstance(value, str):
-        return "string"
-    return "parts" if isinstance(value, list) else None
+        return tag("string")
+    return tag("parts") if isinstance(value, list) else None
 
 
 # Which of the two forms of a content this is, so that an error is about that form only.
@@ -69,6 +87,19 @@ CONTENT_KIND = Discriminator(
     custom_error_type="content_type",
     custom_error_message="Input should be a string or a list of text parts",
 )
+Content = Annotated[
+    Annotated[str, alternative("string")]
+    | Annotated[list[ContentPart], Field(fail_fast=True), alternative("parts")],
+    CONTENT_KIND,
+]
+
+
+def content_text(content: str | list[TextPart | RefusalPart | OtherPart] | None) -> str:
+    """Returns the text of a content that holds nothing else."""
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content if not isinstance(part, OtherPart))
+    return content or ""
+
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -93,12 +124,13 @@ TemplateVariables = Annotated[
 ]
 
 
-class Prediction(StrictModel):
+class Prediction(RequestPart):
     """OpenAI's predicted outputs: what the answer is expected to be, or most of it."""
 
     type: Literal["content"]
     content: Annotated[
-        Annotated[str, Tag("string")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("parts")],
+        Annotated[str, alternative("string")]
+        | Annotated[list[TextPart], Field(fail_fast=True), alternative("parts")],
         CONTENT_KIND,
     ]
 
@@ -109,10 +141,10 @@ class Prediction(StrictModel):
         return "".join(part.text for part in self.content)
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(RequestPart):
     """Of `/v1/responses`, whose last event always has the usage."""
 
-    include_obfuscation: OnlyFalse | None = Field(None, description="Only false: nothing is padded.")
+    include_obfuscation: bool | None = Field(None, description="Accepted: nothing is padded.")
 
 
 class ChunkStreamOptions(StreamOptions):
@@ -130,7 +162,7 @@ class ChunkStreamOptions(StreamOptions):
         return self
 
 
-class SpeculationOptions(StrictModel):
+class SpeculationOptions(RequestPart):
     """How one request speculates; changes its speed, never its output's distribution."""
 
     method: Literal["auto", "draft_model", "ngram", "prediction", "grammar", "none"] = Field(
@@ -152,10 +184,8 @@ class SpeculationOptions(StrictModel):
     )
 
 
-class SamplingRequest(BaseModel):
+class SamplingRequest(RequestPart):
     """What all generating endpoints have in common. ``prompt_field`` is the one that holds the prompt."""
-
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     prompt_field: ClassVar[str]
 
@@ -186,9 +216,11 @@ class SamplingRequest(BaseModel):
     )
     stop: Annotated[
         Annotated[list[NonEmptyString], Field(fail_fast=True)] | None,
-        Field(max_length=4),
         BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
-    ] = Field(None, description="Up to 4 strings that end the text; they are not part of it.")
+    ] = Field(
+        None,
+        description="Strings that end the text, at most `max_stop_strings`; they are not part of it.",
+    )
     stop_token_ids: (
         Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None
     ) = Field(None, description="Tokens that end the text, besides the model's own end-of-sequence tokens.")
@@ -230,8 +262,8 @@ class SamplingRequest(BaseModel):
     # Accepted because they change nothing about the output.
     user: str | None = Field(None, description="Accepted, not used.")
     metadata: dict[str, Any] | None = Field(None, description="Accepted, not kept.")
-    store: bool | None = Field(None, description="Only false: nothing is ever stored.")
-    service_tier: Literal["auto", "default"] | None = Field(None, description="Accepted: there is one tier.")
+    store: bool | None = Field(None, description="Accepted: nothing is ever stored.")
+    service_tier: str | None = Field(None, description="Accepted: there is one tier.")
     safety_identifier: str | None = Field(None, description="Accepted, not used.")
     prompt_cache_key: str | None = Field(None, description="Accepted; equal prompts share without it.")
     prompt_cache_retention: str | None = Field(None, description="Accepted, not used.")

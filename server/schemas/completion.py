@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field
 
 from truedraft.server.schemas.answer import Answer, Choice, is_none
 from truedraft.server.schemas.common import GenerationRequest
 from truedraft.server.schemas.logprobs import CompletionLogprobs, PromptLogprobs
+from truedraft.server.schemas.strict import alternative, tag
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -14,18 +15,20 @@ TokenId = Annotated[int, Field(ge=0)]
 def _kind_of_prompt(value: Any) -> str | None:
     """Which of the four prompt forms this is, so that an error is about that form only."""
     if isinstance(value, str):
-        return "string"
+        return tag("string")
     if not isinstance(value, list) or not value:
         return None
-    return {str: "strings", int: "tokens", list: "token_lists"}.get(type(value[0]))
+    return {str: tag("strings"), int: tag("tokens"), list: tag("token_lists")}.get(type(value[0]))
 
 
 Prompt = Annotated[
-    Annotated[str, Tag("string")]
-    | Annotated[list[str], Field(fail_fast=True), Tag("strings")]
-    | Annotated[list[TokenId], Field(fail_fast=True), Tag("tokens")]
+    Annotated[str, alternative("string")]
+    | Annotated[list[str], Field(fail_fast=True), alternative("strings")]
+    | Annotated[list[TokenId], Field(fail_fast=True), alternative("tokens")]
     | Annotated[
-        list[Annotated[list[TokenId], Field(fail_fast=True)]], Field(fail_fast=True), Tag("token_lists")
+        list[Annotated[list[TokenId], Field(fail_fast=True)]],
+        Field(fail_fast=True),
+        alternative("token_lists"),
     ],
     Discriminator(
         _kind_of_prompt,

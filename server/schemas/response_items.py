@@ -1,71 +1,82 @@
 """Items of ``/v1/responses`` beside messages: what the model has thought and called, and what came of it."""
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, Field
 
 from truedraft.server.schemas.answer import TokenOrigin, is_none
-from truedraft.server.schemas.common import CONTENT_KIND
+from truedraft.server.schemas.common import Content
 from truedraft.server.schemas.logprobs import ChatTokenLogprob
-from truedraft.server.schemas.tools import ArgumentsText
+from truedraft.server.schemas.strict import RequestPart
+from truedraft.server.schemas.tools import CalledFunction, GivenCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputItem(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
-
-
-class InputText(InputItem):
-    """A text part: what a user or the model said."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-
-
-class OtherInput(InputItem):
-    """An image, a file, a search...: parsed so that it can be refused by name."""
+class OtherInput(RequestPart):
+    """Any other item is parsed so that it can be judged by its name."""
 
     type: str
 
 
-def _kind_of_part(value: Any) -> str:
-    is_text = isinstance(value, dict) and value.get("type", "input_text") in ("input_text", "output_text")
-    return "text" if is_text else "other"
-
-
-InputPart = Annotated[
-    Annotated[InputText, Tag("text")] | Annotated[OtherInput, Tag("other")], Discriminator(_kind_of_part)
-]
-InputContent = Annotated[
-    Annotated[str, Tag("string")] | Annotated[list[InputPart], Field(fail_fast=True), Tag("parts")],
-    CONTENT_KIND,
-]
-
-
-class InputCall(InputItem):
-    """A call of an earlier answer, given back as it was."""
+class InputCall(RequestPart):
+    """It gives back a call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: ArgumentsText
+    arguments: str
+
+    @property
+    def call(self) -> GivenCall:
+        return GivenCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
 
 
-class InputCallOutput(InputItem):
-    """What the function returned."""
+class InputCustomCall(RequestPart):
+    """Another model called a tool that takes text. Its input is written as an argument."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: InputContent
+    name: str
+    input: str
+
+    @property
+    def call(self) -> GivenCall:
+        return _made_call(self.call_id, self.name, {"input": self.input})
 
 
-class ReasoningText(InputItem):
+class InputShellCall(RequestPart):
+    """Another model called its shell. The action is written as the arguments."""
+
+    type: Literal["local_shell_call"]
+    call_id: str
+    action: dict[str, Any]
+
+    @property
+    def call(self) -> GivenCall:
+        return _made_call(self.call_id, "local_shell", self.action)
+
+
+def _made_call(call_id: str, name: str, arguments: dict[str, Any]) -> GivenCall:
+    written = json.dumps(arguments, ensure_ascii=False)
+    return GivenCall(id=call_id, function=CalledFunction(name=name, arguments=written))
+
+
+class InputCallOutput(RequestPart):
+    """What a call returned."""
+
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
+    call_id: str
+    output: Content = Field(description="A string, or text parts, which are joined by newlines.")
+
+
+class ReasoningText(RequestPart):
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
-class InputReasoning(InputItem):
+class InputReasoning(RequestPart):
     """What the model thought before an earlier answer, given back as it was."""
 
     type: Literal["reasoning"]

@@ -5,22 +5,28 @@ Events of a stream hold these same parts; ``server.routes.responses`` writes the
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field
 
 from truedraft.server.schemas.answer import SpeculationReport, is_none
-from truedraft.server.schemas.common import ReasoningEffort, SamplingRequest, TemplateVariables
+from truedraft.server.schemas.common import Content, ReasoningEffort, SamplingRequest, TemplateVariables
 from truedraft.server.schemas.response_items import (
     InputCall,
     InputCallOutput,
-    InputContent,
-    InputItem,
+    InputCustomCall,
     InputReasoning,
+    InputShellCall,
     OtherInput,
     OutputItem,
 )
-from truedraft.server.schemas.strict import StrictModel
+from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import TextOptions
-from truedraft.server.schemas.tools import MAX_TOOLS, FlatTool, FlatToolChoice, FunctionDefinition
+from truedraft.server.schemas.tools import (
+    MAX_TOOLS,
+    FlatTool,
+    FlatToolChoice,
+    FunctionDefinition,
+    ResponsesTool,
+)
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 
@@ -33,44 +39,49 @@ Metadata = Annotated[
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-class InputMessage(InputItem):
+class InputMessage(RequestPart):
     """A message. The output of an earlier answer can be given back as it is."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="Who speaks; `developer` is written as `system`."
     )
-    content: InputContent = Field(description="A string, or text parts, which are joined by newlines.")
+    content: Content = Field(description="A string, or text parts, which are joined by newlines.")
+
+
+OUTPUT_KINDS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 
 
 def _kind_of_item(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind in (None, "message"):
-        return "message"
-    return kind if kind in ("function_call", "function_call_output", "reasoning") else "other"
+    kind = (value.get("type") or "message") if isinstance(value, dict) else "message"
+    if kind in ("message", "function_call", "custom_tool_call", "local_shell_call", "reasoning"):
+        return tag(kind)
+    return tag("output") if kind in OUTPUT_KINDS else tag("other")
 
 
 def _kind_of_input(value: Any) -> str | None:
     if isinstance(value, str):
-        return "string"
-    return "items" if isinstance(value, list) else None
+        return tag("string")
+    return tag("items") if isinstance(value, list) else None
 
 
 AnyInput = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")]
-    | Annotated[OtherInput, Tag("other")],
+    Annotated[InputMessage, alternative("message")]
+    | Annotated[InputCall, alternative("function_call")]
+    | Annotated[InputCustomCall, alternative("custom_tool_call")]
+    | Annotated[InputShellCall, alternative("local_shell_call")]
+    | Annotated[InputCallOutput, alternative("output")]
+    | Annotated[InputReasoning, alternative("reasoning")]
+    | Annotated[OtherInput, alternative("other")],
     Discriminator(_kind_of_item),
 ]
 
 
-class ReasoningOptions(StrictModel):
+class ReasoningOptions(RequestPart):
     effort: ReasoningEffort | None = Field(
         None, description="For chat templates that use it; `none` also sets `enable_thinking` to false."
     )
-    summary: None = Field(None, description="Only null: reasoning is given as it is.")
+    summary: str | None = Field(None, description="Accepted, not used: reasoning is given as it is.")
 
 
 class ResponsesRequest(SamplingRequest):
@@ -80,8 +91,8 @@ class ResponsesRequest(SamplingRequest):
     logprobs_switch: ClassVar[str] = f"include: ['{INCLUDE_LOGPROBS}']"
 
     input: Annotated[
-        Annotated[str, Tag("string")]
-        | Annotated[list[AnyInput], Field(min_length=1, fail_fast=True), Tag("items")],
+        Annotated[str, alternative("string")]
+        | Annotated[list[AnyInput], Field(min_length=1, fail_fast=True), alternative("items")],
         Discriminator(
             _kind_of_input,
             custom_error_type="input_type",
@@ -92,6 +103,7 @@ class ResponsesRequest(SamplingRequest):
     max_output_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
     text: TextOptions | None = Field(None, description="What the text must be. Default: any text.")
     reasoning: ReasoningOptions | None = Field(None, description="How much to reason.")
+    enable_thinking: bool | None = Field(None, description="For templates that can only reason or not.")
     chat_template_kwargs: TemplateVariables = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that the model may call, written out by the chat template."
@@ -102,7 +114,7 @@ class ResponsesRequest(SamplingRequest):
     )
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls at once. Default true.")
     include: Annotated[list[str], Field(fail_fast=True)] | None = Field(
-        None, description=f"Only `{INCLUDE_LOGPROBS}`."
+        None, description=f"What the answer is to hold in addition. Only `{INCLUDE_LOGPROBS}` is served."
     )
     top_logprobs: int | None = Field(
         None, ge=0, description="With the log-probabilities: the likeliest tokens too, this many at each."
@@ -111,7 +123,16 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def functions(self) -> list[FunctionDefinition]:
-        return list(self.tools or [])
+        return [tool for tool in self.tools or [] if isinstance(tool, ResponsesTool)]
+
+    @property
+    def tool_places(self) -> list[str]:
+        """Returns where each function's parameters stand in the body."""
+        return [
+            f"tools.{number}.parameters"
+            for number, tool in enumerate(self.tools or [])
+            if isinstance(tool, ResponsesTool)
+        ]
 
     @property
     def wants_logprobs(self) -> bool:
@@ -167,7 +188,7 @@ class ResponsesAnswer(BaseModel):
     temperature: float
     text: TextOptions
     tool_choice: FlatToolChoice
-    tools: list[FlatTool]
+    tools: list[ResponsesTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

@@ -1,22 +1,40 @@
-"""The base of objects inside requests: JSON as it is, and nothing that is not declared."""
+"""The base of all objects of requests takes JSON as it is. ``server.parameters`` judges undeclared keys."""
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Tag, model_validator
 
 
-class StrictModel(BaseModel):
-    """JSON as it is: no numbers in strings, no NaN, no unknown keys."""
+def _describe_null(schema: dict[str, Any]) -> None:
+    """Let the API's description say that what may be absent may be null."""
+    properties: dict[str, Any] = schema.get("properties", {})
+    for name in properties.keys() - set(schema.get("required", [])):
+        described = properties[name]
+        if {"type": "null"} not in described.get("anyOf", []) and described.get("type") != "null":
+            inner = {key: described.pop(key) for key in [*described] if key not in ("default", "description")}
+            described["anyOf"] = [inner, {"type": "null"}] if inner else [{}]
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+class RequestPart(BaseModel):
+    """It takes no numbers in strings and no NaN. A null counts as absent, declared or not."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, json_schema_extra=_describe_null
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_one_unknown_key(cls, value: Any) -> Any:
-        """One unknown key is enough for the error; pydantic would make an error of each of a million."""
-        if not isinstance(value, dict):
+    def _null_is_absent(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or None not in value.values():
             return value
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = [name for name in value if name not in known]
-        shown = {*known, *unknown[:1]}
-        return {name: item for name, item in value.items() if name in shown} if len(unknown) > 1 else value
+        return {name: item for name, item in value.items() if item is not None}
+
+
+def tag(name: str) -> str:
+    """Returns ``name`` as one of a union's alternatives, which no client's key is mistaken for in the path of
+    an error."""
+    return f"<{name}>"
+
+
+def alternative(name: str) -> Tag:
+    return Tag(tag(name))

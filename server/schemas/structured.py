@@ -2,36 +2,40 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, model_validator
 
 from truedraft.server.schemas.answer import is_none
-from truedraft.server.schemas.strict import StrictModel
+from truedraft.server.schemas.strict import RequestPart, alternative, tag
 
 JsonSchema = Annotated[dict[str, Any], Field(description="A JSON schema.")]
 
 
-class TextFormat(StrictModel):
+class TextFormat(RequestPart):
     """Any text."""
 
     type: Literal["text"] = "text"
 
 
-class JsonObjectFormat(StrictModel):
+class JsonObjectFormat(RequestPart):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(StrictModel):
+class NamedSchema(RequestPart):
     model_config = ConfigDict(serialize_by_alias=True)
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="Not used.")
+    name: str = Field("response", description="Not used.")
     description: str | None = Field(None, description="Not used.")
     json_schema: JsonSchema = Field(alias="schema")
-    strict: bool | None = Field(None, description="The text matches the schema either way.")
+    strict: bool | None = Field(
+        None,
+        description="The text matches the schema either way. If true, a `pattern` or `format` that cannot be "
+        "enforced is an error; else it is left out.",
+    )
 
 
-class JsonSchemaFormat(StrictModel):
+class JsonSchemaFormat(RequestPart):
     """JSON that matches a schema; as chats and completions name it."""
 
     type: Literal["json_schema"]
@@ -46,7 +50,7 @@ class FlatJsonSchemaFormat(NamedSchema):
 
 def _kind_of_format(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return kind if kind in ("text", "json_object", "json_schema") else None
+    return tag(kind) if kind in ("text", "json_object", "json_schema") else None
 
 
 _KIND = Discriminator(
@@ -55,27 +59,27 @@ _KIND = Discriminator(
     custom_error_message="Input should be an object of type 'text', 'json_object' or 'json_schema'",
 )
 ResponseFormat = Annotated[
-    Annotated[TextFormat, Tag("text")]
-    | Annotated[JsonObjectFormat, Tag("json_object")]
-    | Annotated[JsonSchemaFormat, Tag("json_schema")],
+    Annotated[TextFormat, alternative("text")]
+    | Annotated[JsonObjectFormat, alternative("json_object")]
+    | Annotated[JsonSchemaFormat, alternative("json_schema")],
     _KIND,
 ]
 FlatFormat = Annotated[
-    Annotated[TextFormat, Tag("text")]
-    | Annotated[JsonObjectFormat, Tag("json_object")]
-    | Annotated[FlatJsonSchemaFormat, Tag("json_schema")],
+    Annotated[TextFormat, alternative("text")]
+    | Annotated[JsonObjectFormat, alternative("json_object")]
+    | Annotated[FlatJsonSchemaFormat, alternative("json_schema")],
     _KIND,
 ]
 
 
-class TextOptions(StrictModel):
+class TextOptions(RequestPart):
     """Of `/v1/responses`."""
 
     format: FlatFormat = Field(TextFormat(), description="What the text must be.")
-    verbosity: Literal["medium"] | None = Field(None, exclude_if=is_none, description="Only `medium`.")
+    verbosity: str | None = Field(None, exclude_if=is_none, description="Accepted, not used.")
 
 
-class StructuredOutputs(StrictModel):
+class StructuredOutputs(RequestPart):
     """One way to say what the text must match."""
 
     json_schema: Annotated[dict[str, Any] | str, Field(union_mode="left_to_right")] | None = Field(

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``: requests and answers. Unknown fields are refused."""
+"""``/tokenize`` and ``/detokenize``: requests and answers. Unknown fields are reported."""
 
 from typing import Annotated
 
@@ -6,10 +6,10 @@ from pydantic import BaseModel, Field
 
 from truedraft.server.schemas.answer import is_none
 from truedraft.server.schemas.chat import Message, TemplateFields
-from truedraft.server.schemas.strict import StrictModel
+from truedraft.server.schemas.strict import RequestPart
 
 
-class TokenizeRequest(TemplateFields, StrictModel):
+class TokenizeRequest(TemplateFields, RequestPart):
     """A text as completions would take it, or messages as chats would. One of the two."""
 
     model: str | None = Field(None, description="The served name; may be left out.")
@@ -34,7 +34,7 @@ class TokenizeAnswer(BaseModel):
     )
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestPart):
     model: str | None = Field(None, description="The served name; may be left out.")
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = Field(
         description="Token ids."

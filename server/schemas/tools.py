@@ -1,58 +1,72 @@
 """Tools: functions that a request offers to the model, which of them it may call, and its calls."""
 
+from json import JSONDecoder
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import BaseModel, Discriminator, Field
+from pydantic_core import from_json
 
 from truedraft.server.schemas.answer import is_none
-from truedraft.server.schemas.strict import StrictModel
+from truedraft.server.schemas.strict import RequestPart, alternative, tag
 from truedraft.server.schemas.structured import JsonSchema
 
 MAX_TOOLS = 128
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
-class FunctionDefinition(StrictModel):
+class FunctionDefinition(RequestPart):
     name: FunctionName = Field(description="What the model calls it.")
     description: str | None = Field(None, description="Written out by the chat template.")
     parameters: JsonSchema | None = Field(None, description="Default: a function without parameters.")
     strict: bool | None = Field(
         None,
-        description="Arguments match the schema either way; keywords that are not supported are an error.",
+        description="Arguments match the schema either way. If true, what cannot be enforced of it is an "
+        "error; else it is left out.",
     )
 
-
-def _only_functions(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise PydanticCustomError("unsupported", "Tools of type '{kind}' are not supported", {"kind": kind})
-    return value
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(include=set(FunctionDefinition.model_fields), exclude_none=True)
 
 
-class ChatTool(StrictModel):
+class ChatTool(RequestPart):
     """As chats name it."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
 class ResponsesTool(FunctionDefinition):
     """The same, as `/v1/responses` names it."""
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
 
 
-Tool = Annotated[ChatTool, BeforeValidator(_only_functions)]
-FlatTool = Annotated[ResponsesTool, BeforeValidator(_only_functions)]
+class OtherTool(RequestPart):
+    """The model cannot call it: a web search, a shell, a namespace... It is left out."""
+
+    type: str
 
 
-class NamedFunction(StrictModel):
+def _kind_of_tool(value: Any) -> str:
+    kind = (value.get("type") or "function") if isinstance(value, dict) else "function"
+    return tag("function") if kind == "function" else tag("other")
+
+
+_TOOL_KIND = Discriminator(_kind_of_tool)
+Tool = Annotated[
+    Annotated[ChatTool, alternative("function")] | Annotated[OtherTool, alternative("other")], _TOOL_KIND
+]
+FlatTool = Annotated[
+    Annotated[ResponsesTool, alternative("function")] | Annotated[OtherTool, alternative("other")], _TOOL_KIND
+]
+
+
+class NamedFunction(RequestPart):
     name: str
 
 
-class NamedChoice(StrictModel):
+class NamedChoice(RequestPart):
     type: Literal["function"]
     function: NamedFunction
 
@@ -67,8 +81,8 @@ class FlatNamedChoice(NamedFunction):
 
 def _kind_of_choice(value: Any) -> str | None:
     if value in ("none", "auto", "required"):
-        return "mode"
-    return "function" if not isinstance(value, str) else None
+        return tag("mode")
+    return tag("function") if not isinstance(value, str) else None
 
 
 ChoiceMode = Literal["none", "auto", "required"]
@@ -77,38 +91,42 @@ _KIND = Discriminator(
     custom_error_type="tool_choice",
     custom_error_message="Input should be 'none', 'auto', 'required' or an object of type 'function'",
 )
-ToolChoice = Annotated[Annotated[ChoiceMode, Tag("mode")] | Annotated[NamedChoice, Tag("function")], _KIND]
+ToolChoice = Annotated[
+    Annotated[ChoiceMode, alternative("mode")] | Annotated[NamedChoice, alternative("function")], _KIND
+]
 FlatToolChoice = Annotated[
-    Annotated[ChoiceMode, Tag("mode")] | Annotated[FlatNamedChoice, Tag("function")], _KIND
+    Annotated[ChoiceMode, alternative("mode")] | Annotated[FlatNamedChoice, alternative("function")], _KIND
 ]
 
 
-def _json_object(text: str) -> str:
-    try:
-        is_object = isinstance(from_json(text or "{}"), dict)
-    except ValueError:
-        is_object = False
-    if not is_object:
-        raise ValueError("Input should be a JSON object, as text")
-    return text or "{}"
-
-
-ArgumentsText = Annotated[str, AfterValidator(_json_object)]
-
-
-class CalledFunction(BaseModel):
-    """``arguments``: JSON, as text."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class CalledFunction(RequestPart):
+    """Its arguments are a JSON object as text, of an answer that was cut the beginning of one."""
 
     name: str
-    arguments: ArgumentsText
+    arguments: str = "{}"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Returns the arguments as far as they go. Text that begins no object is kept as a single one."""
+        read = _beginning_of_json(self.arguments or "{}")
+        return read if isinstance(read, dict) else {"arguments": self.arguments}
 
 
-class GivenCall(BaseModel):
+def _beginning_of_json(text: str) -> Any:
+    """Returns None for text that is none, such as one with something after its value."""
+    try:
+        JSONDecoder().raw_decode(text.strip())
+        is_cut = False
+    except (ValueError, RecursionError):
+        is_cut = True
+    try:
+        return from_json(text, allow_partial="trailing-strings" if is_cut else "off", allow_inf_nan=False)
+    except ValueError:
+        return None
+
+
+class GivenCall(RequestPart):
     """A call in an earlier message of the assistant."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     id: str
     type: Literal["function"] = "function"

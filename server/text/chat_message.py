@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from truedraft.server.schemas.chat import AssistantMessage, Delta
 from truedraft.server.schemas.tools import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
-from truedraft.server.text.message_reader import Arguments, CallStart, Part, TextPart
+from truedraft.server.text.message_reader import Arguments, CallStart, Part, TextPart, joined
 
 
 def whole_message(parts: Sequence[Part]) -> AssistantMessage:
@@ -34,25 +34,26 @@ class DeltaWriter:
     def __init__(self) -> None:
         self._num_calls = 0
 
-    def delta(self, parts: Sequence[Part]) -> Delta:
-        """What the parts add, with one entry for each call."""
-        calls: dict[int, ToolCallDelta] = {}
-        for part in parts:
+    def deltas(self, parts: Sequence[Part]) -> list[Delta]:
+        """Returns what the parts add. A delta adds to one thing only: some clients look at one field."""
+        deltas: list[Delta] = []
+        for part in joined([], list(parts)):
             match part:
+                case TextPart(kind="content"):
+                    deltas.append(Delta(content=part.text))
+                case TextPart():
+                    deltas.append(Delta(reasoning_content=part.text))
                 case CallStart():
-                    calls[self._num_calls] = ToolCallDelta(
-                        index=self._num_calls,
-                        id=part.id,
-                        type="function",
-                        function=FunctionDelta(name=part.name, arguments=""),
-                    )
+                    start = FunctionDelta(name=part.name, arguments="")
+                    call = ToolCallDelta(index=self._num_calls, id=part.id, type="function", function=start)
+                    deltas.append(Delta(tool_calls=[call]))
                     self._num_calls += 1
                 case Arguments():
-                    index = self._num_calls - 1
-                    more = ToolCallDelta(index=index, function=FunctionDelta(arguments=""))
-                    calls.setdefault(index, more).function.arguments += part.text
-        return Delta(
-            content=text_of("content", parts) or None,
-            reasoning_content=text_of("reasoning", parts) or None,
-            tool_calls=list(calls.values()) or None,
-        )
+                    begun = deltas[-1].tool_calls if deltas else None
+                    if begun is None:
+                        index = self._num_calls - 1
+                        more = ToolCallDelta(index=index, function=FunctionDelta(arguments=""))
+                        begun = [more]
+                        deltas.append(Delta(tool_calls=begun))
+                    begun[0].function.arguments += part.text
+        return deltas

@@ -5,13 +5,14 @@ The worker compiles it again, and finds out which tokens may come next. Called b
 
 import asyncio
 import json
-from functools import partial
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
+from pydantic_core import from_json
 
 from truedraft.engine.deep_stack import on_deep_stack
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
+from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.structured import (
@@ -20,9 +21,12 @@ from truedraft.server.schemas.structured import (
     JsonSchemaFormat,
     StructuredOutputs,
 )
+from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.grammar_checks import GrammarChecks
 from truedraft.server.text.pattern import exact_regex, read_schema
+from truedraft.server.text.schema_cleaning import Cleaner, SchemaError
 from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.text.tool_schemas import loosen
 from truedraft.server.text.tools import Reasoning, ToolUse
 
 # Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
@@ -31,12 +35,18 @@ JSON_OPTIONS = {"whitespace_flexible": False}
 
 
 class Wanted(NamedTuple):
-    """``source``: a schema as an object or its text, a regular expression, choices or a grammar; of tools,
-    what writes their grammar."""
+    """``source`` is a schema as an object or its text, a regular expression, choices or a grammar. For tools
+    it is the schema of an answer that calls none. All of a ``strict`` schema is enforced or refused."""
 
     param: str
     kind: str
     source: Any
+    strict: bool = True
+
+    @property
+    def may_lose_patterns(self) -> bool:
+        """Whether it is a schema that may do without its patterns, and has some."""
+        return not self.strict and "pattern" in str(self.source)
 
 
 class Grammar(NamedTuple):
@@ -53,17 +63,18 @@ async def structured_grammar(
     request: SamplingRequest,
     tokenizer: Tokenizer,
     checks: GrammarChecks,
+    leniency: Leniency,
     tools: ToolUse | None = None,
     reasoning: Reasoning | None = None,
 ) -> Grammar:
     """What the request's text must match, tool calls included and reasoning excepted.
 
     Raises ``InvalidRequestError`` with the reason if there is no such text or it cannot be found out within
-    the limits.
+    the limits. What is not strict is made looser before that.
     """
     wanted = _wanted(request)
     if tools is not None:
-        wanted = _with_tools(tools, wanted)
+        wanted = _with_tools(wanted)
     if not wanted:
         if request.speculation is not None and request.speculation.method == "grammar":
             raise InvalidRequestError(
@@ -75,26 +86,47 @@ async def structured_grammar(
         raise InvalidRequestError(f"{names} exclude each other.", param=wanted[1].param)
     _check_others(request)
     (asked,) = wanted
-    read = partial(on_deep_stack, lambda: _read_grammar(asked, checks.max_size))
-    try:
-        text, after = await asyncio.to_thread(read), list[int]()
+
+    async def error_alone(function: FunctionDefinition) -> str:
+        assert tools is not None
+        try:
+            return await checks.error_of(await asyncio.to_thread(tools.grammar_of, function), tokenizer)
+        except ValueError as error:
+            return str(error)
+
+    async def checked(*, patterns: bool = True) -> Grammar:
+        reader = _Reader(asked, checks.max_size, leniency, tools, patterns=patterns)
+        text, after = await asyncio.to_thread(on_deep_stack, reader.read), list[int]()
         if reasoning is not None:
             text, after = reasoning.before(text, has_header=tools is not None)
         if error := await checks.error_of(text, tokenizer):
             raise ValueError(error)
+        return Grammar(text, after)
+
+    try:
+        try:
+            return await checked()
+        except ValueError:
+            is_looser = tools is not None and await loosen(
+                tools.functions, tools.places, error_alone, leniency
+            )
+            if not is_looser and not asked.may_lose_patterns:
+                raise
+            return await checked(patterns=not asked.may_lose_patterns)
     except ValueError as error:
+        param = error.place if isinstance(error, SchemaError) else asked.param
         raise InvalidRequestError(
-            f"{asked.param} cannot be used: {str(error).strip()}", param=asked.param, code="invalid_grammar"
+            f"{param} cannot be used: {str(error).strip()}", param=param, code="invalid_grammar"
         ) from error
-    return Grammar(text, after)
 
 
-def _with_tools(tools: ToolUse, wanted: list[Wanted]) -> list[Wanted]:
+def _with_tools(wanted: list[Wanted]) -> list[Wanted]:
     """A schema is for answers that call nothing; other formats cannot stand beside calls."""
     if any(each.param.startswith("structured_outputs") for each in wanted):
-        return [*wanted, Wanted("tools", "tools", tools)]
-    schema = {"x-guidance": JSON_OPTIONS} | wanted[0].source if wanted else None
-    return [Wanted("tools", "tools", partial(tools.grammar, schema))]
+        return [*wanted, Wanted("tools", "tools", None)]
+    if not wanted:
+        return [Wanted("tools", "tools", None)]
+    return [Wanted("tools", "tools", {"x-guidance": JSON_OPTIONS} | wanted[0].source, wanted[0].strict)]
 
 
 def _wanted(request: SamplingRequest) -> list[Wanted]:
@@ -111,10 +143,11 @@ def _wanted(request: SamplingRequest) -> list[Wanted]:
     match asked:
         case JsonObjectFormat():
             found.append(Wanted(param, "json", {"type": "object"}))
-        case JsonSchemaFormat():
-            found.append(Wanted(f"{param}.json_schema.schema", "json", asked.json_schema.json_schema))
+        case JsonSchemaFormat(json_schema=named):
+            place = f"{param}.json_schema.schema"
+            found.append(Wanted(place, "json", named.json_schema, bool(named.strict)))
         case FlatJsonSchemaFormat():
-            found.append(Wanted(f"{param}.schema", "json", asked.json_schema))
+            found.append(Wanted(f"{param}.schema", "json", asked.json_schema, bool(asked.strict)))
     return found
 
 
@@ -139,12 +172,43 @@ def _check_others(request: SamplingRequest) -> None:
             )
 
 
-def _read_grammar(wanted: Wanted, max_size: int) -> str:
-    source = wanted.source() if wanted.kind == "tools" else wanted.source
-    size = len(source if isinstance(source, str) else json.dumps(source, ensure_ascii=False))
-    if size > max_size:
-        raise ValueError(f"it has {size} characters, more than {max_size} (max_grammar_size)")
-    return _grammar(wanted.kind, source)
+class _Reader:
+    """It writes the grammar, and measures it without what says nothing about the text."""
+
+    def __init__(
+        self, wanted: Wanted, max_size: int, leniency: Leniency, tools: ToolUse | None, *, patterns: bool
+    ) -> None:
+        self._wanted = wanted
+        self._max_size = max_size
+        self._tools = tools
+        self._cleaner = Cleaner(None if wanted.strict else leniency.ignore, patterns=patterns)
+
+    def read(self) -> str:
+        kind, source = self._wanted.kind, self._wanted.source
+        if kind == "tools":
+            assert self._tools is not None
+            grammar = self._tools.grammar(None if source is None else self._cleaned(source))
+            self._check_size(grammar)
+            return grammar
+        if kind == "json":
+            source = self._cleaned(source)
+        self._check_size(source if isinstance(source, str) else json.dumps(source, ensure_ascii=False))
+        return _grammar(kind, source)
+
+    def _cleaned(self, source: Any) -> Any:
+        return self._cleaner.clean(
+            from_json(source) if isinstance(source, str) else source, self._wanted.param
+        )
+
+    def _check_size(self, text: str) -> None:
+        if len(text) > self._max_size:
+            param = self._wanted.param
+            raise InvalidRequestError(
+                f"{param} cannot be used: it has {len(text)} characters, more than {self._max_size} "
+                "(max_grammar_size).",
+                param=param,
+                code="invalid_grammar",
+            )
 
 
 def _grammar(kind: str, source: Any) -> str:

@@ -7,30 +7,35 @@ a long prompt takes a while to encode.
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pydantic_core import from_json
-
 from truedraft.server.errors import (
     ContextLengthError,
     InvalidRequestError,
     RequestTooLargeError,
     UnsupportedParameterError,
 )
+from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message, TemplateFields
-from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, TextPart
+from truedraft.server.schemas.common import GenerationRequest, SamplingRequest, content_text
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.response_items import (
     InputCall,
     InputCallOutput,
+    InputCustomCall,
     InputReasoning,
-    InputText,
+    InputShellCall,
     OtherInput,
 )
 from truedraft.server.schemas.responses import InputMessage, ResponsesRequest
-from truedraft.server.schemas.tools import CalledFunction, GivenCall
 from truedraft.server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
 TEMPLATE_FIELDS = {"role", "name", "tool_call_id", "reasoning_content"}
+
+# OpenAI has two names for the same role.
+SYSTEM_ROLES = ("system", "developer")
+
+# Templates let a model reason or not by one of these variables.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 class TokenPrompt(NamedTuple):
@@ -69,14 +74,14 @@ def completion_prompts(
 
 
 def chat_prompt(
-    request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, limits: PromptLimits
+    request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, limits: PromptLimits, leniency: Leniency
 ) -> TokenPrompt:
     messages = request.messages if isinstance(request, ChatRequest) else input_messages(request)
     name = request.prompt_field
     if isinstance(request, ChatRequest):
-        options = template_options(request, tokenizer)
+        options = template_options(request, tokenizer, leniency)
     else:
-        options = response_options(request, tokenizer)
+        options = response_options(request, tokenizer, leniency)
     text = render_chat(messages, tokenizer, param=name, options=options)
     check_characters(len(text), limits, name)
     if request.truncate_prompt_tokens is None:
@@ -118,7 +123,7 @@ def render_chat(
             raise UnsupportedParameterError(
                 "This model's chat template does not write tool calls.", param=param + where
             )
-    written = _template_messages(messages)
+    written = _template_messages(_joined_system(messages))
     if ".thinking" in tokenizer.templates.source:  # as gpt-oss's calls it
         for fields in written:
             if "reasoning_content" in fields:
@@ -129,49 +134,60 @@ def render_chat(
         raise InvalidRequestError(str(error), param=param) from error
 
 
-def template_options(request: TemplateFields, tokenizer: Tokenizer) -> dict[str, Any]:
-    variables = _variables(request.chat_template_kwargs, tokenizer)
-    return variables | request.template_options() | effort_options(request.reasoning_effort, tokenizer)
+def template_options(request: TemplateFields, tokenizer: Tokenizer, leniency: Leniency) -> dict[str, Any]:
+    asked = {"reasoning_effort": request.reasoning_effort, "enable_thinking": request.enable_thinking}
+    variables = _variables(asked, request.chat_template_kwargs, tokenizer, leniency)
+    return variables | request.template_options()
 
 
-def response_options(request: ResponsesRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def response_options(request: ResponsesRequest, tokenizer: Tokenizer, leniency: Leniency) -> dict[str, Any]:
     """The same for ``/v1/responses``."""
     tools = [
-        {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-        for tool in request.tools or []
+        {"type": "function", "function": function.for_template()}
+        for function in request.functions
         if request.tool_choice != "none"
     ]
     effort = request.reasoning.effort if request.reasoning is not None else None
-    variables = _variables(request.chat_template_kwargs, tokenizer)
-    return variables | {"tools": tools or None} | effort_options(effort, tokenizer, "reasoning.effort")
+    asked = {"reasoning.effort": effort, "enable_thinking": request.enable_thinking}
+    variables = _variables(asked, request.chat_template_kwargs, tokenizer, leniency)
+    return variables | {"tools": tools or None}
 
 
-def _variables(given: dict[str, Any] | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """``UnsupportedParameterError`` for a variable that the chat template does not use."""
-    for name in given or {}:
-        if name not in tokenizer.templates.variables:
-            raise UnsupportedParameterError(
-                f"This model's chat template does not use '{name}'.", param=f"chat_template_kwargs.{name}"
-            )
-    return given or {}
-
-
-def effort_options(
-    effort: str | None, tokenizer: Tokenizer, param: str = "reasoning_effort"
+def _variables(
+    asked: Mapping[str, Any], given: Mapping[str, Any] | None, tokenizer: Tokenizer, leniency: Leniency
 ) -> dict[str, Any]:
-    """Template variables for it. ``none`` is fine for a model that does not reason."""
+    """Returns the template's variables. ``asked`` are fields about reasoning, ``given`` the template's own.
+
+    What the template does not use cannot change the prompt, so it is reported as ignored, unless the template
+    has another variable for the same.
+    """
+    fields = {f"chat_template_kwargs.{name}": value for name, value in (given or {}).items()}
+    fields |= {field: value for field, value in asked.items() if value is not None}
+    own: dict[str, Any] = {}
+    translated: dict[str, Any] = {}
+    for field, value in fields.items():
+        name = "reasoning_effort" if field == "reasoning.effort" else field.rpartition(".")[2]
+        if name in tokenizer.templates.variables:
+            own[name] = value
+        elif (others := _translated(name, value, tokenizer)) is not None:
+            translated |= others
+        else:
+            leniency.ignore(field)
+    return translated | own
+
+
+def _translated(name: str, value: Any, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Returns what a template gets that has another name for how much to reason; None if it has no such."""
     variables = tokenizer.templates.variables
-    if effort is None:
-        return {}
+    switch = next((switch for switch in THINKING_SWITCHES if switch in variables), None)
+    if name not in ("reasoning_effort", *THINKING_SWITCHES):
+        return None
+    is_off = value == "none" if name == "reasoning_effort" else not value
+    if switch is not None:
+        return {switch: not is_off}
     if "reasoning_effort" in variables:
-        return {"reasoning_effort": effort}
-    if effort != "none":
-        raise UnsupportedParameterError("This model's chat template does not use it.", param=param)
-    if tokenizer.templates.reasoning_marks is None:
-        return {}
-    if "enable_thinking" not in variables:
-        raise UnsupportedParameterError("This model's reasoning cannot be switched off.", param=param)
-    return {"enable_thinking": False}
+        return {"reasoning_effort": "none"} if is_off else {}
+    return {} if is_off and tokenizer.templates.reasoning_marks is None else None
 
 
 def input_messages(request: ResponsesRequest) -> list[Message]:
@@ -184,14 +200,14 @@ def input_messages(request: ResponsesRequest) -> list[Message]:
     for item in request.input:
         match item:
             case InputMessage():
-                messages.append(Message(role=item.role, content=_input_text(item.content)))
+                messages.append(Message(role=item.role, content=content_text(item.content)))
             case InputReasoning():
                 thought = "\n".join(part.text for part in item.content or [])
                 continue
-            case InputCall():
-                call = GivenCall(
-                    id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)
-                )
+            case OtherInput():
+                continue  # reported
+            case InputCall() | InputCustomCall() | InputShellCall():
+                call = item.call
                 # An assistant's text and calls are items of their own here, and one message for templates.
                 if not messages or messages[-1].role != "assistant" or thought:
                     messages.append(Message(role="assistant", content=""))
@@ -204,18 +220,12 @@ def input_messages(request: ResponsesRequest) -> list[Message]:
                     raise InvalidRequestError(
                         f"No call with the id '{item.call_id}' comes before its output.", param="input"
                     )
-                content = _input_text(item.output)
+                content = content_text(item.output)
                 messages.append(Message(role="tool", content=content, tool_call_id=item.call_id))
         if thought and messages[-1].role == "assistant":
             messages[-1].reasoning_content = thought
         thought = ""
     return messages
-
-
-def _input_text(content: str | list[InputText | OtherInput]) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.text for part in content if isinstance(part, InputText))
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -269,6 +279,15 @@ def _token_prompt(
     return TokenPrompt(token_ids, text)
 
 
+def _joined_system(messages: Sequence[Message]) -> list[Message]:
+    """System and developer messages at the beginning become one: many templates take only one, and first."""
+    num_leading = next((n for n, each in enumerate(messages) if each.role not in SYSTEM_ROLES), len(messages))
+    if num_leading < 2:
+        return list(messages)
+    text = "\n\n".join(message.text for message in messages[:num_leading])
+    return [messages[0].model_copy(update={"content": text}), *messages[num_leading:]]
+
+
 def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Answers of tools get the name of what was called, which some templates write."""
     names: dict[str, str] = {}
@@ -283,24 +302,17 @@ def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    """What templates expect: plain text, arguments as an object, and 'system' for OpenAI's newer name of the
-    same role."""
+    """What templates expect: plain text, arguments as an object, and 'system' as the name of its role."""
     fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
-    fields["role"] = "system" if message.role == "developer" else message.role
-    fields["content"] = _plain_text(message)
+    fields["role"] = "system" if message.role in SYSTEM_ROLES else message.role
+    fields["content"] = message.text
     if message.tool_calls:
         fields["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": from_json(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": call.function.given},
             }
             for call in message.tool_calls
         ]
     return fields
-
-
-def _plain_text(message: Message) -> str:
-    if isinstance(message.content, list):
-        return "\n".join(part.text for part in message.content if isinstance(part, TextPart))
-    return message.content or ""

@@ -8,22 +8,14 @@ import json
 import re
 from typing import Any, Protocol
 
+from truedraft.server.text.schema_cleaning import ENFORCED, NOT_ENFORCED
+
 # What stands around a name; none can be part of it.
 NOT_IN_NAMES = re.compile(r"[{}\[\],:\s]")
 NUMERIC = {"type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 KEYWORDS = {"anyOf", "enum", "const", "properties", "required", "additionalProperties", "items"}
 KEYWORDS |= {"minItems", "maxItems", "minLength", "maxLength", "$ref", "$defs", "definitions"} | NUMERIC
-NOTES = {
-    "title",
-    "description",
-    "default",
-    "examples",
-    "deprecated",
-    "$schema",
-    "$id",
-    "$comment",
-    "nullable",
-}
+UNSUPPORTED = (ENFORCED | NOT_ENFORCED) - KEYWORDS - {"oneOf"}
 TYPES = ("string", "number", "boolean", "null", "array", "object")
 
 
@@ -33,17 +25,13 @@ class RuleWriter(Protocol):
 
 
 class QuotedArguments:
-    """``end`` is the token behind the arguments, which no string may spell either. Keywords that are not
-    supported matter to ``is_strict`` functions only."""
+    """``end`` is the token behind the arguments, which no string may spell either."""
 
-    def __init__(
-        self, rules: RuleWriter, prefix: str, root: dict[str, Any], marks: tuple[str, str], *, is_strict: bool
-    ) -> None:
+    def __init__(self, rules: RuleWriter, prefix: str, root: dict[str, Any], marks: tuple[str, str]) -> None:
         self._rules = rules
         self._prefix = prefix
         self._root = root
         self._marks = marks
-        self._is_strict = is_strict
         self._num_rules = 0
         self._references: dict[str, str] = {}
         self._any: str | None = None
@@ -165,8 +153,8 @@ class QuotedArguments:
         return self._rules.add(f"{self._prefix}_{self._num_rules}", expression)
 
     def _check(self, schema: dict[str, Any]) -> None:
-        unsupported = sorted(schema.keys() - KEYWORDS - NOTES)
-        if unsupported and self._is_strict:
+        unsupported = sorted(schema.keys() & UNSUPPORTED)
+        if unsupported:
             raise ValueError(f"{unsupported} is not supported for this model")
 
 

@@ -19,6 +19,8 @@ from truedraft.server.text.tool_arguments import is_plain_text, properties_of
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PARAMETER_END = "\n</parameter>\n"
 SPEAKS_OF_OTHERS = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+# Keywords that a text in tags cannot be held to.
+NOT_IN_TEXT = {"pattern", "format", "const", "anyOf", "allOf", "oneOf", "not"}
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -27,8 +29,13 @@ def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
     parameters = function.parameters
     if parameters is None:
         return NO_PARAMETERS
-    is_closed = "properties" in parameters and not parameters.keys() & SPEAKS_OF_OTHERS
-    return {"type": "object"} | ({"additionalProperties": False} if is_closed else {}) | parameters
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, dict) or parameters.keys() & SPEAKS_OF_OTHERS:
+        return {"type": "object"} | parameters
+    for name in required if isinstance(required, list) else []:
+        if isinstance(name, str) and name not in properties:
+            properties = properties | {name: {}}  # which declares it, too
+    return {"type": "object", "additionalProperties": False} | parameters | {"properties": properties}
 
 
 def call_grammar(
@@ -137,19 +144,18 @@ class Rules:
             raise ValueError(f"the parameters of '{function.name}' are not of type 'object'")
         match calls.arguments:
             case "json":
-                arguments = _json(schema, function)
+                arguments = _json(schema)
             case "tags":
-                arguments = self._tagged(name, schema, function)
+                arguments = self._tagged(name, schema)
             case "quoted":
                 marks = (calls.quote, calls.end.removeprefix("}"))
                 if not self._token_ids.keys() >= {*marks}:
                     raise ValueError(f"the model has no token for {calls.quote!r}")
                 schema = as_any_of(schema)
-                quoted = QuotedArguments(self, name, schema, marks, is_strict=bool(function.strict))
-                arguments = quoted.members(schema)
+                arguments = QuotedArguments(self, name, schema, marks).members(schema)
         return self.add(name, f"{self.literal(function.name + calls.before_arguments)} {arguments}")
 
-    def _tagged(self, prefix: str, schema: dict[str, Any], function: FunctionDefinition) -> str:
+    def _tagged(self, prefix: str, schema: dict[str, Any]) -> str:
         """The properties in their order, each in its tags."""
         required = schema.get("required")
         required = required if isinstance(required, list) else []
@@ -160,19 +166,19 @@ class Rules:
                 raise ValueError(f"{name!r} cannot be written as the name of a parameter")
             rule = f"{prefix}_{number}"
             if not is_plain_text(inner):
-                self.add(rule, f"{_json(_with(inner, shared), function)} {_quoted(PARAMETER_END)}")
+                self.add(rule, f"{_json(_with(inner, shared))} {_quoted(PARAMETER_END)}")
             elif "enum" in inner:
                 self.add(rule, f"({' | '.join(map(_quoted, inner['enum']))}) {_quoted(PARAMETER_END)}")
             else:
-                self._text(rule, inner, function)
+                self._text(rule, inner)
             one = f"{_quoted(f'<parameter={name}>' + chr(10))} {rule}"
             tagged.append(one if name in required else f"({one})?")
         return " ".join(tagged)
 
-    def _text(self, rule: str, schema: dict[str, Any], function: FunctionDefinition) -> None:
+    def _text(self, rule: str, schema: dict[str, Any]) -> None:
         """Any text of the right length, with the end of its tags, by which it is known to have ended."""
-        unsupported = sorted(schema.keys() & {"pattern", "format", "const", "anyOf", "allOf", "oneOf", "not"})
-        if unsupported and function.strict:
+        unsupported = sorted(schema.keys() & NOT_IN_TEXT)
+        if unsupported:
             raise ValueError(f"{unsupported} of a string is not supported where arguments stand in tags")
         lengths = [schema[name] for name in ("minLength", "maxLength") if name in schema]
         if not all(isinstance(length, int) for length in lengths):
@@ -187,12 +193,10 @@ def _with(schema: Any, shared: dict[str, Any]) -> Any:
     return schema | shared if isinstance(schema, dict) else schema
 
 
-def _json(schema: Any, function: FunctionDefinition | None = None) -> str:
-    """Keywords that are not supported matter where the tool is strict only."""
-    layout = JSON_LAYOUT | ({"lenient": True} if function is not None and not function.strict else {})
+def _json(schema: Any) -> str:
     schema = read_schema(schema)
     if isinstance(schema, dict):
-        schema = {"x-guidance": layout} | schema
+        schema = {"x-guidance": JSON_LAYOUT} | schema
     return "%json " + json.dumps(schema, ensure_ascii=False)
 
 

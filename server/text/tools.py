@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
+from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.tools import FunctionDefinition
@@ -12,17 +13,24 @@ from truedraft.server.text.message_reader import MessageFormat
 from truedraft.server.text.prompt import TokenPrompt
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
+from truedraft.server.text.tool_schemas import cleaned
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The functions that an answer may call, or must if ``required``."""
+    """The functions that an answer may call, or must if ``required``. ``places``: where the body has their
+    parameters."""
 
     functions: list[FunctionDefinition]
+    places: list[str]
     calls: CallFormat
     token_ids: dict[str, int]
     required: bool
     parallel: bool
+
+    def grammar_of(self, function: FunctionDefinition) -> str:
+        """Of one call of it."""
+        return call_grammar([function], self.calls, self.token_ids, required=True, parallel=False)
 
     def grammar(self, schema: Any = None) -> str:
         """``schema``: of an answer that calls nothing; None for any text."""
@@ -36,24 +44,29 @@ class ToolUse:
         )
 
 
-def tool_use(request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> ToolUse | None:
+def tool_use(
+    request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, leniency: Leniency
+) -> ToolUse | None:
     """None where nothing can be called. ``InvalidRequestError`` for a choice that there is not, and for a
     model whose chat template does not write tools."""
     functions, choice = request.functions, request.tool_choice or "auto"
     if not functions:
         if choice not in ("none", "auto"):
-            raise InvalidRequestError("tool_choice is only allowed with tools.", param="tool_choice")
+            raise InvalidRequestError(
+                "tool_choice is only allowed with tools that can be called: functions.", param="tool_choice"
+            )
         return None
     names = [function.name for function in functions]
     for position, name in enumerate(names):
         if name in names[:position]:
-            raise InvalidRequestError(f"There are two tools named '{name}'.", param=f"tools.{position}")
+            place = ".".join(request.tool_places[position].split(".")[:2])
+            raise InvalidRequestError(f"There are two tools named '{name}'.", param=place)
     if choice == "none":
         return None
     named = None if isinstance(choice, str) else choice.name
     if named is not None and named not in names:
         raise InvalidRequestError(
-            f"tool_choice names '{named}', which is not among the tools.", param="tool_choice"
+            f"tool_choice names '{named}', which is not among the functions.", param="tool_choice"
         )
     calls = _call_format(tokenizer)
     if calls.before_content and getattr(request, "continue_final_message", None):
@@ -61,8 +74,14 @@ def tool_use(request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer) -> T
             "continue_final_message is not supported with tools: calls are messages of their own here.",
             param="continue_final_message",
         )
+    offered = [
+        (cleaned(function, place, calls, leniency), place)
+        for function, place in zip(functions, request.tool_places, strict=True)
+        if named in (None, function.name)
+    ]
     return ToolUse(
-        functions=[each for each in functions if named in (None, each.name)],
+        functions=[function for function, _ in offered],
+        places=[place for _, place in offered],
         calls=calls,
         token_ids=tokenizer.grammar_ids(calls.literals),
         required=choice != "auto",

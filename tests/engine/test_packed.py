@@ -145,6 +145,7 @@ def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
         served = FreshModel(str(tmp_path), options)
         assert served.served is None
         assert torch.allclose(served.logits(IDS, VOCAB_SIZE), logits_of(module), atol=1e-4)
+    assert checkpoint.files.keys() - checkpoint.parts == {name for name, _ in module.named_parameters()}
     assert torch.equal(logits_of(load_causal_model(str(tmp_path), LoadOptions(), "eager")), logits_of(module))
 
 
@@ -178,6 +179,15 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         save_file(stored if tensor is None else stored | {name: tensor}, file, metadata={"format": "pt"})
         with pytest.raises(ModelLoadError, match=words):
             load_model(str(tmp_path), LoadOptions())
+
+
+def test_inputs_in_another_order_are_refused_whatever_the_config_says(tmp_path: Path) -> None:
+    make(tmp_path, GPTQ, is_symmetric=True)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.g_idx"
+    stored = load_file(file)
+    save_file(stored | {name: stored[name].flip(0).contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match="up_proj has its inputs in another order"):
+        load_model(str(tmp_path), LoadOptions())
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from truedraft.engine.sampling.grammar import Grammars
 from truedraft.server.text.grammar import JSON_OPTIONS
 from truedraft.server.text.pattern import read_schema
+from truedraft.server.text.schema_cleaning import Cleaner
 
 
 def accepts(tokenizer: LLTokenizer, grammar: str, instance: Any) -> bool:
@@ -32,9 +33,8 @@ def judge(tokenizer: LLTokenizer, path: Path) -> tuple[Counter[str], list[str]]:
     reasons = []
     for case in json.loads(path.read_text()):
         try:
-            grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(read_schema(case["schema"])), defaults=JSON_OPTIONS
-            )
+            schema = read_schema(Cleaner(None).clean(case["schema"], "schema"))
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=JSON_OPTIONS)
             Grammars(lambda: tokenizer).matcher(grammar)
         except ValueError as error:
             counts["refused"] += 1

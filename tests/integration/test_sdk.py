@@ -103,8 +103,13 @@ def test_raw_responses(sdk: openai.OpenAI, said: str) -> None:
     ("request_", "kind", "code", "param"),
     [
         ({"temperature": 3}, openai.BadRequestError, "invalid_value", "temperature"),
-        ({"tools": [{"type": "x"}]}, openai.BadRequestError, "unsupported_parameter", "tools.0"),
-        ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),
+        ({"modalities": ["audio"]}, openai.BadRequestError, "unsupported_parameter", "modalities"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 10**5}]},
+            openai.BadRequestError,
+            "context_length_exceeded",
+            "messages",
+        ),
         ({"model": "gpt-9"}, openai.NotFoundError, "model_not_found", "model"),
     ],
 )
@@ -123,7 +128,7 @@ async def test_errors(server: Server, request_: dict[str, Any], kind: Any, code:
 
 def test_errors_of_other_routes(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
-        sdk.responses.create(model=MODEL, input="x", store=True)
+        sdk.responses.create(model=MODEL, input="x", background=True)
     assert (caught.value.status_code, caught.value.code) == (400, "unsupported_parameter")
     with pytest.raises(openai.NotFoundError):
         sdk.responses.retrieve("resp_1")

@@ -26,7 +26,7 @@ from truedraft.server.client.open_requests import QueueLimits
 from truedraft.server.client.worker_client import WorkerClient
 from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.client.worker_process import Patience
-from truedraft.server.launch import bind
+from truedraft.server.launch import bind, http_config
 from truedraft.server.metrics import Metrics
 from truedraft.server.services import Services, TokenizerLoader
 from truedraft.server.settings import Settings
@@ -175,7 +175,7 @@ def run_server(
         orders.die()
     files = ("--log", str(worker_log), "--orders", str(orders.path))
     app = fake_worker_app(model_folder, lambda: tokenizer, *files, *worker_options, **settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
+    server = uvicorn.Server(http_config(app, app.state.services.settings))
     loop = ClockedLoop()
     with bind("127.0.0.1", 0) as listener:
 

@@ -92,7 +92,6 @@ def test_a_message_without_content(server: RunningServer, role: str) -> None:
         ("logprob_token_ids", [1]),
         ("return_tokens_as_token_ids", True),
         ("custom_logit_processor", "x"),
-        ("enable_thinking", False),
         ("include_reasoning", False),
         ("n_probs", 2),
         ("reasoning_format", "none"),

@@ -41,11 +41,11 @@ def test_config_file_from_the_environment(yaml_file: Path, monkeypatch: pytest.M
 
 
 def test_lists_and_sizes(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--cors-origins", "http://a, http://b", "--cache-memory", "2GiB", "--strict-parameters"]
+    flags = ["--cors-origins", "http://a, http://b", "--cache-memory", "2GiB", "--strict-fields"]
     settings = load_settings(["--config", str(yaml_file), *flags])
     assert settings.cors_origins == ["http://a", "http://b"]
     assert settings.cache_memory == 2 << 30
-    assert settings.strict_parameters
+    assert settings.strict_fields
     assert [key.get_secret_value() for key in settings.api_keys] == ["a", "b"]
     monkeypatch.setenv("TRUEDRAFT_API_KEYS", "c,d")
     assert [key.get_secret_value() for key in load_settings([]).api_keys] == ["c", "d"]
@@ -57,7 +57,7 @@ def test_lists_and_sizes(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         (["--prot", "1"], "Unknown flag --prot. Did you mean --port?"),
         (["--num_speculative_tokens", "1"], "Did you mean --num-speculative-tokens?"),
-        (["--no-strict-parameter"], "Did you mean --no-strict-parameters?"),
+        (["--no-strict-field"], "Did you mean --no-strict-fields?"),
         (["--port", "many"], "port: Input should be a valid integer"),
         (
             ["--num-speculative-tokens", "33"],

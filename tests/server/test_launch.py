@@ -9,11 +9,13 @@ import pytest
 from truedraft.engine.messages import EncoderDecoderLengths, Ready
 from truedraft.server.errors import ContextLengthError
 from truedraft.server.launch import capacity
+from truedraft.server.leniency import Leniency
 from truedraft.server.sampling_params import build_sampling_params, longest_request
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.settings import RequestSettings, Settings
 from truedraft.server.text.tokenizer import load_tokenizer
 
+LENIENT = Leniency(strict=False)
 WORKER = Ready(
     target="target",
     draft="draft",
@@ -56,7 +58,13 @@ def test_cache_smaller_than_the_context() -> None:
     assert longest_request(small) == 1600
     request = CompletionRequest(model="m", prompt="p", max_tokens=601)
     with pytest.raises(ContextLengthError, match=r"cache holds 1600 tokens .*but 1000 .* and 601"):
-        build_sampling_params(request, num_prompt_tokens=1000, worker=small, limits=RequestSettings())
+        build_sampling_params(
+            request,
+            num_prompt_tokens=1000,
+            worker=small,
+            limits=RequestSettings(),
+            leniency=Leniency(strict=False),
+        )
 
 
 def test_requests_at_once_are_limited_by_the_setting_too() -> None:
@@ -92,7 +100,11 @@ def output_room(num_prompt_tokens: int, *, num_target_blocks: int = 2000, **fiel
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
     ready = worker(encoder_decoder=ENCODER_DECODER, num_target_blocks=num_target_blocks)
     params = build_sampling_params(
-        request, num_prompt_tokens=num_prompt_tokens, worker=ready, limits=RequestSettings()
+        request,
+        num_prompt_tokens=num_prompt_tokens,
+        worker=ready,
+        limits=RequestSettings(),
+        leniency=Leniency(strict=False),
     )
     return params.max_tokens
 

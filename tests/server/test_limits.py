@@ -58,7 +58,7 @@ def test_deadline_in_a_stream_is_an_event(start_server: StartServer) -> None:
 
 
 def test_deadline_that_is_kept(start_server: StartServer) -> None:
-    with start_server(request_timeout=LONG_SECONDS) as server:
+    with start_server(request_timeout=LONG_SECONDS, keep_alive_timeout=100_000) as server:
         assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 100}).status_code == 200
         server.pass_time(LONG_SECONDS)
         assert server.metric("truedraft_requests_aborted_total", reason="timeout") == 0

@@ -175,8 +175,8 @@ def test_deltas_add_up(name: str) -> None:
     form = FORMATS[name]
     text = "Well." + written(form, [("weather", ARGUMENTS), ("now", {"a": [1, {}]})])
     reader, writer = MessageReader(MessageFormat(calls=form, schemas={"weather": SCHEMA})), DeltaWriter()
-    deltas = [writer.delta(joined([], reader.push(piece))) for piece in text]
-    deltas.append(writer.delta(reader.finish()))
+    deltas = [delta for piece in text for delta in writer.deltas(reader.push(piece))]
+    deltas += writer.deltas(reader.finish())
     assert "".join(delta.content or "" for delta in deltas) == "Well."
     for index, wanted in enumerate([ARGUMENTS, {"a": [1, {}]}]):
         pieces = [call for delta in deltas for call in delta.tool_calls or [] if call.index == index]

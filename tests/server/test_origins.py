@@ -124,7 +124,7 @@ def test_only_for_those_who_ask(server: RunningServer, path: str) -> None:
     assert chunks[-1]["truedraft"]["trace"]
 
 
-@pytest.mark.parametrize("value", ["all", 1, "true", None])
+@pytest.mark.parametrize("value", ["all", 1, "true"])
 def test_what_it_may_be(server: RunningServer, value: Any) -> None:
     response = server.post(COMPLETIONS, body(COMPLETIONS, speculation={"origins": value}))
     assert response.status_code == 400

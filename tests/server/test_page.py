@@ -168,10 +168,10 @@ def test_stop(browser: Browser, start_server: StartServer) -> None:
 
 def test_an_error_is_shown(browser: Browser, server: RunningServer) -> None:
     with page(browser, server):
-        browser.fill("[name=max_tokens]", "100000")
+        browser.fill("[name=stop]", "\n".join(f"stop {number}" for number in range(65)))
         browser.click("#generate")
         browser.wait("!document.querySelector('#error').hidden")
-        assert "max_tokens" in browser.text("#error") or "context" in browser.text("#error")
+        assert "max_stop_strings" in browser.text("#error")
         browser.problems.clear()  # the browser notes the status 400
 
 

@@ -139,15 +139,15 @@ MUTANTS = {
     "arguments of all calls are the first one's": Mutant(
         tests, "whole_message", "calls[-1].function", "calls[0].function", calls
     ),
-    "a call's index does not advance": Mutant(DeltaWriter, "delta", "self._num_calls += 1", "pass", deltas),
+    "a call's index does not advance": Mutant(DeltaWriter, "deltas", "self._num_calls += 1", "pass", deltas),
     "arguments have the first call's index": Mutant(
-        DeltaWriter, "delta", "index = self._num_calls - 1", "index = 0", deltas
+        DeltaWriter, "deltas", "index = self._num_calls - 1", "index = 0", deltas
     ),
     "arguments have the next call's index": Mutant(
-        DeltaWriter, "delta", "index = self._num_calls - 1", "index = self._num_calls", deltas
+        DeltaWriter, "deltas", "index = self._num_calls - 1", "index = self._num_calls", deltas
     ),
     "every delta of a call has an id": Mutant(
-        DeltaWriter, "delta", "more = ToolCallDelta(", "more = ToolCallDelta(id='call_1', ", deltas
+        DeltaWriter, "deltas", "more = ToolCallDelta(", "more = ToolCallDelta(id='call_1', ", deltas
     ),
 }
 

@@ -6,11 +6,13 @@ import msgspec
 import pytest
 
 from truedraft.engine.messages import Ready, SamplingParams
+from truedraft.server.leniency import Leniency
 from truedraft.server.sampling_params import build_sampling_params
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.settings import RequestSettings
 
+LENIENT = Leniency(strict=False)
 WITH_DRAFT = Ready(
     "target", "draft", "cpu", "float32", 100, 50, 4, 4, 16, ["draft_model", "ngram"], "draft_model"
 )
@@ -19,13 +21,25 @@ WITHOUT_DRAFT = Ready("target", None, "cpu", "float32", 100, 50, 4, 0, 16, ["ngr
 
 def completion(*, worker: Ready = WITH_DRAFT, **fields: Any) -> SamplingParams:
     request = CompletionRequest.model_validate({"model": "m", "prompt": "p"} | fields)
-    return build_sampling_params(request, num_prompt_tokens=10, worker=worker, limits=RequestSettings())
+    return build_sampling_params(
+        request,
+        num_prompt_tokens=10,
+        worker=worker,
+        limits=RequestSettings(),
+        leniency=Leniency(strict=False),
+    )
 
 
 def chat(**fields: Any) -> SamplingParams:
     messages = [{"role": "user", "content": "p"}]
     request = ChatRequest.model_validate({"model": "m", "messages": messages} | fields)
-    return build_sampling_params(request, num_prompt_tokens=10, worker=WITH_DRAFT, limits=RequestSettings())
+    return build_sampling_params(
+        request,
+        num_prompt_tokens=10,
+        worker=WITH_DRAFT,
+        limits=RequestSettings(),
+        leniency=Leniency(strict=False),
+    )
 
 
 def test_defaults() -> None:
@@ -130,11 +144,19 @@ def test_generation_config_gives_the_defaults() -> None:
     assert completion(worker=RECOMMENDED) == expected
     request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "p"}]})
     params = build_sampling_params(
-        request, num_prompt_tokens=10, worker=RECOMMENDED, limits=RequestSettings()
+        request,
+        num_prompt_tokens=10,
+        worker=RECOMMENDED,
+        limits=RequestSettings(),
+        leniency=Leniency(strict=False),
     )
     assert params == msgspec.structs.replace(expected, max_tokens=30)
     params = build_sampling_params(
-        request, num_prompt_tokens=35, worker=RECOMMENDED, limits=RequestSettings()
+        request,
+        num_prompt_tokens=35,
+        worker=RECOMMENDED,
+        limits=RequestSettings(),
+        leniency=Leniency(strict=False),
     )
     assert params.max_tokens == 15  # no more than fits
 

@@ -70,11 +70,8 @@ def test_formats_on_every_endpoint(server: RunningServer, path: str) -> None:
     [
         ({"type": "object", "contains": {}, "not": {}}, '"contains", "not"'),
         ({"type": "integer", "minimum": 5, "maximum": 2}, "Unsatisfiable"),
-        ({"type": "string", "format": "nope"}, "Unknown format: nope"),
         ({"$ref": "#/$defs/nowhere"}, "does not exist"),
         ({"type": "strin"}, "Invalid type"),
-        ({"type": "string", "pattern": "(a"}, "unclosed group"),
-        ({"items": {"type": "string", "pattern": "(?=a)"}}, "in the pattern '(?=a)'"),
     ],
 )
 def test_schemas_are_refused_with_the_reason(
@@ -100,8 +97,7 @@ def test_schemas_are_refused_with_the_reason(
         ({"choice": [1]}, "choice.0", "invalid_type"),
         ({"regex": "a", "choice": ["b"]}, "", "invalid_value"),
         ({}, "", "invalid_value"),
-        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "unknown_parameter"),
-        ({"json": SCHEMA, "one": 1, "two": 2}, "one", "unknown_parameter"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "unsupported_parameter"),
     ],
 )
 def test_structured_outputs_are_refused(
@@ -127,7 +123,7 @@ def test_structured_outputs_are_refused(
         (
             {"response_format": {"type": "json_object", "schema": {}}},
             "response_format.schema",
-            "unknown_parameter",
+            "unsupported_parameter",
         ),
     ],
 )

@@ -282,10 +282,29 @@ def test_functions_take_what_they_declare(more: dict[str, Any], is_allowed: bool
     assert Draft202012Validator(schema).is_valid({"b": 1}) is is_allowed
 
 
-def test_strict_tools_hold_no_unsupported_keyword() -> None:
+@pytest.mark.parametrize("name", FORMATS)
+def test_required_names_without_a_schema_are_written(name: str) -> None:
+    form = FORMATS[name]
+    made = tokenizer(form, special=True)
+    parameters = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["q"]}
+    function = FunctionDefinition(name="f", parameters=parameters)
+    grammar = call_grammar([function], form, token_ids(form, made), required=True, parallel=False)
+    reasoning = REASONING_MARKS[-1] if form.before_content else None
+    for seed in range(5):
+        schemas = {"f": arguments_schema(function)}
+        reader = MessageReader(MessageFormat(reasoning, form, schemas=schemas))
+        text = drawn(grammar, made, seed)
+        (call,) = whole_message(reader.push(text) + reader.finish()).tool_calls or []
+        arguments = json.loads(call.function.arguments)
+        assert "q" in arguments
+        assert arguments.keys() <= {"b", "q"}
+
+
+def test_no_unsupported_keyword_is_ignored() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "format": "odd"}}}
-    for strict in (None, False, True):
-        function = FunctionDefinition(name="f", parameters=parameters, strict=strict)
-        grammar = call_grammar([function], FORMATS["hermes"], {}, required=True, parallel=True)
-        is_error, _ = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
-        assert is_error is bool(strict)
+    function = FunctionDefinition(name="f", parameters=parameters)
+    grammar = call_grammar([function], FORMATS["hermes"], {}, required=True, parallel=True)
+    is_error, _ = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_lark(grammar))
+    assert is_error
+    with pytest.raises(ValueError, match="format"):
+        call_grammar([function], FORMATS["qwen_tags"], {}, required=True, parallel=True)

@@ -16,6 +16,7 @@ from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 from tests.server.wire import answers
 from truedraft.server.errors import UnsupportedParameterError
+from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer, load_tokenizer
 from truedraft.server.text.tools import tool_use
@@ -45,6 +46,9 @@ def tool(name: str = "add", **fields: Any) -> dict[str, Any]:
 
 def flat(name: str = "add", **fields: Any) -> dict[str, Any]:
     return {"type": "function", "name": name, **fields}
+
+
+STRICT = tool(strict=True, parameters={"contains": {}})
 
 
 @contextmanager
@@ -161,8 +165,6 @@ def test_effort_and_variables_reach_the_template(speaking: RunningServer) -> Non
     for path, ask in ((CHAT, ASK), (RESPONSES, {"input": "x"})):
         off = ask | {"chat_template_kwargs": {"enable_thinking": False}}
         assert prompt_of(speaking, path, off).endswith("a:<think></think>")
-        other = ask | {"chat_template_kwargs": {"other": 1}}
-        assert refused(speaking, path, other)["param"] == "chat_template_kwargs.other"
         reserved = ask | {"chat_template_kwargs": {"tools": []}}
         assert refused(speaking, path, reserved)["param"] == "chat_template_kwargs"
 
@@ -202,17 +204,12 @@ def test_grammars(speaking: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "unsupported_parameter"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "missing_required_parameter"),
         ({"tools": [tool("a b")]}, "tools.0.function.name", "invalid_value"),
         ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters", "invalid_type"),
-        ({"tools": [tool(parameters={"type": "array"})]}, "tools", "invalid_grammar"),
-        ({"tools": [tool(odd=1)]}, "tools.0.function.odd", "unknown_parameter"),
         ({"tools": [tool()] * 2}, "tools.1", "invalid_value"),
         ({"tools": [tool(f"t{i}") for i in range(129)]}, "tools", "invalid_value"),
-        ({"tools": [tool(strict=True, parameters={"contains": {}})]}, "tools", "invalid_grammar"),
-        ({"tools": [tool(parameters={"items": {"pattern": "a++"}})]}, "tools", "invalid_grammar"),
-        ({"tools": [tool(parameters={"properties": 5})]}, "tools", "invalid_grammar"),
+        ({"tools": [STRICT]}, "tools.0.function.parameters", "invalid_grammar"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "invalid_value"),
         (
@@ -222,11 +219,6 @@ def test_grammars(speaking: RunningServer) -> None:
         ),
         ({"tools": [tool()], "structured_outputs": {"regex": "a"}}, "tools", "invalid_value"),
         ({"tools": [tool()], "min_tokens": 2}, "min_tokens", "unsupported_parameter"),
-        (
-            {"chat_template_kwargs": {"thinking": False}},
-            "chat_template_kwargs.thinking",
-            "unsupported_parameter",
-        ),
         ({"reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
         ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
         ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
@@ -237,11 +229,6 @@ def test_grammars(speaking: RunningServer) -> None:
                 ]
             },
             "messages.0.tool_calls",
-            "invalid_value",
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", **tool(arguments="[1]")}]}]},
-            "messages.0.tool_calls.0.function.arguments",
             "invalid_value",
         ),
     ],
@@ -256,14 +243,12 @@ def test_refusals(speaking: RunningServer, fields: dict[str, Any], param: str, c
     [
         (CHAT, {"tools": [tool()]}, "tools"),
         (CHAT, {"tools": [tool()], "tool_choice": "required"}, "tools"),
-        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
         (
             CHAT,
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", **tool(arguments="{}")}]}]},
             "messages.0.tool_calls",
         ),
         (RESPONSES, {"tools": [flat()]}, "tools"),
-        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
     ],
 )
 def test_a_template_that_writes_none_of_it(
@@ -299,16 +284,16 @@ def test_calls_of_unknown_families_are_refused(template: str, reason: str) -> No
     for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
         request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": choice})
         with pytest.raises(UnsupportedParameterError, match=reason) as raised:
-            tool_use(request, tokenizer)
+            tool_use(request, tokenizer, Leniency(strict=False))
         assert raised.value.param == "tools"
     off = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": "none"})
-    assert tool_use(off, tokenizer) is None
+    assert tool_use(off, tokenizer, Leniency(strict=False)) is None
 
 
 @pytest.mark.parametrize(("name", "template"), KNOWN.items())
 def test_families_are_known_by_their_templates(name: str, template: str) -> None:
     request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()]})
-    use = tool_use(request, tokenizer_of("{{ tools }}" + template))
+    use = tool_use(request, tokenizer_of("{{ tools }}" + template), Leniency(strict=False))
     assert use is not None
     assert use.calls.name == name
 

@@ -1,0 +1,71 @@
+"""This module decides who reads a quantised checkpoint on a CPU: our readers, transformers, or nobody.
+
+It goes by the ``quantization_config``, before a weight is read.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+from transformers.quantizers import AutoHfQuantizer
+
+from truedraft.engine.models.eight_bit import check_whole_blocks, open_eight_bit
+from truedraft.engine.models.errors import QuantizationError
+from truedraft.engine.models.packed import open_packed
+from truedraft.engine.models.weights import Checkpoint
+
+# transformers computes with these on a GPU, and dequantises them for other devices.
+DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
+ALTERNATIVES = (
+    "use its unquantised checkpoint with quantize, a GGUF file of it, or, of a Llama-shaped model, a "
+    "checkpoint in FP8, or in 4 bits by GPTQ, AWQ or compressed-tensors"
+)
+# These settings of compressed-tensors change more than the weights.
+MORE_THAN_WEIGHTS = {"kv_cache_scheme": "a quantised cache", "transform_config": "transformed inputs"}
+
+
+def open_quantised(source: Checkpoint, quantization: Any, narrow: bool) -> Checkpoint | None:
+    """Returns a checkpoint of the weights that the tensors of ``source`` stand for, or None if they are left
+    to transformers. ``narrow`` is that of ``LoadOptions``."""
+    try:
+        _refuse_more_than_weights(quantization)
+        return open_packed(source, quantization) or open_eight_bit(source, quantization, narrow)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise QuantizationError("its quantization_config has another form than any that is known") from error
+
+
+def check_method(quantization: Any) -> None:
+    """Raises ``QuantizationError`` unless transformers has what it needs to run the method here."""
+    try:
+        method = str(quantization["quant_method"])
+    except (KeyError, TypeError) as error:
+        raise QuantizationError("its quantization_config does not say its quant_method") from error
+    try:
+        quantizer = AutoHfQuantizer.from_config(deepcopy(quantization), pre_quantized=True)
+        quantizer.validate_environment(device_map=None)
+    except Exception as error:  # each quantiser fails in its own way; the user needs one line
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise QuantizationError(
+            f"it is quantised by {method}, which transformers cannot run here ({reason}); {ALTERNATIVES}"
+        ) from error
+
+
+def dequantise_for_cpu(quantization: dict[str, Any], source: Checkpoint | None) -> None:
+    """Tells transformers not to keep the weights for a GPU that is there, but not asked for.
+    Blocks that it reads otherwise than they were made are refused (``QuantizationError``)."""
+    if quantization["quant_method"] in DEQUANTISED:
+        if source is not None:
+            check_whole_blocks(source, quantization.get("weight_block_size"))
+        quantization["dequantize"] = True
+
+
+def _refuse_more_than_weights(quantization: dict[str, Any]) -> None:
+    if quantization.get("quant_method") != "compressed-tensors":
+        return
+    found = [words for key, words in MORE_THAN_WEIGHTS.items() if quantization.get(key)]
+    sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        found.append(f"sparse weights ({sparsity})")
+    if found:
+        raise QuantizationError(
+            f"it is quantised by compressed-tensors with {' and '.join(found)}, not supported"
+        )

@@ -1,0 +1,83 @@
+"""This module alone turns tensors and arrays into addresses: C and Rust get what they read, or nothing.
+
+They know neither how long an array is, nor its type, nor its device. A bfloat16 tensor in place of a float32
+one of the same shape has half the bytes: whoever writes it destroys the heap. The caller therefore says here
+which type and shape the other side assumes. That takes half a microsecond. Weights and caches never move, so
+their addresses are taken once and kept beside them.
+"""
+
+from array import array
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+NUMPY_TYPES = {torch.int64: np.dtype(np.int64), torch.uint8: np.dtype(np.uint8)}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+TYPECODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f", torch.float64: "d"}
+
+CPU = torch.device("cpu")
+Values: TypeAlias = "torch.Tensor | npt.NDArray[Any] | array[Any]"
+
+
+class PointerError(TypeError):
+    """Something was to be given to C that is not what it reads. That is a defect of this package."""
+
+
+def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Returns where the numbers of ``values`` begin, which have this type and shape and are row-major,
+    aligned and in the host's memory. The address is valid for as long as the caller keeps ``values``; that of
+    an empty array may be 0."""
+    start = None
+    if isinstance(values, torch.Tensor):
+        if (
+            values.dtype is dtype
+            and values.shape == shape
+            and values.is_cpu
+            and values.layout is torch.strided
+            and values.is_contiguous()
+            and not values.is_neg()
+        ):
+            start = values.data_ptr()
+    elif isinstance(values, np.ndarray):
+        if values.dtype == NUMPY_TYPES.get(dtype) and values.shape == shape and values.flags.c_contiguous:
+            start = int(values.ctypes.data)
+    elif isinstance(values, array) and values.typecode == TYPECODES.get(dtype) and (len(values),) == shape:
+        start = values.buffer_info()[0]
+    # A tensor that only stands for another is at 0, and so is one whose memory was given back.
+    if start is not None and start % dtype.itemsize == 0 and (start or 0 in shape):
+        return start
+    raise PointerError(f"C reads {dtype} {list(shape)}, contiguous and on the CPU, not {_in_words(values)}")
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    """Returns a tensor for C to fill, and its address: there is nothing to check."""
+    values = torch.empty(shape, dtype=dtype, device=CPU)
+    return values, values.data_ptr()
+
+
+def as_floats(values: torch.Tensor) -> torch.Tensor:
+    """Returns ``values`` in float32, contiguous. Types whose numbers need a scale beside them are refused."""
+    if values.dtype not in FLOATS:
+        raise PointerError(f"C computes with floats, not {_in_words(values)}")
+    return values.float().contiguous()
+
+
+def shape_of(values: torch.Tensor, rank: int) -> tuple[int, ...]:
+    """Returns the shape of a tensor, which has this many dimensions and no empty rows."""
+    shape = tuple(values.shape)
+    if len(shape) != rank or not shape[-1]:
+        raise PointerError(f"C reads rows of numbers in {rank} dimensions, not {_in_words(values)}")
+    return shape
+
+
+def _in_words(values: object) -> str:
+    if isinstance(values, torch.Tensor):
+        strides = values.stride() if values.layout is torch.strided else values.layout
+        return f"{values.dtype} {list(values.shape)} with the strides {strides} on {values.device}"
+    if isinstance(values, np.ndarray):
+        return f"{values.dtype} {list(values.shape)} with the strides {values.strides} in bytes"
+    if isinstance(values, array):
+        return f"an array of {len(values)} numbers of the type {values.typecode!r}"
+    return f"a {type(values).__name__}"

@@ -1,0 +1,382 @@
+"""Checkpoints of 8-bit weights and scales are made here by the formats' definitions; others are refused."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, GptOssConfig, Olmo2Config, Qwen3Config, Qwen3MoeConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from tests.models import make_engine, run_engine
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.eight_bit import PRECISION, EightBitCheckpoint
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.linear import MIN_NATIVE_WEIGHTS, LinearModule
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.loader import load_causal_model, load_model
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.quantization import DEQUANTISED, open_quantised
+from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.native.linear import NativeLinear
+
+VOCAB_SIZE = 48
+IDS = [3, 1, 4, 1, 5, 9, 2, 6]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+Spread = Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]
+
+
+class Format(NamedTuple):
+    """``shape`` of the scales of a weight of [rows, inputs]; ``block``: the rows and inputs of one."""
+
+    config: dict[str, Any]
+    block: Callable[[int, int], tuple[int, int]]
+    shape: Callable[[int, int], tuple[int, ...]]
+    name: str = "weight_scale"
+    stored: torch.dtype = torch.float8_e4m3fn
+    scales: torch.dtype = torch.float32
+    beside: tuple[str, ...] = ()  # scales of what is not a weight
+
+
+def compressed(strategy: str, kind: str = "float", **weights: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": kind, "strategy": strategy, "symmetric": True, **weights},
+                "input_activations": {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+
+
+def fp8(*block: int) -> dict[str, Any]:
+    config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    return config | ({"weight_block_size": list(block)} if block else {})
+
+
+def blocks_of(height: int, width: int) -> dict[str, Any]:
+    return {
+        "block": lambda rows, inputs: (height, width),
+        "shape": lambda rows, inputs: (-(-rows // height), -(-inputs // width)),
+    }
+
+
+BY_TENSOR: dict[str, Any] = {"block": lambda rows, inputs: (rows, inputs), "shape": lambda rows, inputs: ()}
+BY_ROW: dict[str, Any] = {"block": lambda rows, inputs: (1, inputs), "shape": lambda rows, inputs: (rows, 1)}
+OF_ONE: dict[str, Any] = BY_TENSOR | {"shape": lambda rows, inputs: (1,)}
+FORMATS = {
+    "fp8, blocks": Format(fp8(16, 16), **blocks_of(16, 16), name="weight_scale_inv"),
+    "fp8, blocks that are cut off": Format(fp8(40, 28), **blocks_of(40, 28), name="weight_scale_inv"),
+    "fp8, one block of the usual size": Format(fp8(), **blocks_of(128, 128), name="weight_scale_inv"),
+    "fp8, bfloat16 scales": Format(
+        fp8(32, 16), **blocks_of(32, 16), name="weight_scale_inv", scales=torch.bfloat16
+    ),
+    "fp8, powers of two": Format(
+        {**fp8(32, 32), "scale_fmt": "ue8m0"}, **blocks_of(32, 32), name="scale", scales=torch.float8_e8m0fnu
+    ),
+    "fp8, a scale of the tensor": Format(
+        {**fp8(), "activation_scheme": "static"}, **BY_TENSOR, beside=("input_scale",)
+    ),
+    "mxfp8": Format(
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        **blocks_of(1, 32),
+        name="weight_scale_inv",
+        scales=torch.uint8,
+    ),
+    "e5m2": Format(fp8(16, 16), **blocks_of(16, 16), name="weight_scale_inv", stored=torch.float8_e5m2),
+    "fbgemm": Format({"quant_method": "fbgemm_fp8"}, **BY_ROW),
+    "compressed-tensors, rows": Format(compressed("channel"), **BY_ROW, scales=torch.bfloat16),
+    "compressed-tensors, tensor": Format(compressed("tensor"), **OF_ONE, beside=("input_scale",)),
+    "compressed-tensors, groups": Format(compressed("group", group_size=16), **blocks_of(1, 16)),
+    "compressed-tensors, blocks": Format(compressed("block", block_structure=[32, 16]), **blocks_of(32, 16)),
+    "compressed-tensors, int8": Format(compressed("channel", "int"), **BY_ROW, stored=torch.int8),
+}
+
+
+def quantised(weight: torch.Tensor, of: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """8 bits, scales as they are stored, and the weights that both stand for; block by block."""
+    rows, inputs = weight.shape
+    height, width = of.block(rows, inputs)
+    largest = 127.0 if of.stored == torch.int8 else torch.finfo(of.stored).max
+    stored = torch.empty(weight.shape, dtype=of.stored)
+    exact = torch.empty(weight.shape)
+    scales = torch.empty(-(-rows // height), -(-inputs // width))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
+            scale = weight[place].abs().max() / largest
+            if of.scales in (torch.uint8, torch.float8_e8m0fnu):
+                scale = 2.0 ** torch.ceil(torch.log2(scale))
+            elif of.scales == torch.bfloat16:
+                scale = (scale * 1.01).bfloat16().float()
+            numbers = weight[place] / scale
+            numbers = numbers.round() if of.stored == torch.int8 else numbers
+            stored[place] = numbers.to(of.stored)
+            exact[place] = stored[place].float() * scale
+            scales[i, j] = scale
+    scales = scales.reshape(of.shape(rows, inputs))
+    as_stored = (
+        (torch.log2(scales) + 127).to(torch.uint8) if of.scales == torch.uint8 else scales.to(of.scales)
+    )
+    return stored, as_stored, exact
+
+
+def make(folder: Path, of: Format, config: Any = None) -> Any:
+    """Writes the checkpoint; returns transformers' module with its weights in float32."""
+    torch.manual_seed(1)
+    module = AutoModelForCausalLM.from_config(config or Qwen3Config(**SIZES), dtype=torch.bfloat16)
+    module.save_pretrained(folder)
+    module = module.float()
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        base = name.removesuffix(".weight")
+        stored, scales, exact = quantised(tensors[name].float(), of)
+        tensors |= {name: stored, f"{base}.{of.name}": scales}
+        tensors |= {f"{base}.{each}": torch.tensor(0.5) for each in of.beside}
+        if ".experts." not in name:
+            module.get_submodule(base).weight.data = exact
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder, of.config)
+    return module.eval().requires_grad_(False)
+
+
+def edit(folder: Path, quantization: Any) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"quantization_config": quantization}))
+
+
+@torch.inference_mode()
+def logits_of(module: Any) -> torch.Tensor:
+    logits: torch.Tensor = module(input_ids=torch.tensor([IDS])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
+    """In float32 to the bit, else rounded to as many bits as float16 holds of any layer."""
+    module = make(tmp_path, FORMATS[name])
+    source = Checkpoint.find(str(tmp_path), allow_pickle=False)
+    assert source is not None
+    for narrow in (False, True):
+        checkpoint = open_quantised(source, FORMATS[name].config, narrow)
+        assert isinstance(checkpoint, EightBitCheckpoint)
+        for weight_name, weight in module.named_parameters():
+            read = checkpoint.read([weight_name])[weight_name].float()
+            difference = (read - weight).abs()
+            if narrow and "_proj" in weight_name:
+                assert (difference <= weight.abs() * 2.0**-PRECISION).all()
+            else:
+                assert not difference.any()
+    exact = LoadOptions(narrow=False)
+    assert checkpoint.files.keys() - checkpoint.parts == {name for name, _ in module.named_parameters()}, (
+        "all tensors but the scales are weights"
+    )
+    served = FreshModel(str(tmp_path), exact)
+    torch.testing.assert_close(served.logits(IDS, VOCAB_SIZE), logits_of(module), rtol=0, atol=1e-4)
+    loaded = load_causal_model(str(tmp_path), exact, "sdpa")
+    torch.testing.assert_close(logits_of(loaded), logits_of(module), rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_have_sixteen_bits_and_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
+    module = make(tmp_path, FORMATS[name])
+    model = load_model(str(tmp_path), LoadOptions())
+    assert isinstance(model, Llama)
+    linears = [
+        layer for each in model.weights.layers for layer in (each.qkv, each.output, each.gate_up, each.down)
+    ]
+    for linear in [*linears, model.weights.head]:
+        assert isinstance(linear, NativeLinear)
+        assert linear.dtype == torch.float16
+    expected = logits_of(module)
+    logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
+    assert (logits - expected).abs().max() < 5e-3 * expected.abs().max()
+    params = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
+    plain = run_engine(make_engine(str(tmp_path), None, dtype="auto"), [IDS], params)
+    assert run_engine(make_engine(str(tmp_path), "self:int4", dtype="auto"), [IDS], params) == plain
+
+
+@pytest.mark.parametrize("name", ["fp8, blocks", "fp8, bfloat16 scales"])
+def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
+    make(tmp_path, FORMATS[name])
+    edit(tmp_path, FORMATS[name].config | {"dequantize": True})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float()
+    source = Checkpoint.find(str(tmp_path), allow_pickle=False)
+    assert source is not None
+    checkpoint = open_quantised(source, FORMATS[name].config, narrow=False)
+    assert checkpoint is not None
+    for weight_name, weight in theirs.named_parameters():
+        assert torch.equal(checkpoint.read([weight_name])[weight_name].float(), weight)
+
+
+def test_experts_in_four_bits_are_dequantised_by_transformers(tmp_path: Path) -> None:
+    config = GptOssConfig(**SIZES | {"intermediate_size": 64}, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, rows = tensors.pop(name).shape
+        groups = experts, rows, inputs // 32
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, groups, dtype=torch.uint8)
+    save_file(tensors, file, metadata={"format": "pt"})
+    kept = ["self_attn", "mlp.router", "embed_tokens", "lm_head"]
+    edit(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float().eval()
+    logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
+    torch.testing.assert_close(logits, logits_of(theirs), rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+@pytest.mark.parametrize(
+    "config",
+    [
+        Olmo2Config(**SIZES),
+        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    ],
+    ids=["olmo2", "qwen3_moe"],
+)
+def test_other_families_are_dequantised_by_transformers(
+    config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their linear layers have 16 bits, too; experts in one tensor do not, and the log says so."""
+    make(tmp_path, FORMATS["fp8, blocks"], config)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float().eval()
+    with caplog.at_level(logging.WARNING):
+        model: Any = load_model(str(tmp_path), LoadOptions())
+    layers = [each for each in model.module.modules() if isinstance(each, LinearModule)]
+    assert len(layers) >= 4
+    for layer in layers:
+        assert isinstance(layer.linear, NativeLinear)
+        assert layer.linear.dtype == torch.float16
+    small = [each.weight.numel() for each in model.module.modules() if type(each) is nn.Linear]
+    assert max(small) < MIN_NATIVE_WEIGHTS
+    assert ("kept in float32" in caplog.text) == (config.model_type == "qwen3_moe")
+    expected = logits_of(theirs)
+    logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
+    assert (logits - expected).abs().max() < 5e-3 * expected.abs().max()
+
+
+def test_blocks_that_transformers_reads_otherwise_are_refused(tmp_path: Path) -> None:
+    """It divides 64 rows with two scales into halves, where they are blocks of 40 and 24."""
+    make(tmp_path, FORMATS["fp8, blocks that are cut off"], Olmo2Config(**SIZES))
+    with pytest.raises(ModelLoadError, match="is not made of whole blocks"):
+        load_model(str(tmp_path), LoadOptions())
+
+
+def test_scales_of_other_weights_are_left_over(tmp_path: Path) -> None:
+    make(tmp_path, FORMATS["fp8, blocks"])
+    file = tmp_path / "model.safetensors"
+    extra = {
+        "model.layers.0.input_layernorm.weight_scale": torch.ones(1),
+        "lm_head.weight_scale": torch.ones(1),
+    }
+    save_file(load_file(file) | extra, file, metadata={"format": "pt"})
+    source = Checkpoint.find(str(tmp_path), allow_pickle=False)
+    assert source is not None
+    checkpoint = open_quantised(source, FORMATS["fp8, blocks"].config, narrow=True)
+    assert checkpoint is not None
+    assert checkpoint.parts.isdisjoint(extra)
+
+
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    make(tmp_path, FORMATS["fp8, blocks"])
+    file, base = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj"
+    stored = load_file(file)
+    name = f"{base}.weight_scale_inv"
+    scales = stored.pop(name)
+    for tensors, words in (
+        ({}, f"{base}.weight has 8 bits, but not one tensor of scales"),
+        ({name: scales, f"{base}.weight_scale": scales.clone()}, "but not one tensor of scales"),
+        ({name: scales, f"{base}.weight_zero_point": scales.clone()}, "and no other"),
+        ({name: scales[:-1].clone()}, f"it is damaged: {base}.weight [64, 96] has scales [3, 6]"),
+        ({name: scales.flatten()}, "has scales [24]"),
+        ({name: scales[:0].clone()}, "has scales [0, 6]"),
+    ):
+        save_file(stored | tensors, file, metadata={"format": "pt"})
+        with pytest.raises(ModelLoadError) as caught:
+            load_model(str(tmp_path), LoadOptions())
+        assert words in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+# Those that transformers loads on a CPU without a package, or that concern no folders.
+LOADED = (*DEQUANTISED, "bitnet", "gguf", "metal", "sinq", "gemma")
+
+
+@pytest.mark.parametrize("method", sorted({*AUTO_QUANTIZATION_CONFIG_MAPPING, "modelopt"} - {*LOADED}))
+def test_methods_that_do_not_run_here_are_refused_by_name(method: str, tmp_path: Path) -> None:
+    """By config.json alone: there is nothing to read in the file of weights."""
+    make(tmp_path, FORMATS["fp8, blocks"])
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    name, _, bits = method.partition("_4bit" if method.endswith("_4bit") else "_8bit")
+    config: dict[str, Any] = {"quant_method": name, "bits": 8}
+    if name == "bitsandbytes":
+        config = {"quant_method": name, f"load_in_{'4' if method.endswith('_4bit') else '8'}bit": True}
+    edit(tmp_path, config)
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(str(tmp_path), LoadOptions())
+    message = str(caught.value)
+    assert f"it is quantised by {name}, which transformers cannot run here" in message
+    assert "a GGUF file of it" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        (
+            compressed("channel") | {"kv_cache_scheme": {"num_bits": 8}},
+            "with a quantised cache, not supported",
+        ),
+        (compressed("channel") | {"transform_config": {"a": 1}}, "with transformed inputs"),
+        (
+            compressed("channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparse weights (sparse-24",
+        ),
+        (compressed("channel") | {"config_groups": [1]}, "has another form than any that is known"),
+        (fp8(0, 16), "blocks of weights are [0, 16], not two numbers"),
+        ({"quant_method": "fp8", "weight_block_size": "128"}, "blocks of weights are 128, not two numbers"),
+        ({"bits": 4}, "does not say its quant_method"),
+        (
+            compressed("channel", symmetric=False),
+            "quantised by compressed-tensors, which transformers cannot run",
+        ),
+        (
+            compressed("group", actorder="group"),
+            "quantised by compressed-tensors, which transformers cannot run",
+        ),
+        (compressed("channel", num_bits=6), "quantised by compressed-tensors, which transformers cannot run"),
+    ],
+)
+def test_variants_that_are_not_supported_are_named(quantization: Any, words: str, tmp_path: Path) -> None:
+    make(tmp_path, FORMATS["compressed-tensors, rows"])
+    edit(tmp_path, quantization)
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(str(tmp_path), LoadOptions())
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,512 @@
+"""Thousands of wrong tensors are tried: each is refused before C is called, or means the same as a right one.
+
+AddressSanitizer watches the same test in ``make check-native``.
+"""
+
+import copy
+import dataclasses
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.native_pair import save_pair
+from tests.engine.native_rounds import RowPlan, Side, make_sequence
+from tests.engine.test_llama import CONFIGS, save
+from tests.gguf_blocks import random_blocks
+from tests.models import make_engine
+from truedraft.engine.batch import ForwardBatch, Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import StepPlan
+from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.layer_parts import AttentionShape, Norm
+from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.native.backend import NativeBackend
+from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.native.layer_parts import NativeKernels
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.linear import NativeLinear
+from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.rows import NativeRow
+from truedraft.engine.pointers import PointerError, address, shape_of
+from truedraft.engine.sampling.processors import SamplingTensors
+from truedraft.engine.sampling.random import Stream
+
+pytestmark = pytest.mark.usefixtures("needs_compiler")
+
+CPU = torch.device("cpu")
+TYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+]
+# Functions of the library that are given numbers alone.
+WITHOUT_POINTERS = {
+    *("panel_size", "packed_bytes", "row_bytes", "multiplies_bfloat16", "get_num_threads", "set_num_threads")
+}
+Tensors = dict[str, torch.Tensor]
+
+
+class Watched:
+    """The library, and how often it was given a pointer."""
+
+    def __init__(self) -> None:
+        self.library: Any = load_library()
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.library, name)
+
+        def counted(*arguments: Any) -> Any:
+            self.calls += name not in WITHOUT_POINTERS
+            return function(*arguments)
+
+        return counted
+
+
+class Operation(NamedTuple):
+    """``run`` gives ``tensors``, or wrong ones of these names, to C and returns what has come of it."""
+
+    tensors: Tensors
+    run: Callable[[Any, Tensors], list[torch.Tensor]]
+
+
+def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(low, high, shape)
+
+
+def sampling_operations() -> dict[str, Operation]:
+    sequences, positions, vocab = 3, 2, 37
+    probs = torch.rand(sequences, positions, vocab).softmax(-1)
+    seeds, places = integers(0, 99, sequences), integers(0, 99, sequences)
+
+    def process(library: Any, given: Tensors) -> list[torch.Tensor]:
+        columns = (given[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+        sampling = SamplingTensors(*columns, 5, True, True, False)
+        return [NativeBackend(library).probs(given["logits"], sampling)]
+
+    column = torch.full((sequences, 1), 0.5)
+    processors = {"temperature": column, "top_k": integers(1, 5, sequences, 1), "top_p": column + 0.2}
+    draws = {
+        "target": torch.rand(sequences, positions + 1, vocab),
+        "draft": torch.rand(sequences, positions, vocab),
+        "num_draft": torch.tensor([2, 1, 0]),
+        "num_accepted": torch.tensor([1, 1, 0]),
+        "weights": torch.ones(sequences, dtype=torch.float64),
+        "uniforms": torch.rand(sequences, positions + 1, dtype=torch.float64),
+    }
+    return {
+        "process": Operation(
+            {"logits": torch.randn(sequences, positions, vocab), **processors, "min_p": column / 10}, process
+        ),
+        "gumbel_argmax": Operation(
+            {"probs": probs, "seeds": seeds, "places": places},
+            lambda library, given: [NativeBackend(library).gumbel_argmax(*given.values(), 1)],
+        ),
+        "uniform": Operation(
+            {"seeds": seeds[:, None], "positions": integers(0, 99, sequences, 4)},
+            lambda library, given: [NativeBackend(library).uniform(*given.values(), Stream.ACCEPT)],
+        ),
+        "inverse_cdf": Operation(
+            {"probs": probs[:, 0].clone(), "uniforms": torch.rand(sequences, dtype=torch.float64)},
+            lambda library, given: [NativeBackend(library).inverse_cdf(*given.values())],
+        ),
+        "draw_next": Operation(
+            draws, lambda library, given: [NativeBackend(library).draw_next(*given.values())]
+        ),
+    }
+
+
+def linear_operations() -> dict[str, Operation]:
+    rows, out, size = 5, 45, 37
+    inputs = {"x": torch.randn(rows, size), "residual": torch.randn(rows, out)}
+    layer = {"first": torch.randn(40, size), "second": torch.randn(5, size), "bias": torch.randn(out)}
+
+    def multiply(scale: float | None, rounds: bool) -> Callable[[Any, Tensors], list[torch.Tensor]]:
+        def run(library: Any, given: Tensors) -> list[torch.Tensor]:
+            linear = NativeLinear(library, [given["first"], given["second"]], given["bias"], scale, rounds)
+            return [linear(given["x"]), linear.add_to(given["residual"], given["x"])]
+
+        return run
+
+    library = load_library()
+    assert library is not None
+    found = {
+        "multiply": Operation(layer | inputs, multiply(None, False)),
+        "multiply in float16": Operation(layer | inputs, multiply(0.5, False)),
+    }
+    if library.multiplies_bfloat16():
+        found["multiply in bfloat16"] = Operation(layer | inputs, multiply(None, True))
+    return found
+
+
+def quantised_operations() -> dict[str, Operation]:
+    size = 256
+    first, second = random_blocks("Q4_K", 32, size, seed=1), random_blocks("Q8_0", 19, size, seed=2)
+    blocks = {"first": torch.from_numpy(first.data), "second": torch.from_numpy(second.data)}
+    inputs = {"x": torch.randn(3, size), "residual": torch.randn(3, 51), "bias": torch.randn(51)}
+
+    def multiply(library: Any, given: Tensors) -> list[torch.Tensor]:
+        parts = [
+            Blocks(first.type, given["first"].numpy(), size, given["order"].numpy()),
+            Blocks(second.type, given["second"].numpy(), size),
+        ]
+        linear = QuantisedLinear(library, parts, given["bias"])
+        return [linear(given["x"]), linear.add_to(given["residual"], given["x"])]
+
+    def look_up(library: Any, given: Tensors) -> list[torch.Tensor]:
+        embeddings = QuantisedEmbeddings(library, Blocks(first.type, given["first"].numpy(), size))
+        return [embeddings.look_up(given["ids"])]
+
+    return {
+        "pack_panels": Operation(blocks | inputs | {"order": torch.randperm(32)}, multiply),
+        "dequantise_rows": Operation({"first": blocks["first"], "ids": integers(0, 32, 5)}, look_up),
+    }
+
+
+def layer_operations() -> dict[str, Operation]:
+    heads, kv_heads, size, block_size, num_blocks = 4, 2, 16, 4, 8
+    table = BlockTable()
+    table.block_ids, table.num_computed_tokens = [5, 2, 7], 6
+    spans = [Span(table, [1, 2, 3], 3)]
+    given = {
+        "x": torch.randn(3, 24),
+        "weight": torch.rand(24),
+        "residual": torch.randn(3, 24),
+        "gate_up": torch.randn(3, 24),
+        "logits": torch.randn(3, 7),
+    }
+    attention = {
+        "qkv": torch.randn(3, (heads + 2 * kv_heads) * size),
+        "weight": torch.rand(heads + kv_heads, size),
+        "keys": torch.randn(num_blocks * block_size, kv_heads, size),
+        "values": torch.randn(num_blocks * block_size, kv_heads, size),
+        "cos": torch.rand(1, 16, size),
+        "sin": torch.rand(1, 16, size),
+        "slots": torch.tensor([2 * 4 + 2, 2 * 4 + 3, 7 * 4]),
+        "positions": torch.tensor([6, 7, 8]),
+    }
+
+    def parts(library: Any, given: Tensors, batch: ForwardBatch | None = None) -> Any:
+        cache = KVCache([LayerShape((kv_heads, size), (kv_heads, size), CPU)], 8, block_size, torch.float32)
+        if batch is not None:
+            cache.keys, cache.values = [given["keys"]], [given["values"]]
+        batch = batch or ForwardBatch.build(spans, block_size, CPU)
+        rotary: Any = SimpleNamespace(table=(given["cos"], given["sin"]))
+        return NativeKernels(library)(batch, cache, rotary)
+
+    def attend(library: Any, given: Tensors) -> list[torch.Tensor]:
+        # C writes to these.
+        given = given | {name: _copy(given[name]) for name in ("qkv", "keys", "values")}
+        batch = ForwardBatch.build(spans, block_size, CPU)
+        batch.slots, batch.positions = given["slots"], given["positions"][None]
+        shape = AttentionShape(0, heads, kv_heads, size, 0.2, None, Norm(given["weight"], 1e-5))
+        return [parts(library, given, batch).attend(shape, given["qkv"])]
+
+    def pointwise(library: Any, given: Tensors) -> list[torch.Tensor]:
+        own = parts(library, attention)
+        norm = Norm(given["weight"], 1e-5)
+        return [
+            own.norm(norm, given["x"]),
+            own.norm(norm, given["x"], given["residual"]),
+            own.gate("silu", given["gate_up"]),
+            own.cap(_copy(given["logits"]), 3.0),
+        ]
+
+    return {"attend": Operation(attention, attend), "norm, gate and cap": Operation(given, pointwise)}
+
+
+def decode_operation(folder: Path) -> Operation:
+    model = load_model(save(CONFIGS["qwen3"], folder), LoadOptions())
+    assert isinstance(model, Llama)
+    weights, shape = model.weights, model.layers[0]
+    assert weights.rotary.table is not None
+    table, other = BlockTable(), BlockTable()
+    table.block_ids, table.num_computed_tokens = [1, 0], 4
+
+    def decode(library: Any, given: Tensors) -> list[torch.Tensor]:
+        cache = KVCache(model.layers, 3, 4, torch.float32)
+        cache.keys[0], cache.values[1] = _copy(given["keys"]), _copy(given["values"])
+        layer = copy.copy(weights.layers[1])
+        layer.attention = dataclasses.replace(layer.attention, norm=Norm(given["heads"], 1e-6))
+        layer.mlp_norm = Norm(given["mlp"], 1e-6)
+        rotary: Any = SimpleNamespace(table=(given["cos"], given["sin"]))
+        changed = dataclasses.replace(
+            weights,
+            embeddings=given["embeddings"],
+            layers=[weights.layers[0], layer],
+            norm=Norm(given["norm"], 1e-6),
+            rotary=rotary,
+        )
+        other.block_ids = given.get("blocks", torch.tensor([2])).tolist()
+        num_logits = int(given.get("num_logits", torch.tensor(1)))
+        beside = [Span(other, given["beside"].tolist(), num_logits)] if "beside" in given else []
+        spans = [Span(table, [1, 2], 2), *beside]
+        logits = NativeDecoder(NativeKernels(library), changed, cache)(spans)
+        assert logits is not None
+        return [logits]
+
+    head_norm = weights.layers[1].attention.norm
+    assert head_norm is not None
+    assert isinstance(weights.embeddings, torch.Tensor)
+    cos, sin = weights.rotary.table
+    stored = torch.randn(12, *shape.key)
+    tensors = {
+        "embeddings": weights.embeddings,
+        "norm": weights.norm.weight,
+        "mlp": weights.layers[1].mlp_norm.weight,
+        "heads": head_norm.weight,
+        "cos": cos,
+        "sin": sin,
+        "keys": stored,
+        "values": stored.flip(0),
+    }
+    return Operation(tensors, decode)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """One of the same kind, however wrong it is."""
+    is_plain = tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous() and tensor.numel()
+    if not is_plain or tensor.is_neg() or not tensor.data_ptr() or tensor.data_ptr() % tensor.itemsize:
+        return tensor
+    return tensor.clone()
+
+
+def wrong_types(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from (tensor.to(dtype) for dtype in TYPES if dtype != tensor.dtype)
+
+
+def wrong_shapes(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from (tensor[None].clone(), tensor[..., None].clone(), tensor.flatten()[0].clone())
+    yield from (tensor.flatten(), tensor[:-1].clone(), tensor[..., :-1].contiguous(), tensor[:1].clone())
+    yield from (tensor[:0], tensor[..., :0], torch.cat([tensor, tensor]), tensor.flatten()[:1].clone())
+    yield torch.cat([tensor, tensor], dim=-1)
+    yield torch.empty(0, dtype=tensor.dtype)
+    if tensor.dim() > 1:
+        yield tensor.transpose(0, 1).contiguous()
+        yield tensor.reshape(-1, *tensor.shape[:-1])
+
+
+def wrong_layouts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The first ones have the same numbers at the same places, to torch."""
+    yield torch.cat([tensor, tensor], dim=-1)[..., : tensor.shape[-1]]
+    yield torch.stack([tensor, tensor], dim=-1)[..., 0]
+    if tensor.dim() > 1:
+        yield tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+        yield tensor.transpose(0, 1)
+    yield tensor[:1].expand(tensor.shape)
+    size = tensor.nbytes
+    shifted = torch.frombuffer(bytearray(size + 16), dtype=torch.uint8)[1 : size + 1]
+    shifted.copy_(tensor.reshape(-1).view(torch.uint8))
+    if tensor.itemsize > 1:
+        yield _reinterpreted(shifted, tensor)
+    yield tensor.to_sparse()
+    if tensor.is_floating_point():
+        yield torch._neg_view(tensor)
+
+
+def _reinterpreted(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Bytes at an odd address as numbers, which torch allows of foreign memory only."""
+    dtype = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}[like.dtype]
+    return torch.from_numpy(np.frombuffer(data.numpy().data, dtype=dtype).reshape(like.shape))
+
+
+def wrong(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for kind in (wrong_types, wrong_shapes, wrong_layouts):
+        yield from kind(tensor)
+    yield tensor.to("meta")
+
+
+def as_it_should_be(given: Tensors, right: Tensors) -> Tensors | None:
+    """The same numbers in fresh tensors of the right types; None if there are none to read."""
+    try:
+        return {name: tensor.to(right[name].dtype).clone().contiguous() for name, tensor in given.items()}
+    except (RuntimeError, TypeError):
+        return None
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Operation]:
+    torch.manual_seed(11)
+    groups = sampling_operations, linear_operations, quantised_operations, layer_operations
+    found = {name: operation for group in groups for name, operation in group().items()}
+    return found | {"decode": decode_operation(tmp_path_factory.mktemp("model"))}
+
+
+def try_wrong(operation: Operation, given: Tensors, num_calls: int) -> str:
+    """What has become of it. If it was refused, C was called less often than with the right tensors."""
+    watched = Watched()
+    try:
+        results = operation.run(watched, given)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        assert watched.calls < num_calls
+        return "refused" if isinstance(error, PointerError) else "refused by torch or numpy"
+    right = as_it_should_be(given, operation.tensors)
+    assert right is not None
+    for result, expected in zip(results, operation.run(Watched(), right), strict=True):
+        assert torch.allclose(result, expected, rtol=0, atol=0, equal_nan=True)
+    return "right"
+
+
+def count_calls(operation: Operation) -> int:
+    watched = Watched()
+    operation.run(watched, operation.tensors)
+    return watched.calls
+
+
+def test_every_wrong_tensor_is_refused_or_means_the_same(operations: dict[str, Operation]) -> None:
+    outcomes: Counter[str] = Counter()
+    for operation in operations.values():
+        num_calls = count_calls(operation)
+        for name, tensor in operation.tensors.items():
+            for each in wrong(tensor):
+                outcomes[try_wrong(operation, operation.tensors | {name: each}, num_calls)] += 1
+    assert outcomes["refused"] > 1000
+    assert outcomes["right"] > 100
+    assert outcomes["refused by torch or numpy"] < 0.3 * outcomes.total(), outcomes
+
+
+def test_several_wrong_tensors_at_once(operations: dict[str, Operation]) -> None:
+    draws = random.Random(5)
+    for operation in operations.values():
+        num_calls = count_calls(operation)
+        kinds = {name: list(wrong(tensor)) for name, tensor in operation.tensors.items()}
+        for _ in range(100):
+            names = draws.sample(sorted(kinds), 2)
+            given = operation.tensors | {name: draws.choice(kinds[name]) for name in names}
+            try_wrong(operation, given, num_calls)
+
+
+@pytest.mark.parametrize("number", [-1, 32, 1 << 40])
+def test_rows_that_there_are_not_are_refused(number: int) -> None:
+    library = load_library()
+    assert library is not None
+    blocks = random_blocks("Q8_0", 32, 64, seed=1)
+    order = np.arange(32)
+    order[3] = number
+    ordered = dataclasses.replace(blocks, order=order)
+    with pytest.raises(PointerError, match="there are 32 rows"):
+        ordered.dequantise(library)
+    with pytest.raises(PointerError, match="there are 32 rows"):
+        QuantisedLinear(library, [ordered], None)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        Blocks(8, np.zeros((3, 34), np.uint8), 31),
+        Blocks(8, np.zeros((3, 34), np.uint8), 64),
+        Blocks(12, np.zeros((3, 144), np.uint8), 128),
+        Blocks(9, np.zeros((3, 34), np.uint8), 32),
+        Blocks(8, np.zeros((3, 68), np.uint8)[:, ::2], 32),
+    ],
+    ids=["no whole block", "two blocks", "half a block", "an unknown type", "every second byte"],
+)
+def test_blocks_of_other_sizes_are_refused(blocks: Blocks) -> None:
+    library = load_library()
+    assert library is not None
+    with pytest.raises(PointerError):
+        blocks.dequantise(library)
+    with pytest.raises(PointerError):
+        QuantisedLinear(library, [blocks], None)
+
+
+def test_arrays_are_what_they_are_said_to_be() -> None:
+    integers = array("q", [1, 2, 3])
+    assert address(integers, torch.int64, (3,)) == integers.buffer_info()[0]
+    wrong: Any
+    for wrong in (array("q", [1, 2]), array("d", [1, 2, 3]), array("i", [1, 2, 3]), [1, 2, 3], None, b"abc"):
+        with pytest.raises(PointerError, match=r"C reads torch.int64 \[3\]"):
+            address(wrong, torch.int64, (3,))
+    for wrong in (np.arange(6)[::2], np.arange(3, dtype=">i8"), np.arange(3, dtype=np.int32), np.arange(4)):
+        with pytest.raises(PointerError):
+            address(wrong, torch.int64, (3,))
+    with pytest.raises(PointerError, match="bfloat16"):
+        address(torch.zeros(2, 3, dtype=torch.bfloat16), torch.float32, (2, 3))
+    gone = torch.zeros(2, 3)
+    gone.untyped_storage().resize_(0)  # torch itself reads it, and dies
+    for wrong in (gone, gone.numpy()):
+        with pytest.raises(PointerError):
+            address(wrong, torch.float32, (2, 3))
+    assert address(torch.zeros(0, 3), torch.float32, (0, 3)) == 0
+    assert shape_of(torch.zeros(2, 3), 2) == (2, 3)
+
+
+def test_a_token_without_an_embedding_ends_its_own_sequence_alone(operations: dict[str, Operation]) -> None:
+    """So does a position without angles: both are read past the end of a table otherwise."""
+    decode = operations["decode"].run
+    right = operations["decode"].tensors
+    (alone,) = decode(load_library(), right | {"beside": torch.tensor([3])})
+    for token in (-1, 1 << 20, 1 << 40):
+        (logits,) = decode(load_library(), right | {"beside": torch.tensor([token])})
+        assert logits[-1].isnan().all()
+        assert torch.equal(logits[:-1], alone[:-1])
+    few = {name: right[name][:, :5].contiguous() for name in ("cos", "sin")}
+    (logits,) = decode(load_library(), right | few | {"beside": torch.tensor([3])})
+    assert logits.isnan().any(-1).tolist() == [False, True, False]
+
+
+def test_passes_stay_within_the_blocks_of_their_sequences(operations: dict[str, Operation]) -> None:
+    """C sees neither where a table of blocks ends nor how many blocks a cache has."""
+    right, decode = operations["decode"]
+    for table, error in (([2], PointerError), ([2, 3], MemoryError), ([2, -1], MemoryError)):
+        beside = {"beside": torch.arange(5), "blocks": torch.tensor(table)}
+        with pytest.raises(error, match="blocks"):
+            decode(load_library(), right | beside)
+    with pytest.raises(PointerError, match="too few for the logits of 2"):
+        decode(load_library(), right | {"beside": torch.tensor([3]), "num_logits": torch.tensor(2)})
+
+
+def plan_of_a_row(folder: Path, **row: Any) -> tuple[Side, StepPlan, Sequence]:
+    side = Side(make_engine(*save_pair(folder)), [RowPlan(prompt=[1, 2, 3, 4, 5], **row)])
+    plan = side.plan(1)
+    return side, plan, plan.rows[0].sequence
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("unknown", [40, -1, 1 << 40])
+def test_drafts_from_outside_end_before_tokens_that_there_are_not(
+    unknown: int, verification: str, tmp_path: Path
+) -> None:
+    params = SamplingParams(max_tokens=99, temperature=1.0, seed=5, verification=verification)
+    side, plan, _ = plan_of_a_row(tmp_path, params=params, draft_ids={0: [7, unknown, 8]})
+    (one,) = side.native.run(plan).rounds
+    assert one.num_drafted == [1]
+    assert all(0 <= token < 40 for token in one.emitted[0])
+
+
+@pytest.mark.parametrize("which", ["target_blocks", "draft_blocks"])
+def test_a_row_without_blocks_for_its_drafts_is_not_run(which: str, tmp_path: Path) -> None:
+    """C leaves it to the phases, which have words for it."""
+    params = SamplingParams(max_tokens=99, temperature=0)
+    side, plan, sequence = plan_of_a_row(tmp_path, params=params, num_draft_tokens=6)
+    table = getattr(sequence, which)
+    table.block_ids = table.block_ids[:1]
+    with pytest.raises(AssertionError, match="runs by phases"):
+        side.native.run(plan)
+
+
+def test_adjustments_touch_tokens_alone() -> None:
+    """Ids below 0 and from the vocabulary's size on would lie before and behind the logits."""
+    library = load_library()
+    assert library is not None
+    params = SamplingParams(
+        max_tokens=9, logit_bias={-1: 5.0, 8: 5.0, 1: 1.0}, min_tokens=9, presence_penalty=1.0
+    )
+    plan = RowPlan(params, [-1, 2, 8], stop_token_ids=frozenset((-1, 3, 8)))
+    row = NativeRow(make_sequence(0, plan))
+    row.row.num_tokens = 3
+    logits = torch.zeros(3, 8)
+    library.adjust_logits(row.address, 0, address(logits[1], torch.float32, (8,)), 8)
+    assert logits[0].tolist() == logits[2].tolist() == [0] * 8
+    assert logits[1].tolist() == [0, 1, -1, -torch.inf, 0, 0, 0, 0]
