@@ -43,3 +43,10 @@ def free_memory(device: torch.device) -> int:
         # What the allocator holds without using it is free for us.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return machine.free_memory()
+
+
+def total_memory(device: torch.device) -> int:
+    """Returns the bytes that ``device`` has, or the container may use of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return machine.total_memory()

@@ -160,7 +160,7 @@ def load_pretrained_tokenizer(path: str) -> Any:
     """Loads transformers' tokenizer of a GGUF file, a folder or a hub id. Slow: imports transformers.
 
     It neither cuts nor pads a text, whatever its file says: training writes both into tokenizer.json.
-    Raises ``OSError`` or ``ValueError`` if there is none.
+    Raises ``ValueError`` in one line if there is none that can be loaded.
     """
     tokenizer = _gguf_tokenizer(path) if is_gguf(path) else _auto_tokenizer(path)
     if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
@@ -174,8 +174,11 @@ def _auto_tokenizer(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (TypeError, AssertionError, KeyError) as error:  # some classes rely on files that may be missing
-        raise ValueError(f"{path} has no tokenizer that can be loaded") from error
+    except Exception as error:  # classes rely on files that may be missing, the Rust core has no other error
+        reason = " ".join(str(error).split())[:300] or "no reason is given"
+        raise ValueError(
+            f"{path} has no tokenizer that can be loaded: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _gguf_tokenizer(path: str) -> Any:

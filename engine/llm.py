@@ -26,6 +26,7 @@ from truedraft.engine.messages import (
     TokenLogprob,
     TokenOutput,
 )
+from truedraft.engine.models.errors import ModelLoadError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # The last tokens of a prompt that its completion's text is decoded with.
@@ -78,7 +79,10 @@ class LLM:
     def __init__(self, **config: Any) -> None:
         self.config = EngineConfig(**config)
         self.core = build_engine(self.config)
-        self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
+        try:
+            self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(str(error)) from error
         self._request_ids = count()
         self._lock = Lock()  # of the engine, the tokenizer and what follows
         # For each open request, where its call looks for what has become of it.

@@ -119,6 +119,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     thread_limit: str = ""  # why these are fewer than the machine has processors, unless the settings say so
     default_sampling: dict[str, float] = {}  # what the model's generation config recommends, by its names
     encoder_decoder: EncoderDecoderLengths | None = None
+    forward: str = ""  # what computes the target's layers, in words
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -165,6 +165,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         encoder_decoder=None
         if limits is None
         else EncoderDecoderLengths(limits.max_prompt_len, limits.max_output_len, len(limits.start_ids)),
+        forward=core.target.model.way,
     )
 
 

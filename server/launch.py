@@ -262,10 +262,11 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
     num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)
     num_blocks, size = worker.num_target_blocks, worker.block_size
     each = " for each model" if worker.num_draft_blocks else ""
+    way = f", {worker.forward}" if worker.forward else ""
     each_worker = f"; each of {settings.num_workers} workers:" if settings.num_workers > 1 else "."
     threads = [f"  threads   {worker.num_threads}: {worker.thread_limit}"] if worker.thread_limit else []
     return [
-        f"Ready on {worker.device} in {worker.dtype}{each_worker}",
+        f"Ready on {worker.device} in {worker.dtype}{way}{each_worker}",
         *threads,
         f"  drafting  {_drafting(settings, worker)}",
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",

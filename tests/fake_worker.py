@@ -347,6 +347,7 @@ def main() -> None:
             block_size=BLOCK_SIZE,
             methods=["draft_model", "ngram", "prediction"],
             method="draft_model",
+            forward="fused layers in C",
         )
     )
     worker.run()

@@ -9,6 +9,7 @@ import torch
 
 from truedraft.engine.batch import Span
 from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
 
@@ -47,6 +48,7 @@ class Model(ABC):
     rules: GenerationRules = NO_RULES
     is_native = False  # whether layers are kernels in C: they need no padding, few threads pay
     has_taps = False
+    way = "transformers' layers"  # what computes the layers, in words
 
     def __init__(self, facts: ModelFacts, layers: list[LayerShape], vocab_size: int | None = None) -> None:
         self.config = facts.config
@@ -87,9 +89,13 @@ class Model(ABC):
 
 
 def eos_token_ids(generation_config: Any, config: Any) -> frozenset[int]:
-    """The generation config's list if it has one, else the model config's."""
-    for source in (generation_config, config):
+    """The generation config's list if it has one, else the model config's, else its text part's."""
+    for source in (generation_config, config, config.get_text_config()):
         ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+        if ids is None:
+            continue
+        listed = ids if isinstance(ids, list | tuple | set | frozenset) else [ids]
+        if not all(type(each) is int for each in listed):
+            raise ModelLoadError(f"eos_token_id is {ids!r}, where a token id or a list of them is needed")
+        return frozenset(listed)
     return frozenset()

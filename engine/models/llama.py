@@ -170,6 +170,8 @@ class Llama(Model):
         self.parts = parts
         self.is_native = isinstance(parts, NativeKernels)
         self.is_quantised = weights.is_quantised
+        where = "C" if self.is_native else "torch" if parts is TorchParts else "Triton"
+        self.way = f"fused layers in {where}"
 
     @property
     def reads_in_place(self) -> bool:

@@ -53,7 +53,7 @@ async def ready(services: ServicesDep) -> JSONResponse:
 
 @router.get("/version", summary="Version")
 async def version(services: ServicesDep) -> Version:
-    """Version, models, device and dtype."""
+    """Version, models, device, dtype and what computes the target's layers."""
     settings, worker = services.settings, services.engine.state.worker
     return Version(
         version=package_version(),
@@ -62,6 +62,7 @@ async def version(services: ServicesDep) -> Version:
         draft=public_name(settings.draft) if settings.draft else None,
         device=worker.device if worker else None,
         dtype=worker.dtype if worker else None,
+        forward=worker.forward if worker else None,
     )
 
 

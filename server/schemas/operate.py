@@ -31,7 +31,7 @@ class Readiness(BaseModel):
 
 
 class Version(BaseModel):
-    """Device and dtype are null until the models are loaded."""
+    """Device, dtype and forward are null until the models are loaded."""
 
     name: Literal["truedraft"] = "truedraft"
     version: str
@@ -40,6 +40,10 @@ class Version(BaseModel):
     draft: str | None
     device: str | None
     dtype: str | None
+    forward: str | None = Field(
+        description="What computes the target's layers: fused layers in C, Triton or torch, or transformers' "
+        "layers, which are slower."
+    )
 
 
 class PositionAcceptance(BaseModel):

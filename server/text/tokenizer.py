@@ -26,6 +26,10 @@ from truedraft.server.text.vocabulary import Vocabulary
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
+# Stands for a message's text, to see whether a template writes it.
+MARK = "the message's text"
+
+
 class ChatTemplateError(Exception):
     """The model has no chat template, or its template refused the messages."""
 
@@ -136,7 +140,24 @@ class ChatTemplates:
     def reasoning_marks(self) -> ReasoningMarks | None:
         return find_reasoning_marks(self.source)
 
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether the template writes a text only where it comes in a list of parts, as some of models that
+        see do: of a plain text they would write nothing, in silence."""
+        return not self._writes(MARK) and self._writes(_in_parts(MARK))
+
+    def _writes(self, content: Any) -> bool:
+        try:
+            return MARK in self._rendered([{"role": "user", "content": content}], {})
+        except ChatTemplateError:
+            return False
+
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        if self.wants_parts:
+            messages = [{**each, "content": _in_parts(each.get("content") or "")} for each in messages]
+        return self._rendered(messages, options)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
         if self._override is None and not self._hf_tokenizer.chat_template:
@@ -155,6 +176,10 @@ class ChatTemplates:
             # Templates are programs: a field of an unexpected type can make them fail in any of these ways.
             raise ChatTemplateError(f"The model's chat template refused the messages: {error}") from error
         return str(rendered)
+
+
+def _in_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:

@@ -35,6 +35,11 @@ def worker(**fields: Any) -> Ready:
     return msgspec.structs.replace(WORKER, **fields)
 
 
+def test_the_way_is_said() -> None:
+    said = capacity(Settings(), worker(forward="transformers' layers"))[0]
+    assert said == "Ready on cuda:0 in bfloat16, transformers' layers."
+
+
 def test_capacity() -> None:
     assert capacity(Settings(), WORKER) == [
         "Ready on cuda:0 in bfloat16.",

@@ -357,6 +357,7 @@ def test_version(server: RunningServer) -> None:
     version = server.get("/version").json()
     assert version["name"] == "truedraft"
     assert (version["model"], version["device"], version["dtype"]) == (MODEL, "cpu", "float32")
+    assert version["forward"] == "fused layers in C"
 
 
 def test_series_begin_before_their_first_event(start_server: StartServer) -> None:
