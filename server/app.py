@@ -16,6 +16,7 @@ from truedraft.server import tracing
 from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.errors import kinds_of_errors
 from truedraft.server.http.access_log import AccessLogMiddleware
+from truedraft.server.http.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
 from truedraft.server.http.auth import BearerAuthMiddleware
 from truedraft.server.http.body_limit import BodyLimitMiddleware
 from truedraft.server.http.error_handlers import install_error_handlers
@@ -98,6 +99,8 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_private_network=True,  # a page of these origins may call a server of its user's network
             expose_headers=["x-request-id", "x-truedraft-ignored", "x-truedraft-adjusted", "retry-after"],
         )
+    if hosts := allowed_hosts(settings):
+        app.add_middleware(AllowedHostsMiddleware, hosts=hosts, count_error=metrics.count_error)
     app.add_middleware(
         RequestIdMiddleware,
         root_path=settings.root_path,

@@ -91,6 +91,14 @@ class UnsupportedMediaTypeError(ApiError):
     code = "unsupported_media_type"
 
 
+class WrongHostError(ApiError):
+    """The request was meant for another server, by its Host header."""
+
+    status = 421
+    type = "invalid_request_error"
+    code = "wrong_host"
+
+
 class QueueFullError(ApiError):
     status = 429
     type = "rate_limit_error"

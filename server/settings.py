@@ -133,6 +133,12 @@ class AccessSettings(BaseModel):
     api_key_file: Path | None = Field(
         None, description="File with further keys, one a line; empty lines and lines with # are skipped."
     )
+    allowed_hosts: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
+        [],
+        description="Names that requests may have in their Host header, comma-separated; '*.example.com' is "
+        "all below, '*' any, and addresses are always fine. Default: on loopback without keys localhost, "
+        "else any.",
+    )
     cors_origins: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
         [], description="Web origins that may call the API from a browser, comma-separated. Default: none."
     )

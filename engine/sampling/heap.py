@@ -1,4 +1,4 @@
-"""How much memory the C library has handed out, for bounds on what native code keeps and cannot weigh itself."""
+"""How much memory the C library has handed out, to bound what native code keeps and cannot weigh itself."""
 
 import ctypes
 from functools import cache

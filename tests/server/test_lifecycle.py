@@ -214,7 +214,7 @@ def test_half_a_body_is_not_waited_for(start_server: StartServer) -> None:
     with start_server(body_timeout=0.5) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"model"'.encode())
             answer = b""
             while piece := connection.recv(4096):
@@ -233,7 +233,7 @@ def test_a_client_that_reads_nothing_is_cut_off(model_folder: Path, tmp_path: Pa
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((address.hostname, address.port))
             content = json.dumps(body(prompt="x" * 2_000_000, return_token_strs=True)).encode()
-            head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             ports = f":{address.port:04X} 0100007F:{connection.getsockname()[1]:04X} 01"
 
