@@ -139,6 +139,15 @@ class WorkerLostError(ApiError):
     retry_after = 2
 
 
+class HelperLostError(ApiError):
+    """A process that helps the front end was lost over and over; trying again is safe."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "helper_lost"
+    retry_after = 2
+
+
 class ShuttingDownError(ApiError):
     """The server ends before the request has; another one may take it."""
 
