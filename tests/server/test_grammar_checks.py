@@ -61,6 +61,8 @@ async def running(tokenizer: Tokenizer, **limits: float) -> AsyncIterator[Gramma
     checks = GrammarChecks(Settings(**limits))
     try:
         assert await checks.error_of(FINE, tokenizer) == ""
+        while children(process_of(checks)):
+            await asyncio.sleep(0.01)
         yield checks
     finally:
         await checks.stop()
@@ -119,8 +121,8 @@ def test_a_lost_check_is_asked_again(
 
 def patch_checker(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Have the processes run ``code`` before the checker's ``main``."""
-    run = f"import sys\nfrom truedraft.server.text import grammar_checker\n{code}\nsys.exit(grammar_checker.main())"
-    command = (sys.executable, "-c", run)
+    lines = ["import sys", "from truedraft.server.text import grammar_checker", code]
+    command = (sys.executable, "-c", "\n".join([*lines, "sys.exit(grammar_checker.main())"]))
     monkeypatch.setattr("truedraft.server.text.grammar_checks.helper_command", lambda _: command)
 
 
