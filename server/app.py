@@ -63,6 +63,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.services = services
+    app.state.work = services.work
     for route in (completions, chat, responses, tokenize, models, ops, page):
         app.include_router(route.router)
         _add_series(route.router, metrics)
@@ -84,9 +85,7 @@ def _add_series(router: APIRouter, metrics: Metrics) -> None:
 
 def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Innermost first: a preflight must pass CORS without a key, and every answer gets a request id."""
-    app.add_middleware(
-        BodyLimitMiddleware, max_body_size=settings.max_body_size, timeout=settings.body_timeout
-    )
+    app.add_middleware(BodyLimitMiddleware, settings=settings, count_error=metrics.count_error)
     if settings.api_keys:
         keys = [key.get_secret_value() for key in settings.api_keys]
         app.add_middleware(BearerAuthMiddleware, api_keys=keys, count_error=metrics.count_error)

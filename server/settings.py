@@ -166,11 +166,22 @@ class RequestSettings(BaseModel):
     max_body_size: ByteSize = Field(
         ByteSize(8 << 20), description="Largest request body; a larger one gets 413."
     )
-    max_prompt_characters: int = Field(
-        4_000_000,
+    max_held_bodies: ByteSize = Field(
+        ByteSize(256 << 20),
+        description="Bytes of the bodies of all requests that are open; a request beyond them gets 429.",
+    )
+    work_memory: ByteSize = Field(
+        ByteSize(1 << 30),
+        ge=1 << 20,
+        description="Memory that may be taken, by estimate, to read bodies, apply templates, tokenize and "
+        "write answers at one time; other requests wait for their turn, in a line that is fair between API "
+        "keys. A request that takes more alone goes alone.",
+    )
+    max_prompt_characters: int | None = Field(
+        None,
         ge=1,
         description="Characters that the prompts of one request may have together; more get 413 before they "
-        "are tokenized.",
+        "are tokenized. Default: 8 for each token of the model's context, but 500,000 to 4,000,000.",
     )
     max_choices: int = Field(
         1024, ge=1, description="Choices (prompts times n) that one request may ask for; more get 400."

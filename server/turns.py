@@ -47,7 +47,7 @@ class Turns:
     def num_waiting(self) -> int:
         return sum(len(line.waiting) for line in self._lines.values())
 
-    async def begin(self, weight: int, key: str = "") -> "Turn":
+    async def begin(self, weight: int, key: str = "", *, may_refuse: bool = True) -> "Turn":
         """Wait for the turn, which has to be ended; ``QueueFullError`` if too much waits."""
         line = self._lines.setdefault(key, _Line())
         if not line.waiting:
@@ -56,7 +56,7 @@ class Turns:
         line.waiting.append(waiter)
         self._go_on()
         try:
-            if not waiter.granted.done():
+            if may_refuse and not waiter.granted.done():
                 self._check_room(line)
             await waiter.granted
         except BaseException:

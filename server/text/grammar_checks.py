@@ -14,7 +14,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from hashlib import sha256
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from truedraft.server.errors import HelperLostError
 from truedraft.server.settings import RequestSettings
@@ -38,6 +38,8 @@ BEGIN_SECONDS = 5.0
 # Until a check is over, beside several times its seconds of CPU: a machine may have much else to do.
 CHECK_SECONDS = 10.0
 SLOWDOWN = 10
+
+T = TypeVar("T")
 
 
 class CheckerLostError(Exception):
@@ -93,9 +95,10 @@ class _Checker:
             for future in (check.begun, check.error):
                 future.cancel()
 
-    async def _within(self, seconds: float, answer: "asyncio.Future[Any]") -> Any:
+    async def _within(self, seconds: float, answer: "asyncio.Future[T]") -> T:
         """The answer, which ends with the process; that is killed if none comes."""
-        await asyncio.wait({answer, self.reading}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        awaited: set[asyncio.Future[Any]] = {answer, self.reading}
+        await asyncio.wait(awaited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return answer.result()
         if self.has_ended:
