@@ -186,11 +186,12 @@ class RequestSettings(BaseModel):
     max_choices: int = Field(
         1024, ge=1, description="Choices (prompts times n) that one request may ask for; more get 400."
     )
-    max_answer_logprobs: int = Field(
+    max_answer_values: int = Field(
         1_000_000,
         ge=1,
-        description="Log-probabilities that one answer may hold: tokens times the alternatives asked for at "
-        "each, plus one. A request for more gets 400. Of a stream only the prompts' count.",
+        description="Values that one answer may hold: tokens times what is told of each, such as "
+        "log-probabilities, ids, origins and a trace. A request for more gets 400. Of a stream only the "
+        "prompts' and the trace count.",
     )
     max_grammar_size: int = Field(
         65536,

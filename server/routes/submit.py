@@ -9,7 +9,7 @@ from msgspec import structs
 
 from truedraft.server.generation import Generation, Job
 from truedraft.server.http.auth import api_key_of
-from truedraft.server.http.work import in_thread_if_long, seconds_left, while_wanted
+from truedraft.server.http.work import in_thread, in_thread_if_long, seconds_left, while_wanted
 from truedraft.server.leniency import Leniency
 from truedraft.server.routes.checks import check_room, choices_per_prompt, prompt_limits
 from truedraft.server.routes.context import GenerationContext
@@ -41,7 +41,7 @@ async def start_chat(
     check_room(body, 1, services)
     limits = prompt_limits(services, model.worker)
     tools = await in_thread_if_long(request, tool_use, body, model.tokenizer, leniency)
-    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits, leniency)
+    prompt = await in_thread(request, chat_prompt, body, model.tokenizer, limits, leniency)
     reasoning = find_reasoning(model.tokenizer, prompt)
     checking = structured_grammar(
         body,

@@ -126,7 +126,7 @@ def report(status: int, number: int, grammar: str, seconds: float, memory: int) 
 
 
 def compile_and_exit(tokenizer: LLTokenizer, number: int, grammar: str, seconds: float, memory: int) -> None:
-    """In a process of its own, which ends where it takes more than it may."""
+    """Say what is wrong with it, in a process of its own, which ends where it takes more than it may."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from truedraft.server.settings import ENV_PREFIX
 
+# Of the processor, that a chat template may take for one conversation.
+TEMPLATE_SECONDS = 5.0
+
 
 def helper_command(module: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", f"truedraft.server.text.{module}")

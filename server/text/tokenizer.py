@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from truedraft.engine.gguf_file import load_pretrained_tokenizer
 from truedraft.server.text.detokenizer import TextStream
 from truedraft.server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
+from truedraft.server.text.template_process import template_process
 from truedraft.server.text.text_stream import (
     REPLACEMENT,
     ByteFallbackTextStream,
@@ -118,14 +119,8 @@ class ChatTemplates:
     @cached_property
     def variables(self) -> frozenset[str]:
         """That the template uses, beside those that it sets itself."""
-        from jinja2 import TemplateSyntaxError, meta
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        try:
-            environment = _compile_jinja_template(self.source).environment
-            return frozenset(meta.find_undeclared_variables(environment.parse(self.source)))
-        except TemplateSyntaxError:
-            return frozenset()  # rendering says what is wrong
+        found = template_process().ask({"source": self.source})
+        return frozenset(found.get("variables", ()))  # where it fails, rendering says what is wrong
 
     @cached_property
     def call_format(self) -> CallFormat | None:
@@ -137,24 +132,29 @@ class ChatTemplates:
         return find_reasoning_marks(self.source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        from jinja2 import TemplateError
-
-        if self._override is None and not self._hf_tokenizer.chat_template:
+        """Takes a moment in another process: not for the event loop's thread."""
+        model = self._hf_tokenizer
+        if self._override is None and not model.chat_template:
             raise ChatTemplateError(
                 "This model has no chat template. Set 'chat_template' in the server's configuration, "
                 "or use /v1/completions."
             )
-        try:
-            rendered = self._hf_tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self._override,
-                tokenize=False,
-                **options,
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # Templates are programs: a field of an unexpected type can make them fail in any of these ways.
-            raise ChatTemplateError(f"The model's chat template refused the messages: {error}") from error
-        return str(rendered)
+        special = {name: _plain(value) for name, value in model.special_tokens_map.items()}
+        outcome = template_process().ask(
+            {
+                "model": {"chat_template": model.chat_template, "special_tokens_map": special},
+                "template": self._override,
+                "messages": list(messages),
+                "options": dict(options),
+            }
+        )
+        if "error" in outcome:
+            raise ChatTemplateError(f"The model's chat template refused the messages: {outcome['error']}")
+        return str(outcome["text"])
+
+
+def _plain(token: Any) -> Any:
+    return [_plain(each) for each in token] if isinstance(token, list | tuple) else str(token)
 
 
 def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
@@ -170,4 +170,7 @@ def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
     if fast is None:
         raise ValueError(f"The tokenizer of {model} has no fast (tokenizer.json) form.")
     override = chat_template.read_text(encoding="utf-8") if chat_template else None
-    return Tokenizer(fast, ChatTemplates(hf_tokenizer, override))
+    templates = ChatTemplates(hf_tokenizer, override)
+    if templates.source:
+        _ = templates.variables  # starts what renders them, so that no request waits for that
+    return Tokenizer(fast, templates)
