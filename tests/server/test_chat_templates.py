@@ -55,7 +55,7 @@ HOSTILE = [
     "{{ 'a' * 10 ** 11 }}",
     "{{ 'a'.center(10 ** 11) }}",
     "{% set ns = namespace(x='abcdefgh') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=1) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns }}",
     "{{ 1 / 0 }}",
     "{{ 10.0 ** 10000 }}",
     "{{ range(1000000) }}",
