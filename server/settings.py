@@ -175,7 +175,7 @@ class RequestSettings(BaseModel):
         ge=1 << 20,
         description="Memory that may be taken, by estimate, to read bodies, apply templates, tokenize and "
         "write answers at one time; other requests wait for their turn, in a line that is fair between API "
-        "keys. A request that takes more alone goes alone.",
+        "keys. One that takes more than most of it alone goes as the only large one.",
     )
     max_prompt_characters: int | None = Field(
         None,

@@ -27,10 +27,10 @@ class _Line:
 class Turns:
     """Work begins while what is at work weighs ``capacity`` at most and is ``parallel`` pieces at most.
 
-    What weighs more than all that goes alone. The line of the key that was served least goes first, and in it
-    the lightest, but what waits grows lighter as others of its line are served: so a small piece waits for
-    none of the large ones before it, and a large one not for ever. ``max_waiting`` bounds the lines together;
-    a key within its even share of that is let in anyhow.
+    What weighs more than most of that counts as most of it, so that small work finds room beside it. The line
+    of the key that was served least goes first, and in it the lightest; what waits gets lighter as others of
+    its line are served: so a small piece waits for none of the large ones before it, and a large one not
+    for ever. ``max_waiting`` bounds the lines together; a key within its even share of that is let in anyhow.
     """
 
     def __init__(self, what: str, capacity: int, parallel: int, max_waiting: int) -> None:
@@ -49,6 +49,7 @@ class Turns:
 
     async def begin(self, weight: int, key: str = "", *, may_refuse: bool = True) -> "Turn":
         """Wait for the turn, which has to be ended; ``QueueFullError`` if too much waits."""
+        weight = min(weight, self._capacity * 3 // 4)
         line = self._lines.setdefault(key, _Line())
         if not line.waiting:
             line.served = max(line.served, self._now)
@@ -81,7 +82,7 @@ class Turns:
             line = min(lines, key=lambda each: each.served)
             waiter = min(line.waiting, key=lambda each: each.place)
             is_full = self.weight_at_work + waiter.weight > self._capacity
-            if self.num_at_work and (is_full or self.num_at_work >= self._parallel):
+            if is_full or self.num_at_work >= self._parallel:
                 return
             line.waiting.remove(waiter)
             self._now = line.served

@@ -138,7 +138,7 @@ class GrammarChecks:
         self._checker: _Checker | None = None
         self._starting = asyncio.Lock()
         waiting = settings.max_queued_sequences
-        self._turns = Turns("their grammar to be checked", MAX_PARALLEL, MAX_PARALLEL, waiting)
+        self._turns = Turns("their grammar to be checked", 2 * MAX_PARALLEL, MAX_PARALLEL, waiting)
         self._numbers = count()
         self._known: OrderedDict[bytes, None] = OrderedDict()
 
