@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from truedraft.engine.gguf_file import load_pretrained_tokenizer
 from truedraft.server.text.detokenizer import TextStream
 from truedraft.server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
+from truedraft.server.text.fewest_tokens import FewestTokens
 from truedraft.server.text.template_process import template_process
 from truedraft.server.text.text_stream import (
     REPLACEMENT,
@@ -37,8 +38,7 @@ class Tokenizer:
     def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
         self.vocabulary = Vocabulary(fast)
         self.templates = templates
-        # Characters of the longest token, as the vocabulary writes it: no fewer than its text has.
-        self.longest_token = max(map(len, fast.get_vocab()), default=1)
+        self.fewest_tokens = FewestTokens(fast)
         self._fast = fast
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

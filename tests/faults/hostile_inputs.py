@@ -164,9 +164,8 @@ def main() -> int:
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
         httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=600)
-        print(
-            f"{'input':32}{'MB':>6} {'status':20}{'MB':>7}{'s':>8}{'stall s':>9}{'GB':>7}{'peak':>7}{'worker':>7}"
-        )
+        print(f"{'input':32}{'MB':>6} {'status':20}{'MB':>7}", end="")
+        print(f"{'s':>8}{'stall s':>9}{'GB':>7}{'peak':>7}{'worker':>8}")
 
         def row(name: str, size: int, status: str, answer: int, seconds: float, stall: float) -> None:
             now, peak = memory(server.pid)

@@ -78,9 +78,9 @@ def test_the_scan_never_starts_inside_a_string(string: bytes, is_closed: bool) -
 
 @pytest.mark.parametrize("piece", [b'\\"', b"\\\\", b"x", b'\\":'])
 def test_a_string_without_an_end_is_read_once(piece: bytes) -> None:
-    """A body of 8 MB; a walk for each of its quotes would take days."""
+    """A walk for each of its quotes would take minutes, and days with a body of 8 MB."""
     with pytest.raises(InvalidRequestError, match="Unterminated string|Expecting"):
-        parse_json(b'"' + piece * (4_000_000 // len(piece)) + b":" * 4_000_000)
+        parse_json(b'"' + piece * (20_000 // len(piece)) + b":" * 200_000)
 
 
 def test_unclosed_brackets(server: RunningServer) -> None:
