@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,12 +27,18 @@ FOR_EVER = ("--drain-timeout", "1000")
 
 
 def children(serve: ServeProcess) -> list[str]:
+    """Of the server process, but those that help it with text."""
     process = serve.process.pid
-    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    found = []
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        with suppress(FileNotFoundError):
+            if b"truedraft.server.text" not in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
 
 
 def worker_pid(serve: ServeProcess) -> int:
-    """The only child of the server process."""
+    """The only one of them."""
     (pid,) = children(serve)
     return int(pid)
 
