@@ -27,12 +27,14 @@ FOR_EVER = ("--drain-timeout", "1000")
 
 
 def children(serve: ServeProcess) -> list[str]:
-    """Of the server process, but those that help it with text."""
+    """Of the server process, but those that help it with text and those that have just been forked."""
     process = serve.process.pid
+    own = Path(f"/proc/{process}/cmdline").read_bytes()
     found = []
     for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
         with suppress(FileNotFoundError):
-            if b"truedraft.server.text" not in Path(f"/proc/{child}/cmdline").read_bytes():
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if command != own and b"truedraft.server.text" not in command:
                 found.append(child)
     return found
 
