@@ -28,6 +28,7 @@ from truedraft.server.client.worker_client import WorkerClient
 from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.client.worker_process import Patience
 from truedraft.server.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
+from truedraft.server.http.protocol import LimitedProtocol
 from truedraft.server.metrics import Metrics
 from truedraft.server.sampling_params import longest_request
 from truedraft.server.services import Services
@@ -81,6 +82,8 @@ def http_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         app,
         log_config=None,
         access_log=False,  # ours has more in it
+        http=LimitedProtocol,
+        ws="none",
         lifespan="on",
         server_header=False,
         ssl_certfile=settings.ssl_certfile,

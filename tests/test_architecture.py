@@ -74,7 +74,7 @@ MAY_IMPORT = {
 ADDRESSES = {"data_ptr", "const_data_ptr", "ctypes", "__array_interface__", "__dlpack__", "buffer_info"}
 
 # The same for the server; its modules beside the packages are counted by their names, too.
-SERVER_BASE = {"errors", "leniency", "logs", "settings", "version"}
+SERVER_BASE = {"errors", "leniency", "logs", "settings", "turns", "version"}
 SERVER_MAY_IMPORT = {
     "schemas": SERVER_BASE | {"schemas"},
     "text": SERVER_BASE | {"schemas", "text"},

@@ -190,7 +190,7 @@ async def test_a_tokenizer_that_loads_longer_than_the_worker(
     app = fake_worker_app(model_folder, load)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
         await app.state.services.engine.wait_until_ready()
         answer = await client.get("/ready")
