@@ -1,5 +1,6 @@
 """GGUF files for tests, written by the package gguf from transformers' modules or with random blocks."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,13 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
         writer.add_rope_dimension_count(int(head_size * rope["partial_rotary_factor"]))
         for length in ("long", "short"):
             if f"{length}_factor" in rope:
-                writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
                 factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
                 writer.add_tensor(f"rope_factors_{length}.weight", factors)
+        if "long_factor" in rope:
+            original = rope["original_max_position_embeddings"]
+            stretch = math.log(config.max_position_embeddings / original) / math.log(original)
+            writer.add_rope_scaling_orig_ctx_len(original)
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + stretch))
     if config.model_type not in ("llama", "qwen2", "qwen3"):
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "gemma2":

@@ -192,7 +192,8 @@ def test_defaults_of_requests_and_ends_of_turns(tmp_path: Path) -> None:
     tokens[7] = "<|im_end|>"
     kinds = [1] * 96
     kinds[7] = 3
-    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    more: dict[str, Any] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+    more |= {"tokenizer.ggml.token_type": kinds}
     more |= {"tokenizer.ggml.eos_token_id": 4, "tokenizer.ggml.eot_token_id": 5}
     more |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
     save_gguf(path, CONFIGS["llama"], **more)
