@@ -19,11 +19,12 @@ WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **more: Any) -> Any:
     """Returns transformers' module with the dequantised weights. ``kind``: of all matrices; embeddings are
     Q8_0. Types that the package cannot write get random blocks. ``more``: metadata, by their keys;
-    ``value_kind`` is another type of the values' matrices; ``rope_freqs`` a tensor."""
+    ``value_kind`` and ``embedding_kind`` are other types of those matrices; ``rope_freqs`` a tensor."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     value_kind, rope_freqs = more.pop("value_kind", kind), more.pop("rope_freqs", None)
+    embedding_kind = more.pop("embedding_kind", "Q8_0")
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -64,7 +65,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
                 parameter.add_(torch.randn_like(parameter) * 0.3)  # ones and zeros would hide a mistake
             base, suffix = name.rsplit(".", 1)
             theirs = f"{names.get_name(base)}.{suffix}"
-            own = "Q8_0" if "embed" in name else value_kind if ".v_proj" in name else kind
+            own = embedding_kind if "embed" in name else value_kind if ".v_proj" in name else kind
             values = parameter.numpy()
             if parameter.dim() == 1:
                 stored = values + 1 if architecture.startswith("gemma") else values

@@ -48,9 +48,8 @@ class Account:
             return
         value = self.take(name)
         if not any(_is_same(value, other) for other in neutral):
-            likes = " or ".join(map(str, neutral))
-            served = f"only {likes} is served" if neutral else "which is not served"
-            raise ModelLoadError(f"{self.source} has {name} = {shown(value)}, {served}")
+            served = " or ".join(map(shown, neutral))
+            raise ModelLoadError(f"{self.source} has {name} = {shown(value)}; only {served} is served")
 
     def expect_shape(self, name: str, shape: Shape, said_by: str, name_there: str | None = None) -> None:
         """Takes a tensor, which is ``name_there`` in the checkpoint."""
@@ -63,10 +62,10 @@ class Account:
                 f"{shape}"
             )
 
-    def close(self, reason: str) -> None:
-        """``ModelLoadError`` if something is left; ``reason`` ends the sentence."""
+    def close(self, sentence: str) -> None:
+        """``ModelLoadError`` if something is left: ``sentence`` with its ``{name}`` and ``{value}``."""
         for name, value in self.left.items():
-            raise ModelLoadError(f"{self.source} has {name} = {shown(value)}, {reason}")
+            raise ModelLoadError(f"{self.source} {sentence.format(name=name, value=shown(value))}")
 
 
 def check_leftovers(
@@ -101,7 +100,7 @@ def is_zero(tensor: torch.Tensor) -> bool:
 
 
 def shown(value: Any) -> str:
-    text = " ".join(str(value).split())
+    text = f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
 
 

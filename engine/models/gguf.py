@@ -151,7 +151,9 @@ def check_complete(module: Any, checkpoint: GgufCheckpoint) -> None:
     if config.rope_parameters.get("rope_type") == "longrope":
         account.take(LONG_FACTORS)
         account.take(SHORT_FACTORS)
-    account.close(f"a tensor that {file.architecture} models do not use here")
+    account.close(
+        f"has the tensor {{name}} of the shape {{value}}, which {file.architecture} models do not use"
+    )
 
 
 def _num_bytes(place: TensorPlace) -> int:

@@ -71,6 +71,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "residual_scale": (0.0, 1.0),
     "rope.dimension_sections": ([0, 0, 0, 0], [0, 0, 0]),
     "rope.scaling.alpha": (0.0,),
+    "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_beta_fast": (32.0,),
     "rope.scaling.yarn_beta_slow": (1.0,),
@@ -177,7 +178,7 @@ def _close(keys: _Keys, found: dict[str, Any]) -> None:
         keys.expect(key, *neutral)
     for key in INFORMATION:
         keys.says(key)
-    keys.account.close("which is not known for this architecture")
+    keys.account.close("has {name} = {value}, which is not known for this architecture")
 
 
 def _vocab_size(file: GgufFile, keys: _Keys, vocabulary: Vocabulary | None) -> int:
@@ -217,16 +218,19 @@ def _phi3(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
     rope = dict(found["rope_parameters"])
     more = {"rope_parameters": rope, "sliding_window": keys.says("attention.sliding_window") or None}
     size = keys.number("rope.dimension_count", int, found["head_dim"])
+    if found["head_dim"] * found["num_attention_heads"] != found["hidden_size"]:
+        raise GgufError(f"{file.path} has heads that do not make up its phi3.embedding_length")
     if size > found["head_dim"] or size % 2:
         raise GgufError(f"{file.path} rotates {size} numbers of a head of {found['head_dim']}")
     rope["partial_rotary_factor"] = size / found["head_dim"]
     if int(found["head_dim"] * rope["partial_rotary_factor"]) != size:
         raise GgufError(f"{file.path} rotates {size} of {found['head_dim']} numbers, which is not supported")
+    if rope["rope_type"] != "default":
+        raise GgufError(f"{file.path} scales its positions by {rope['rope_type']}, which phi3 does not use")
     if LONG_FACTORS not in file.tensors or SHORT_FACTORS not in file.tensors:
-        keys.expect("rope.scaling.attn_factor", 1.0)
         return more
     original = keys.number("rope.scaling.original_context_length", int)
-    if original is None or original < 2 or rope["rope_type"] != "default":
+    if original is None or original < 2:
         raise GgufError(f"{file.path} does not say its phi3.rope.scaling.original_context_length")
     rope |= {
         "rope_type": "longrope",
