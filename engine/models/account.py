@@ -6,12 +6,13 @@ unless it is listed here with the reason why it changes nothing.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.weights import EMBEDDINGS, HEAD, Checkpoint
 
 Shape = tuple[int, ...]
 
@@ -20,11 +21,17 @@ WITHOUT_EFFECT = {
     r"rotary_emb\.inv_freq$": "frequencies that follow from the config",
     r"\.(masked_bias|attn\.bias)$": "masks that GPT-2 once stored",
     r"position_ids$": "numbers from 0 on",
+    r"\.[kv]_scale$": "scales of a cache in 8 bits, which is not kept so",
     r"^(model\.)?(mtp|nextn)\.": "layers that predict further tokens, which are not used",
-    r"^(vision|visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.": "not of the text part",
-    r"^model\.(vision|visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.": "nor these",
+    r"^(model\.)?(vision|visual|audio|multi_modal)\w*\.": "not of the text part",
 }
 LISTED = re.compile("|".join(f"({pattern})" for pattern in WITHOUT_EFFECT))
+# Settings that name tokens, or lists of them; those of the second line are never looked up, and -1 is none.
+TOKENS: tuple[str, ...] = (
+    *("eos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
+)
+UNUSED_TOKENS = ("bos_token_id", "pad_token_id")
 # Values of a setting are shown up to so many letters.
 MAX_SHOWN = 60
 
@@ -68,35 +75,70 @@ class Account:
             raise ModelLoadError(f"{self.source} {sentence.format(name=name, value=shown(value))}")
 
 
-def check_leftovers(
-    source: str, names: Iterable[str], is_zero: Callable[[str], bool] = lambda name: False
-) -> None:
-    """``ModelLoadError`` for the first tensor that a model has no use for and that might change its text.
+def untie(module: Any, checkpoint: Checkpoint) -> None:
+    """Gives a Llama-shaped ``module`` without weights an output layer of its own, if its config ties it to
+    the embeddings, but the checkpoint has one that is not the same. transformers does that, too."""
+    if not module.config.tie_word_embeddings or not {EMBEDDINGS, HEAD} <= checkpoint.files.keys():
+        return
+    stored = checkpoint.read([EMBEDDINGS, HEAD])
+    if not torch.equal(stored[EMBEDDINGS], stored[HEAD]):
+        module.config.tie_word_embeddings = False
+        module.lm_head.weight = torch.nn.Parameter(
+            torch.empty_like(module.lm_head.weight, device="meta"), requires_grad=False
+        )
 
-    ``is_zero`` tells of a bias whether it adds nothing.
-    """
+
+def has_all(module: Any, checkpoint: Checkpoint) -> bool:
+    """Whether a Llama-shaped ``module`` without weights can be read from the checkpoint by the names of its
+    tensors; ``ModelLoadError`` if it can, but they are of other shapes, or some are left over."""
+    needed = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    if module.config.tie_word_embeddings:
+        needed.pop(HEAD, None)
+    if not needed.keys() <= checkpoint.files.keys():
+        return False
+    for name, shape in checkpoint.shapes(needed).items():
+        Account(checkpoint.files[name], {name: shape}).expect_shape(name, needed[name], "config.json")
+    left = checkpoint.files.keys() - needed.keys() - checkpoint.parts
+    if module.config.tie_word_embeddings:
+        left -= {HEAD}  # the same as the embeddings
+    ignored = module._keys_to_ignore_on_load_unexpected
+    left = {name for name in left if not any(re.search(pattern, name) for pattern in ignored)}
+    check_leftovers("", left, checkpoint)
+    return True
+
+
+def check_leftovers(source: str, names: Iterable[str], checkpoint: Checkpoint | None) -> None:
+    """``ModelLoadError`` for the first tensor that a model has no use for and that might change its text; a
+    bias of zeros does not. ``checkpoint`` has them; None if it cannot be read by name."""
     for name in sorted(names):
-        if LISTED.search(name) or (name.endswith(".bias") and is_zero(name)):
+        if LISTED.search(name):
             continue
+        if checkpoint is not None and name in checkpoint.files:
+            source = checkpoint.files[name]
+            if name.endswith(".bias") and not checkpoint.read([name])[name].count_nonzero():
+                continue
         raise ModelLoadError(
             f"{source} has a tensor {name}, which the model that its config names does not use: the config "
             "or the tensor is wrong"
         )
 
 
-def check_token_ids(source: str, vocab_size: int, named: Mapping[str, Any]) -> None:
-    """``ModelLoadError`` for a token that no request could name. Values are ids, lists of ids, or None."""
-    for name, value in named.items():
-        for token_id in _flat(value):
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+def check_tokens(source: str, config: Any, generation_config: Any) -> None:
+    """``ModelLoadError`` for a token that no request could name."""
+    text = config.get_text_config()
+    sizes = [getattr(text, name, None) for name in ("vocab_size", "decoder_vocab_size")]
+    size = max((size for size in sizes if isinstance(size, int)), default=None)
+    if size is None:
+        return
+    for file, part in (("config.json", text), ("generation_config.json", generation_config)):
+        for name in TOKENS + UNUSED_TOKENS:
+            value = getattr(part, name, None)
+            least = -1 if name in UNUSED_TOKENS else 0
+            if any(type(token) is not int or not least <= token < size for token in _flat(value)):
                 raise ModelLoadError(
-                    f"{source} has {name} {shown(value)}, but the model's {vocab_size} tokens are 0 to "
-                    f"{vocab_size - 1}"
+                    f"{source} has {name} {shown(value)} in its {file}; the model's {size} tokens are 0 to "
+                    f"{size - 1}"
                 )
-
-
-def is_zero(tensor: torch.Tensor) -> bool:
-    return not bool(tensor.count_nonzero())
 
 
 def shown(value: Any) -> str:
