@@ -107,6 +107,17 @@ def has_all(module: Any, checkpoint: Checkpoint) -> bool:
     return True
 
 
+def check_loaded(path: str, found: Any, allow_pickle: bool) -> None:
+    """``ModelLoadError`` if transformers, as it says in ``found``, has filled the model with numbers of its
+    own or left something out."""
+    if missing := sorted(found["missing_keys"]):
+        raise ModelLoadError(f"{path} lacks weights of the model: {', '.join(missing[:3])}")
+    for name, stored, needed in sorted(found["mismatched_keys"]):
+        Account(path, {name: stored}).expect_shape(name, tuple(needed), "config.json")
+    if found["unexpected_keys"]:
+        check_leftovers(path, found["unexpected_keys"], Checkpoint.find(path, allow_pickle))
+
+
 def check_leftovers(source: str, names: Iterable[str], checkpoint: Checkpoint | None) -> None:
     """``ModelLoadError`` for the first tensor that a model has no use for and that might change its text; a
     bias of zeros does not. ``checkpoint`` has them; None if it cannot be read by name."""

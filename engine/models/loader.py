@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.gguf_file import GgufError, is_gguf
-from truedraft.engine.models.account import check_leftovers, check_tokens, has_all, untie
+from truedraft.engine.models.account import check_loaded, check_tokens, has_all, untie
 from truedraft.engine.models.architecture import (
     Architecture,
     check_layers,
@@ -336,14 +336,10 @@ def _load_module(found: Architecture, options: LoadOptions, attention: str) -> A
             use_safetensors=None if options.allow_pickle else True,
             device_map=options.device_map,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with both sizes
             **own_code,
         )
-    # transformers fills what is missing with random numbers.
-    if missing := sorted(loaded["missing_keys"]):
-        raise ModelLoadError(f"{path} lacks weights of the model: {', '.join(missing[:3])}")
-    if unexpected := loaded["unexpected_keys"]:
-        with stage(path, "weights"):
-            check_leftovers(path, unexpected, Checkpoint.find(path, options.allow_pickle))
+        check_loaded(path, loaded, options.allow_pickle)
     model.generation_config = found.generation_config()
     model.eval().requires_grad_(False)
     if options.device_map is not None:

@@ -216,8 +216,79 @@ def test_the_bundled_pair_recommends_nothing() -> None:
     assert describe(core, EngineConfig()).default_sampling == {}
 
 
-def test_generation_config_out_of_range(copy: Path) -> None:
-    (copy / "generation_config.json").write_text('{"top_p": 0.0}')
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"top_p": 0.0}, "has top_p 0.0, which is out of range"),
+        ({"temperature": "0.7"}, "has temperature '0.7', which is no number"),
+        ({"top_k": 20.5}, "has top_k 20.5, which is no whole number"),
+    ],
+)
+def test_generation_config_out_of_range(copy: Path, values: dict[str, Any], words: str) -> None:
     core = make_engine(str(copy), None)
-    with pytest.raises(ModelLoadError, match="has top_p 0.0, which is out of range"):
+    core.target.model.generation_config.update(**values)
+    with pytest.raises(ModelLoadError, match=words):
         describe(core, EngineConfig(target=str(copy)))
+
+
+# --- Numbers that the config, the weights and the vocabulary know ------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {"fused": {}, "by transformers' module": {"device_map": "auto"}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", [2, -2])
+def test_a_vocabulary_of_another_size_than_the_embeddings(copy: Path, way: str, more: int) -> None:
+    """Else a token may read past the table."""
+    config = json.loads((copy / "config.json").read_text())
+    rows = config["vocab_size"]
+    edit(copy / "config.json", vocab_size=rows + more)
+    message = refusal(copy, **WAYS[way])
+    assert f"of the shape ({rows}, 32), but by config.json it is ({rows + more}, 32)" in message
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_that_the_model_does_not_use(copy: Path, way: str) -> None:
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.bias"
+    for bias, is_refused in ((torch.zeros(32), False), (torch.ones(32), True)):
+        save_file(weights | {name: bias}, copy / "model.safetensors", metadata={"format": "pt"})
+        if is_refused:
+            assert f"has a tensor {name}, which the model that its config names" in refusal(copy, **WAYS[way])
+        else:
+            text(copy, **WAYS[way])
+
+
+def test_an_output_layer_of_its_own_is_used_whatever_the_config_ties(models: Models, copy: Path) -> None:
+    edit(copy / "config.json", tie_word_embeddings=True)
+    assert "lm_head.weight" in load_file(copy / "model.safetensors")
+    for way in WAYS.values():
+        assert text(copy, **way) == text(models.target)
+    weights = load_file(copy / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    tied = text(copy)
+    assert tied != text(models.target)
+    assert tied == text(copy, device_map="auto")
+    model = load_model(str(copy), LoadOptions())
+    assert model.num_parameters == load_model(models.target, LoadOptions()).num_parameters - 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("config.json", "eos_token_id", 16),
+        ("config.json", "pad_token_id", 16),
+        ("config.json", "bos_token_id", 99),
+        ("generation_config.json", "eos_token_id", [3, -1]),
+        ("generation_config.json", "pad_token_id", 16),
+        ("generation_config.json", "suppress_tokens", [3, 16]),
+        ("generation_config.json", "forced_eos_token_id", 17),
+        ("generation_config.json", "bad_words_ids", [[1, 2], [16]]),
+    ],
+)
+def test_tokens_that_the_vocabulary_lacks(copy: Path, file: str, name: str, value: Any) -> None:
+    if not (copy / file).exists():
+        (copy / file).write_text("{}")
+    edit(copy / file, **{name: value})
+    assert f"has {name} {value} in its {file}; the model's 16 tokens are 0 to 15" in refusal(copy)

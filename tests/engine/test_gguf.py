@@ -201,6 +201,20 @@ def test_defaults_of_requests_and_ends_of_turns(tmp_path: Path) -> None:
     assert (model.generation_config.temperature, model.generation_config.top_k) == (0.5, 20)
 
 
+def test_vocabularies_of_another_size_than_the_embeddings(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for count in (95, 97):
+        tokens = [f"t{i}" for i in range(count)]
+        save_gguf(path, CONFIGS["llama"], **{"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens})
+        assert f"has {count} tokens in its vocabulary, but 96 rows of embeddings" in refusal(path)
+
+
+def test_files_that_are_no_whole_models(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path, CONFIGS["llama"], **{"general.type": "adapter"})
+    assert "is of the type adapter, not a whole model" in refusal(path)
+
+
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
