@@ -216,18 +216,10 @@ def test_the_bundled_pair_recommends_nothing() -> None:
     assert describe(core, EngineConfig()).default_sampling == {}
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"top_p": 0.0}, "has top_p 0.0, which is out of range"),
-        ({"temperature": "0.7"}, "has temperature '0.7', which is no number"),
-        ({"top_k": 20.5}, "has top_k 20.5, which is no whole number"),
-    ],
-)
-def test_generation_config_out_of_range(copy: Path, values: dict[str, Any], words: str) -> None:
+def test_generation_config_out_of_range(copy: Path) -> None:
+    (copy / "generation_config.json").write_text('{"top_p": 0.0}')
     core = make_engine(str(copy), None)
-    core.target.model.generation_config.update(**values)
-    with pytest.raises(ModelLoadError, match=words):
+    with pytest.raises(ModelLoadError, match="has top_p 0.0, which is out of range"):
         describe(core, EngineConfig(target=str(copy)))
 
 
