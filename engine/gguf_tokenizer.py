@@ -11,6 +11,15 @@ from typing import Any
 from truedraft.engine.gguf_file import GgufError, GgufFile
 
 KEY = "tokenizer.ggml"
+# Python's types of what the file says; of lists, of what is in them.
+VALUES: dict[str, type] = {f"{KEY}.model": str, f"{KEY}.pre": str, "tokenizer.chat_template": str}
+VALUES |= {f"{KEY}.add_{name}": bool for name in ("bos_token", "eos_token", "sep_token", "space_prefix")}
+LISTS: dict[str, tuple[type, ...]] = {
+    f"{KEY}.tokens": (str,),
+    f"{KEY}.token_type": (int,),
+    f"{KEY}.scores": (int, float),
+    f"{KEY}.merges": (str,),
+}
 # Types of tokens, by their numbers in the file.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
@@ -88,6 +97,7 @@ class Vocabulary:
 def read_vocabulary(file: GgufFile) -> Vocabulary | None:
     """None if the file has none; ``GgufError`` if it is damaged or of a kind that is not supported."""
     metadata, path = file.metadata, file.path
+    _check_types(file)
     tokens: list[str] | None = metadata.get(f"{KEY}.tokens")
     if not tokens:
         return None
@@ -132,6 +142,15 @@ def read_vocabulary(file: GgufFile) -> Vocabulary | None:
     return Vocabulary(kind, rules, tokens, types, ids, frozenset(ends), add_bos, add_eos)
 
 
+def _check_types(file: GgufFile) -> None:
+    for key, value in file.metadata.items():
+        is_right = type(value) is VALUES.get(key, type(value))
+        if key in LISTS:
+            is_right = isinstance(value, list) and all(type(each) in LISTS[key] for each in value)
+        if not is_right:
+            raise GgufError(f"{file.path} is damaged: its {key} is of another type than it must be")
+
+
 def _named_ids(file: GgufFile, kind: str, by_text: dict[str, int]) -> dict[str, int]:
     ids = {name: index for name, index in DEFAULT_IDS[kind].items() if index < len(by_text)}
     for name in (*ENDS, *OTHER_NAMES, *OLD_NAMES):
@@ -163,7 +182,8 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     except GgufError:
         raise
     except Exception as error:  # of the Rust core, which has no other
-        raise GgufError(f"the tokenizer in {file.path} is damaged: {error}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise GgufError(f"the tokenizer in {file.path} is damaged: {reason}") from error
     if missing := [token for token, index in fast.get_vocab().items() if index >= len(vocabulary.tokens)]:
         raise GgufError(f"{file.path} lacks the token {min(missing)}, which its tokenizer needs")
     named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}

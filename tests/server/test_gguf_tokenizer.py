@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
 from truedraft.engine.gguf_file import GgufError, read_gguf
-from truedraft.engine.gguf_tokenizer import END_TEXTS, FILL_TEXTS, Vocabulary, read_vocabulary
+from truedraft.engine.gguf_tokenizer import (
+    END_TEXTS,
+    FILL_TEXTS,
+    Vocabulary,
+    gguf_tokenizer,
+    read_vocabulary,
+)
 from truedraft.server.text.tokenizer import load_tokenizer
 
 CORPUS = ["the cat sat on the mat, 1234 times", "def f(x):\n    return x + 10", "naïve café, 猫が好き"] * 9
@@ -286,6 +293,24 @@ def test_vocabularies_that_cannot_be_served(tmp_path: Path) -> None:
     (tmp_path / "n.gguf").write_bytes(twice)
     with pytest.raises(GgufError, match=r"has the token <\|endoftext\|> twice"):
         load_tokenizer(str(tmp_path / "n.gguf"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_values_of_other_types_are_refused_or_harmless(kind: str, tmp_path: Path) -> None:
+    """Nothing but ``GgufError`` comes out."""
+    original = train("gpt-2") if kind == "gpt2" else train_sentencepiece()
+    file = read_gguf(write(tmp_path / "m.gguf", original, kind, "llama-bpe", bos_token_id=1, eos_token_id=0))
+    keys = ["tokenizer.chat_template", "tokenizer.ggml.suppress_tokens", "tokenizer.ggml.scores"]
+    keys += [key for key in file.metadata if key.startswith("tokenizer")]
+    refused = []
+    for key in keys:
+        for value in (3, -1, 1.5, "x", True, [], [1], ["a"], [[1]], list(range(500))):
+            try:
+                gguf_tokenizer(replace(file, metadata=file.metadata | {key: value}))
+            except GgufError as error:
+                refused.append(str(error))
+    assert len(refused) > 5 * len(keys)
+    assert not any("\n" in sentence for sentence in refused)
 
 
 def test_tokens_that_a_tokenizer_would_have_to_invent_are_missed(tmp_path: Path) -> None:
