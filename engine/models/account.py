@@ -26,12 +26,11 @@ WITHOUT_EFFECT = {
     r"^(model\.)?(vision|visual|audio|multi_modal)\w*\.": "not of the text part",
 }
 LISTED = re.compile("|".join(f"({pattern})" for pattern in WITHOUT_EFFECT))
-# Settings that name tokens, or lists of them; those of the second line are never looked up, and -1 is none.
+# Settings that name tokens which are banned, forced or begun with, or lists of them.
 TOKENS: tuple[str, ...] = (
-    *("eos_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+    *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
     *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
 )
-UNUSED_TOKENS = ("bos_token_id", "pad_token_id")
 # Values of a setting are shown up to so many letters.
 MAX_SHOWN = 60
 
@@ -135,17 +134,16 @@ def check_leftovers(source: str, names: Iterable[str], checkpoint: Checkpoint | 
 
 
 def check_tokens(source: str, config: Any, generation_config: Any) -> None:
-    """``ModelLoadError`` for a token that no request could name."""
-    text = config.get_text_config()
+    """``ModelLoadError`` for a token to ban, to force or to begin with that no request could name. Ends are
+    only compared with what is drawn, so that a model leaves those out that cannot be."""
+    text = config.get_text_config(decoder=True)
     sizes = [getattr(text, name, None) for name in ("vocab_size", "decoder_vocab_size")]
     size = max((size for size in sizes if isinstance(size, int)), default=None)
-    if size is None:
-        return
     for file, part in (("config.json", text), ("generation_config.json", generation_config)):
-        for name in TOKENS + UNUSED_TOKENS:
+        # A decoder without a start of its own begins with that token.
+        for name in (*TOKENS, *(["bos_token_id"] if config.is_encoder_decoder else [])):
             value = getattr(part, name, None)
-            least = -1 if name in UNUSED_TOKENS else 0
-            if any(type(token) is not int or not least <= token < size for token in _flat(value)):
+            if size and any(type(token) is not int or not 0 <= token < size for token in _flat(value)):
                 raise ModelLoadError(
                     f"{source} has {name} {shown(value)} in its {file}; the model's {size} tokens are 0 to "
                     f"{size - 1}"

@@ -1,5 +1,6 @@
 """What a model is to the engine: facts, and passes over new tokens of some sequences."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from truedraft.engine.batch import Span
 from truedraft.engine.kv_cache import KVCache, LayerShape
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
+
+logger = logging.getLogger(__name__)
 
 
 class ForwardOutput(NamedTuple):
@@ -63,7 +66,11 @@ class Model(ABC):
         text_config = facts.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size) if vocab_size is None else vocab_size
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
-        self.eos_token_ids = eos_token_ids(facts.generation_config, facts.config)
+        named = eos_token_ids(facts.generation_config, facts.config)
+        # Such an end is often another vocabulary's, by the default of the config's class.
+        self.eos_token_ids = frozenset(token for token in named if 0 <= token < self.vocab_size)
+        if left_out := sorted(named - self.eos_token_ids):
+            logger.warning("eos_token_id %s: the model has no such token, so it ends nothing", left_out)
 
     @property
     def has_encoder(self) -> bool:

@@ -34,7 +34,8 @@ class FreshModel:
         )
         self.device = options.device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
-        self.eos_token_ids = eos_token_ids(self.model.generation_config, self.model.config)
+        named = eos_token_ids(self.model.generation_config, self.model.config)
+        self.eos_token_ids = frozenset(token for token in named if 0 <= token < self.vocab_size)
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
 
     def begin(self, prompt: list[int]) -> list[int]:

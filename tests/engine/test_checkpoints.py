@@ -267,20 +267,24 @@ def test_an_output_layer_of_its_own_is_used_whatever_the_config_ties(models: Mod
 
 
 @pytest.mark.parametrize(
-    ("file", "name", "value"),
+    ("name", "value"),
     [
-        ("config.json", "eos_token_id", 16),
-        ("config.json", "pad_token_id", 16),
-        ("config.json", "bos_token_id", 99),
-        ("generation_config.json", "eos_token_id", [3, -1]),
-        ("generation_config.json", "pad_token_id", 16),
-        ("generation_config.json", "suppress_tokens", [3, 16]),
-        ("generation_config.json", "forced_eos_token_id", 17),
-        ("generation_config.json", "bad_words_ids", [[1, 2], [16]]),
+        ("suppress_tokens", [3, 16]),
+        ("forced_eos_token_id", 17),
+        ("decoder_start_token_id", -1),
+        ("bad_words_ids", [[1, 2], [16]]),
     ],
 )
-def test_tokens_that_the_vocabulary_lacks(copy: Path, file: str, name: str, value: Any) -> None:
-    if not (copy / file).exists():
-        (copy / file).write_text("{}")
-    edit(copy / file, **{name: value})
-    assert f"has {name} {value} in its {file}; the model's 16 tokens are 0 to 15" in refusal(copy)
+def test_tokens_that_the_vocabulary_lacks(copy: Path, name: str, value: Any) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({name: value}))
+    words = f"has {name} {value} in its generation_config.json; the model's 16 tokens are 0 to 15"
+    assert words in refusal(copy)
+
+
+def test_ends_that_the_vocabulary_lacks_end_nothing(models: Models, copy: Path) -> None:
+    """Nor does a minimum length ban them: that would write past the logits."""
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [16, -1]}))
+    core = make_engine(str(copy), None)
+    assert core.admission.eos_token_ids == frozenset()
+    params = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
+    assert run_engine(core, PROMPTS, params) == text(models.target)
