@@ -139,15 +139,14 @@ def check_tokens(source: str, config: Any, generation_config: Any) -> None:
     text = config.get_text_config(decoder=True)
     sizes = [getattr(text, name, None) for name in ("vocab_size", "decoder_vocab_size")]
     size = max((size for size in sizes if isinstance(size, int)), default=None)
-    for file, part in (("config.json", text), ("generation_config.json", generation_config)):
-        # A decoder without a start of its own begins with that token.
-        for name in (*TOKENS, *(["bos_token_id"] if config.is_encoder_decoder else [])):
-            value = getattr(part, name, None)
-            if size and any(type(token) is not int or not 0 <= token < size for token in _flat(value)):
-                raise ModelLoadError(
-                    f"{source} has {name} {shown(value)} in its {file}; the model's {size} tokens are 0 to "
-                    f"{size - 1}"
-                )
+    # A decoder without a start of its own begins with the token that begins texts.
+    for name in (*TOKENS, *(["bos_token_id"] if config.is_encoder_decoder else [])):
+        value = getattr(generation_config, name, None)
+        value = getattr(text, name, None) if value is None else value
+        if size and any(type(token) is not int or not 0 <= token < size for token in _flat(value)):
+            raise ModelLoadError(
+                f"{source} has {name} {shown(value)}, but the model's {size} tokens are 0 to {size - 1}"
+            )
 
 
 def shown(value: Any) -> str:

@@ -277,8 +277,7 @@ def test_an_output_layer_of_its_own_is_used_whatever_the_config_ties(models: Mod
 )
 def test_tokens_that_the_vocabulary_lacks(copy: Path, name: str, value: Any) -> None:
     (copy / "generation_config.json").write_text(json.dumps({name: value}))
-    words = f"has {name} {value} in its generation_config.json; the model's 16 tokens are 0 to 15"
-    assert words in refusal(copy)
+    assert f"has {name} {value}, but the model's 16 tokens are 0 to 15" in refusal(copy)
 
 
 def test_ends_that_the_vocabulary_lacks_end_nothing(models: Models, copy: Path) -> None:
