@@ -22,7 +22,7 @@ STRING, ARRAY = 8, 9
 # More is no model: it is what a damaged file says.
 MAX_DIMENSIONS = 4
 
-# The end of a part's name: which one it is, and of how many.
+# A part's name ends with its number and the number of parts.
 PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 
@@ -96,7 +96,7 @@ def read_gguf(path: str) -> GgufFile:
 
 
 def _part_names(path: str) -> list[str]:
-    """Those of all parts, the first one first; ``path`` itself where it is no part."""
+    """Returns those of all parts, the first one first; ``path`` itself where it is no part."""
     named = PART.search(path)
     if named is None:
         return [path]

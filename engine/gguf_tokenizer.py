@@ -11,7 +11,7 @@ from typing import Any
 from truedraft.engine.gguf_file import GgufError, GgufFile
 
 KEY = "tokenizer.ggml"
-# Python's types of what the file says; of lists, of what is in them.
+# Values must be of these types; lists must hold such values.
 VALUES: dict[str, type] = {f"{KEY}.model": str, f"{KEY}.pre": str, "tokenizer.chat_template": str}
 VALUES |= {f"{KEY}.add_{name}": bool for name in ("bos_token", "eos_token", "sep_token", "space_prefix")}
 LISTS: dict[str, tuple[type, ...]] = {
@@ -20,7 +20,7 @@ LISTS: dict[str, tuple[type, ...]] = {
     f"{KEY}.scores": (int, float),
     f"{KEY}.merges": (str,),
 }
-# Types of tokens, by their numbers in the file.
+# Tokens have types, which are numbers in the file.
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 
 # Tokens of these texts end a generation and are control tokens, whatever type the file gives them.
@@ -41,7 +41,7 @@ NO_END: tuple[tuple[frozenset[str], str, int], ...] = (
     (frozenset({"<|tool_response>"}), "</s>", NORMAL),
 )
 SHOWN_TEXTS = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
-# Tokens for filling in the middle: they are known by text where the file names none, and are control tokens.
+# Tokens that fill in the middle are known by text where the file names none; they are control tokens.
 FILL_TEXTS = {
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>")
     + ("<|code_prefix|>", "<|prefix|>"),
@@ -54,21 +54,21 @@ FILL_TEXTS = {
     "fim_sep": ("<|file_sep|>",),
 }
 OLD_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
-# Named tokens that end a generation.
+# These named tokens end a generation.
 ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 OTHER_NAMES = ("bos", "unknown", "padding", "seperator", "mask")  # spelt as in the files
-# Of files that do not name them. In a byte-level vocabulary such a default is Falcon's, and only ends.
+# A file that names none has these. In a byte-level vocabulary the default is Falcon's, and only ends.
 DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"eos": 11}}
 
-# Rules under which a piece of text that is a token is that token, whatever its merges say, and which begin a
-# text with the first token.
+# Under these rules a piece of text that is a token is that token, whatever its merges say, and every text
+# begins with the first token.
 WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"} | {
     *("jina-v5-nano", "tekken"),
 }
 # Text is cut before tokens are looked for, by rules that a file only names. transformers knows most of the
 # names; these split digits one by one, and then as GPT-2 does.
 DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-# What a file without a name is cut by, one expression after the other.
+# A file without a name is cut by these expressions, one after the other.
 DEFAULT_NAMES = (None, "", "default")
 DEFAULT_SPLITS = (
     r"[\p{P}\$\+<=>\^~\|]+",
@@ -76,13 +76,14 @@ DEFAULT_SPLITS = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-# Special tokens of files with these in their names swallow the blanks behind them, but for the second tuple.
+# A file of such a name has special tokens that swallow the blanks behind them, but for the second tuple.
 SWALLOWING, NOT_SWALLOWING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """``types`` as llama.cpp has them in the end; ``ids`` of named tokens; ``end_ids`` end a generation."""
+    """Holds what llama.cpp makes of the file: ``types`` of all tokens, ``ids`` of named ones, and ``end_ids``,
+    which end a generation."""
 
     kind: str
     rules: str | None
@@ -95,7 +96,7 @@ class Vocabulary:
 
 
 def read_vocabulary(file: GgufFile) -> Vocabulary | None:
-    """None if the file has none; ``GgufError`` if it is damaged or of a kind that is not supported."""
+    """Returns None if the file has none; raises ``GgufError`` if it is damaged or not supported."""
     metadata, path = file.metadata, file.path
     _check_types(file)
     tokens: list[str] | None = metadata.get(f"{KEY}.tokens")
@@ -167,7 +168,7 @@ def _named_ids(file: GgufFile, kind: str, by_text: dict[str, int]) -> dict[str, 
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """transformers' tokenizer; ``GgufError``."""
+    """Returns transformers' tokenizer; raises ``GgufError``."""
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = read_vocabulary(file)
@@ -267,14 +268,14 @@ def _splits(file: GgufFile, rules: str | None) -> Any:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte in a byte-level vocabulary: itself where it can be seen."""
+    """Returns the letter that stands for each byte in byte-level vocabularies: itself where it can be seen."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]
 
 
 def _add_tokens(fast: Any, vocabulary: Vocabulary) -> None:
-    """Control tokens and those that users have defined are found whole in a text."""
+    """Adds control tokens and those that users have defined: they are found whole in a text."""
     from tokenizers import AddedToken
 
     numbered = list(zip(vocabulary.tokens, vocabulary.types, strict=False))

@@ -16,7 +16,7 @@ from truedraft.engine.models.weights import EMBEDDINGS, HEAD, Checkpoint
 
 Shape = tuple[int, ...]
 
-# Names of tensors that change nothing, with the reason.
+# These tensors change nothing; each has its reason beside its name.
 WITHOUT_EFFECT = {
     r"rotary_emb\.inv_freq$": "frequencies that follow from the config",
     r"\.(masked_bias|attn\.bias)$": "masks that GPT-2 once stored",
@@ -26,7 +26,7 @@ WITHOUT_EFFECT = {
     r"^(model\.)?(vision|visual|audio|multi_modal)\w*\.": "not of the text part",
 }
 LISTED = re.compile("|".join(f"({pattern})" for pattern in WITHOUT_EFFECT))
-# Settings that name tokens which are banned, forced or begun with, or lists of them.
+# These settings name tokens that are banned, forced or begun with, or lists of them.
 TOKENS: tuple[str, ...] = (
     *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
     *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
@@ -36,7 +36,8 @@ MAX_SHOWN = 60
 
 
 class Account:
-    """``entries`` of ``source``, a file or folder: shapes of tensors or values of settings, by name."""
+    """Keeps what is left of ``entries`` of ``source``, a file or folder: shapes of tensors or values of
+    settings, by name."""
 
     def __init__(self, source: str, entries: Mapping[str, Any]) -> None:
         self.source = source
@@ -44,7 +45,7 @@ class Account:
         self.left = dict(entries)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """What the entry says; ``default`` if there is none."""
+        """Returns what the entry says; ``default`` if there is none."""
         self.left.pop(name, None)
         return self.entries.get(name, default)
 
@@ -62,16 +63,18 @@ class Account:
         found = self.take(name_there or name)
         if found is None:
             raise ModelLoadError(f"{self.source} lacks weights of the model: {name}")
-        if tuple(found) != shape:
-            raise ModelLoadError(
-                f"{self.source} has {name_there or name} of the shape {tuple(found)}, but by {said_by} it is "
-                f"{shape}"
-            )
+        check_shape(self.source, name_there or name, tuple(found), shape, said_by)
 
     def close(self, sentence: str) -> None:
-        """``ModelLoadError`` if something is left: ``sentence`` with its ``{name}`` and ``{value}``."""
+        """Raises ``ModelLoadError`` if something is left: ``sentence`` with ``{name}`` and ``{value}``."""
         for name, value in self.left.items():
             raise ModelLoadError(f"{self.source} {sentence.format(name=name, value=shown(value))}")
+
+
+def check_shape(source: str, name: str, found: Shape, needed: Shape, said_by: str) -> None:
+    """Raises ``ModelLoadError`` with both shapes if they differ; ``said_by`` tells of the needed one."""
+    if found != needed:
+        raise ModelLoadError(f"{source} has {name} of the shape {found}, but by {said_by} it is {needed}")
 
 
 def untie(module: Any, checkpoint: Checkpoint) -> None:
@@ -88,15 +91,15 @@ def untie(module: Any, checkpoint: Checkpoint) -> None:
 
 
 def has_all(module: Any, checkpoint: Checkpoint) -> bool:
-    """Whether a Llama-shaped ``module`` without weights can be read from the checkpoint by the names of its
-    tensors; ``ModelLoadError`` if it can, but they are of other shapes, or some are left over."""
+    """Tells whether a Llama-shaped ``module`` without weights can be read from the checkpoint by the names of
+    its tensors. Raises ``ModelLoadError`` if it can, but they are of other shapes, or some are left over."""
     needed = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     if module.config.tie_word_embeddings:
         needed.pop(HEAD, None)
     if not needed.keys() <= checkpoint.files.keys():
         return False
     for name, shape in checkpoint.shapes(needed).items():
-        Account(checkpoint.files[name], {name: shape}).expect_shape(name, needed[name], "config.json")
+        check_shape(checkpoint.files[name], name, shape, needed[name], "config.json")
     left = checkpoint.files.keys() - needed.keys() - checkpoint.parts
     if module.config.tie_word_embeddings:
         left -= {HEAD}  # the same as the embeddings
@@ -107,19 +110,19 @@ def has_all(module: Any, checkpoint: Checkpoint) -> bool:
 
 
 def check_loaded(path: str, found: Any, allow_pickle: bool) -> None:
-    """``ModelLoadError`` if transformers, as it says in ``found``, has filled the model with numbers of its
-    own or left something out."""
+    """Raises ``ModelLoadError`` if transformers, as it says in ``found``, has filled the model with its own
+    numbers or left something out."""
     if missing := sorted(found["missing_keys"]):
         raise ModelLoadError(f"{path} lacks weights of the model: {', '.join(missing[:3])}")
     for name, stored, needed in sorted(found["mismatched_keys"]):
-        Account(path, {name: stored}).expect_shape(name, tuple(needed), "config.json")
+        check_shape(path, name, tuple(stored), tuple(needed), "config.json")
     if found["unexpected_keys"]:
         check_leftovers(path, found["unexpected_keys"], Checkpoint.find(path, allow_pickle))
 
 
 def check_leftovers(source: str, names: Iterable[str], checkpoint: Checkpoint | None) -> None:
-    """``ModelLoadError`` for the first tensor that a model has no use for and that might change its text; a
-    bias of zeros does not. ``checkpoint`` has them; None if it cannot be read by name."""
+    """Raises ``ModelLoadError`` for the first tensor that a model has no use for and that might change its
+    text; a bias of zeros does not. ``checkpoint`` has them; None if it cannot be read by name."""
     for name in sorted(names):
         if LISTED.search(name):
             continue
@@ -134,7 +137,7 @@ def check_leftovers(source: str, names: Iterable[str], checkpoint: Checkpoint | 
 
 
 def check_tokens(source: str, config: Any, generation_config: Any) -> None:
-    """``ModelLoadError`` for a token to ban, to force or to begin with that no request could name. Ends are
+    """Raises ``ModelLoadError`` for a token to ban, force or begin with that no request could name. Ends are
     only compared with what is drawn, so that a model leaves those out that cannot be."""
     text = config.get_text_config(decoder=True)
     sizes = [getattr(text, name, None) for name in ("vocab_size", "decoder_vocab_size")]
@@ -150,6 +153,7 @@ def check_tokens(source: str, config: Any, generation_config: Any) -> None:
 
 
 def shown(value: Any) -> str:
+    """Returns the value in one line, which is cut where it is long."""
     text = f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
 

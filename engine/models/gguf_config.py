@@ -15,7 +15,7 @@ from truedraft.engine.gguf_file import GgufError, GgufFile
 from truedraft.engine.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.account import Account
 
-# Architectures, by their names in both worlds.
+# Architectures have a name in each of both worlds.
 MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -25,13 +25,13 @@ MODEL_TYPES = {
     "gemma3": "gemma3_text",
 }
 GEMMA = ("gemma2", "gemma3")
-# The layers of those Gemmas whose scores are scaled by hidden size / heads; in the others by the head size.
+# Gemmas of so many layers scale scores by hidden size / heads; the others scale them by the head size.
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
-# Distance between layers without a window, the rotary base of the others, and Gemma 2's window, where a file
-# has none.
+# A file that has none of them has these: the distance between layers without a window, the rotary base of
+# the others, and Gemma 2's window.
 PATTERNS, GEMMA3_LOCAL_BASE, GEMMA2_WINDOW = {"gemma2": 2, "gemma3": 6}, 10000.0, 4096
 ROPE_BASE = 10000.0
-# Keys that a file must have; without the architecture in front.
+# A file must have these keys; the architecture is left out in front.
 NEEDED = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -41,7 +41,7 @@ NEEDED = {
     "context_length": "max_position_embeddings",
 }
 OPTIONAL = {"attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim"}
-# Keys that are served only with values that ask for nothing.
+# These keys are served only with values that ask for nothing.
 NEUTRAL: dict[str, Sequence[Any]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -80,13 +80,13 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "router_logit_softcapping": (0.0,),
     "use_parallel_residual": (False,),
 }
-# Keys that tell of the file, not of the model.
+# These keys tell of the file, not of the model.
 INFORMATION = ("tensor_data_layout", "rope.scaling.finetuned")
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
 class _Keys:
-    """The values of the architecture's keys."""
+    """Reads the keys of the architecture off the account."""
 
     def __init__(self, file: GgufFile) -> None:
         self.prefix = f"{file.architecture}."
@@ -95,7 +95,7 @@ class _Keys:
         self.account = Account(file.path, said)
 
     def says(self, key: str, default: Any = None) -> Any:
-        """Lists of one value for every layer are that value."""
+        """Returns the value; a list of one value for every layer is that value."""
         value = self.account.take(self.prefix + key, default)
         if isinstance(value, list) and key != "attention.sliding_window_pattern":
             if not value or any(other != value[0] for other in value):
@@ -106,7 +106,7 @@ class _Keys:
         return value
 
     def number(self, key: str, kind: type, default: Any = None) -> Any:
-        """One above zero; ``default`` if there is none."""
+        """Returns a number above zero; ``default`` if there is none."""
         value = self.says(key)
         if value is None:
             return default
@@ -126,7 +126,7 @@ class _Keys:
 
 
 def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
-    """``GgufError`` or ``ModelLoadError`` for what cannot be served."""
+    """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
     keys, architecture = _Keys(file), file.architecture
     found: dict[str, Any] = {
         name: keys.needed(key, float if key.endswith("epsilon") else int) for key, name in NEEDED.items()
@@ -166,7 +166,7 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
 
 
 def _close(keys: _Keys, found: dict[str, Any]) -> None:
-    """Nothing is left that would change the text."""
+    """Refuses what is left and would change the text."""
     size, rope = found["head_dim"], found["rope_parameters"]
     for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
         keys.expect(key, size)
@@ -280,7 +280,7 @@ def _gemma(keys: _Keys, architecture: str, found: dict[str, Any]) -> dict[str, A
 
 
 def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
-    """Divisors of the rotary frequencies."""
+    """Returns divisors of the rotary frequencies."""
     place = file.tensors[name]
     if place.type != 0 or place.shape != (count,):
         raise GgufError(

@@ -62,7 +62,7 @@ class Checkpoint:
         return tensors
 
     def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Those of what ``read`` gives; no weights are read."""
+        """Returns those of what ``read`` gives; no weights are read."""
         shapes = {}
         for file, members in self._by_file(names).items():
             if file.endswith(".bin"):
