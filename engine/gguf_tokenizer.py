@@ -82,8 +82,8 @@ SWALLOWING, NOT_SWALLOWING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Holds what llama.cpp makes of the file: ``types`` of all tokens, ``ids`` of named ones, and ``end_ids``,
-    which end a generation."""
+    """Holds what llama.cpp makes of the file: ``types`` of all tokens, ``ids`` of named ones, ``end_ids`` of
+    those that end a generation."""
 
     kind: str
     rules: str | None
@@ -268,7 +268,7 @@ def _splits(file: GgufFile, rules: str | None) -> Any:
 
 
 def _byte_letters() -> list[str]:
-    """Returns the letter that stands for each byte in byte-level vocabularies: itself where it can be seen."""
+    """Returns what stands for each byte in a byte-level vocabulary: the byte itself where it can be seen."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]
