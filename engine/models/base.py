@@ -66,11 +66,7 @@ class Model(ABC):
         text_config = facts.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size) if vocab_size is None else vocab_size
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
-        named = eos_token_ids(facts.generation_config, facts.config)
-        # Such an end is often another vocabulary's, by the default of the config's class.
-        self.eos_token_ids = frozenset(token for token in named if 0 <= token < self.vocab_size)
-        if left_out := sorted(named - self.eos_token_ids):
-            logger.warning("eos_token_id %s: the model has no such token, so it ends nothing", left_out)
+        self.eos_token_ids = known_ends(facts.generation_config, facts.config, self.vocab_size)
 
     @property
     def has_encoder(self) -> bool:
@@ -93,6 +89,16 @@ class Model(ABC):
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
         return None
+
+
+def known_ends(generation_config: Any, config: Any, vocab_size: int) -> frozenset[int]:
+    """Returns those ends that are tokens. Others are often another vocabulary's, by the default of the
+    config's class."""
+    named = eos_token_ids(generation_config, config)
+    known = frozenset(token for token in named if 0 <= token < vocab_size)
+    if left_out := sorted(named - known):
+        logger.warning("eos_token_id %s: the model has no such token, so it ends nothing", left_out)
+    return known
 
 
 def eos_token_ids(generation_config: Any, config: Any) -> frozenset[int]:
