@@ -34,6 +34,8 @@ BORDER = (
     "engine.openmp",
     "engine.terminal",
     "engine.gguf_file",
+    "engine.gguf_tokenizer",
+    "engine.pretrained_tokenizer",
 )
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
@@ -49,7 +51,7 @@ TORCH_FREE = (
 
 # What each package of the engine may import of the others: downwards only. Modules beside the packages are
 # counted by their names.
-BASE = {"messages", "config", "gguf_file"}
+BASE = {"messages", "config", "gguf_file", "gguf_tokenizer", "pretrained_tokenizer"}
 DEVICE = {
     "batch",
     "host_to_device",

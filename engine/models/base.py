@@ -1,5 +1,6 @@
 """What a model is to the engine: facts, and passes over new tokens of some sequences."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from truedraft.engine.batch import Span
 from truedraft.engine.kv_cache import KVCache, LayerShape
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
+
+logger = logging.getLogger(__name__)
 
 
 class ForwardOutput(NamedTuple):
@@ -63,7 +66,7 @@ class Model(ABC):
         text_config = facts.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size) if vocab_size is None else vocab_size
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
-        self.eos_token_ids = eos_token_ids(facts.generation_config, facts.config)
+        self.eos_token_ids = known_ends(facts.generation_config, facts.config, self.vocab_size)
 
     @property
     def has_encoder(self) -> bool:
@@ -86,6 +89,16 @@ class Model(ABC):
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
         return None
+
+
+def known_ends(generation_config: Any, config: Any, vocab_size: int) -> frozenset[int]:
+    """Returns those ends that are tokens. Others are often another vocabulary's, by the default of the
+    config's class."""
+    named = eos_token_ids(generation_config, config)
+    known = frozenset(token for token in named if 0 <= token < vocab_size)
+    if left_out := sorted(named - known):
+        logger.warning("eos_token_id %s: the model has no such token, so it ends nothing", left_out)
+    return known
 
 
 def eos_token_ids(generation_config: Any, config: Any) -> frozenset[int]:

@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from transformers.utils import cached_file
 
+from truedraft.engine.gguf_file import is_gguf
 from truedraft.engine.models.errors import ModelLoadError, QuantizationError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def check_folder(path: str, *, allow_pickle: bool = False) -> None:
             "(merge_and_unload, then save_pretrained) and give the merged folder"
         )
     if not (folder / "config.json").is_file():
-        kind = "only GGUF files" if any(folder.glob("*.gguf")) else "no config.json"
+        kind = "only GGUF files" if any(is_gguf(file.name) for file in folder.iterdir()) else "no config.json"
         raise ModelLoadError(f"{path} is not a model folder: it has {kind}")
     if not weights:
         raise ModelLoadError(f"{path} has a config.json, but no weights (*.safetensors)")

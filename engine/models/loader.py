@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.gguf_file import GgufError, is_gguf
+from truedraft.engine.models.account import check_loaded, check_tokens, has_all, untie
 from truedraft.engine.models.architecture import (
     Architecture,
     check_layers,
@@ -105,6 +106,7 @@ def load_model(path: str, options: LoadOptions) -> Model:
     if is_gguf(path):
         return _load_gguf(path, options)
     found = _find(path, options)
+    check_tokens(found.path, found.config, found.generation_config())
     with stage(path, "building the model"):
         return _load_found(found, options)
 
@@ -224,8 +226,11 @@ def _load_fused(found: Architecture, module: Any, options: LoadOptions) -> Llama
             checkpoint, _ = _find_quantised(found, options) or (None, None)
         else:
             checkpoint = found.checkpoint(options.allow_pickle)
-    if checkpoint is None:
-        return None
+        if checkpoint is None:
+            return None
+        untie(module, checkpoint)
+        if not has_all(module, checkpoint):
+            return None
     config, generation = module.config, found.generation_config()
     facts = ModelFacts(config, generation, count(module), options.dtype, options.device, options.rounds)
     with stage(found.path, "weights"):
@@ -304,6 +309,7 @@ def _module_of(
         module: Any = AutoModelForCausalLM.from_config(
             config, dtype=options.dtype, attn_implementation=attention
         )
+    untie(module, checkpoint)
     for name in [name for name, _ in module.named_parameters() if name in checkpoint.files]:
         (tensor,) = checkpoint.read([name]).values()
         module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
@@ -330,11 +336,10 @@ def _load_module(found: Architecture, options: LoadOptions, attention: str) -> A
             use_safetensors=None if options.allow_pickle else True,
             device_map=options.device_map,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with both sizes
             **own_code,
         )
-    # transformers fills what is missing with random numbers.
-    if missing := sorted(loaded["missing_keys"]):
-        raise ModelLoadError(f"{path} lacks weights of the model: {', '.join(missing[:3])}")
+        check_loaded(path, loaded, options.allow_pickle)
     model.generation_config = found.generation_config()
     model.eval().requires_grad_(False)
     if options.device_map is not None:

@@ -133,6 +133,10 @@ class TextCheckpoint(Checkpoint):
         wanted = {self.names[name]: name for name in names}
         return {wanted[stored]: tensor for stored, tensor in self.source.read(wanted).items()}
 
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        wanted = {self.names[name]: name for name in names}
+        return {wanted[stored]: shape for stored, shape in self.source.shapes(wanted).items()}
+
 
 def _ordinary_names(part: Any) -> Iterator[tuple[str, str]]:
     """Each name in ``part``, and what a plain text model calls it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from truedraft.engine.gguf_file import load_pretrained_tokenizer
+from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.server.text.detokenizer import TextStream
 from truedraft.server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
 from truedraft.server.text.fewest_tokens import FewestTokens
