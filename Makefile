@@ -9,10 +9,11 @@ SHIP_VENV ?= .venv-ship
 PYTEST_ARGS ?=
 NATIVE_TESTS := $(wildcard tests/engine/test_native*.py) tests/engine/test_gguf.py
 SOAK_ARGS ?=
+FAMILIES_ARGS ?=
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-clients test-ray fuzz soak check lint types format clean
+.PHONY: help install install-dev serve test test-clients test-ray fuzz families soak check lint types format clean
 .PHONY: docs check-deploy check-docker check-native check-wheel
 
 help: ## Show the targets
@@ -34,7 +35,10 @@ fuzz: $(CLIENTS_VENV)/.installed ## In the same environment, send thousands of r
 test-ray: $(RAY_VENV)/.installed ## Install Ray into an environment of its own, then test replicas of Ray Serve
 	@exec $(RAY_VENV)/bin/python -m pytest tests/integration/test_ray_serve.py $(PYTEST_ARGS)
 
-soak: install-dev ## Ten minutes of mixed load with dying workers (SOAK_ARGS="--seconds 60"); writes soak.json and soak.png
+families: install-dev ## Try every text-generation type of transformers; writes docs/models.md (FAMILIES_ARGS=--check only compares)
+	@exec $(VENV)/bin/python -m tools.family_table $(FAMILIES_ARGS)
+
+soak: install-dev ## Random engines, then ten minutes of mixed load with dying workers (SOAK_ARGS="--seconds 60"); writes soak.json and soak.png
 	@exec $(VENV)/bin/python -m tests.faults.soak $(SOAK_ARGS)
 
 check: lint types ## Install if needed, then lint, check the formatting and the types

@@ -9,6 +9,7 @@ module as it is and through torch.compile, one row of each length, with the seco
 import argparse
 import statistics
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from truedraft.engine.models.loader import load_decoder, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.threads import set_num_threads
+from truedraft.engine.runtime.calibrate import distinct_ids
 
 BLOCK_SIZE = 16
 Batch = tuple[int, int]
@@ -73,10 +75,13 @@ def forward_of(runner: ModelRunner, rows: int, queries: int, cached: int) -> Cal
     for row, table in enumerate(tables):
         table.block_ids = list(range(row * num_blocks, (row + 1) * num_blocks))
 
+    token_ids = distinct_ids(rows * queries, runner.vocab_size)
+
     def forward() -> None:
         for table in tables:
             table.num_computed_tokens = cached
-        runner.forward([Span(table, [5] * queries, queries) for table in tables])
+        ids = iter(token_ids)
+        runner.forward([Span(table, list(islice(ids, queries)), queries) for table in tables])
 
     return forward
 

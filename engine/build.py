@@ -22,7 +22,7 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.runner import NativeRunner
-from truedraft.engine.native.threads import set_num_threads
+from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.base import Proposer
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
@@ -188,9 +188,8 @@ def _sampling_backend(config: EngineConfig, device: torch.device) -> Callable[[]
 
 def _num_threads(target: Model) -> int:
     """Threads for the CPU's share of the work by default."""
-    num_threads = torch.get_num_threads()
     few = target.num_parameters < MIN_PARAMETERS_FOR_TORCH_THREADS
-    return 1 if few and not target.is_native else num_threads
+    return 1 if few and not target.is_native else usual_num_threads()
 
 
 def _method(config: EngineConfig, draft: Model | None) -> Method:

@@ -1,22 +1,21 @@
-"""How much memory the caches may take: what the configuration says, or a share of what is free.
+"""The caches may take what the configuration says, or a share of the memory that there is.
 
-Asked once both models are loaded, so that what they take is gone already.
+It is asked once both models are loaded. On a GPU, which is ours, the share is of what is free then. On a CPU
+it is of the machine's or the container's memory, less what this process has taken: what other processes take
+at that minute does not change it.
 """
-
-from pathlib import Path
 
 import torch
 
+from truedraft.engine import machine
 from truedraft.engine.config import EngineConfig
 
-# Share of free memory by default. A GPU is ours; on a CPU the rest of the machine needs its memory too.
+# The shares by default. On a CPU the rest of the machine needs its memory, too.
 GPU_SHARE, CPU_SHARE = 0.9, 0.25
-MEMORY_FILE = Path("/proc/meminfo")
-# A container's limit and use, by version of control groups.
-CONTAINER_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
+# Caches on a CPU get at least this, as far as their share of all memory goes: a model may leave nothing.
+FLOOR = 256 << 20
+# The process's own memory is rounded up to so many bytes, so that the caches are as large after each start.
+STEP = 64 << 20
 
 
 def cache_budget(config: EngineConfig, devices: set[torch.device], reserved: int = 0) -> int:
@@ -26,10 +25,15 @@ def cache_budget(config: EngineConfig, devices: set[torch.device], reserved: int
     """
     if config.cache_memory is not None:
         return config.cache_memory
+    if all(device.type == "cpu" for device in devices):
+        return _cpu_budget(config.cache_memory_share or CPU_SHARE)
     free = max(0, min(free_memory(device) for device in devices) * len(devices) - reserved)
-    on_cpu = all(device.type == "cpu" for device in devices)
-    share = config.cache_memory_share or (CPU_SHARE if on_cpu else GPU_SHARE)
-    return int(share * free)
+    return int((config.cache_memory_share or GPU_SHARE) * free)
+
+
+def _cpu_budget(share: float) -> int:
+    total, own = machine.total_memory(), -(-machine.own_memory() // STEP) * STEP
+    return int(max(share * (total - own), min(FLOOR, share * total)))
 
 
 def free_memory(device: torch.device) -> int:
@@ -38,24 +42,11 @@ def free_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         # What the allocator holds without using it is free for us.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    limits = [limit for limit in (_free_in_machine(), _free_in_container()) if limit is not None]
-    return min(limits, default=4 << 30)
+    return machine.free_memory()
 
 
-def _free_in_machine() -> int | None:
-    """Linux: what can be had without swapping, file caches included."""
-    if not MEMORY_FILE.exists():
-        return None
-    for line in MEMORY_FILE.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _free_in_container() -> int | None:
-    for limit, used in CONTAINER_FILES:
-        try:
-            return max(0, int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return None
+def total_memory(device: torch.device) -> int:
+    """Returns the bytes that ``device`` has, or the container may use of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return machine.total_memory()

@@ -60,7 +60,13 @@ class ModelSettings(BaseModel):
         description="At load, compare a few tokens over our cache with the model's own attention, "
         "and refuse a model that deviates.",
     )
-    num_threads: int = Field(0, ge=0, description="CPU threads of the worker; 0: as torch chooses.")
+    num_threads: int = Field(
+        0,
+        ge=0,
+        description="CPU threads of the worker; 0: as many as "
+        "torch chooses, but no more than the process has processors by its affinity mask and its control "
+        "groups' quota.",
+    )
     native_kernels: bool = Field(
         True,
         description="On a CPU, run linear layers, Llama-shaped models' passes, drafting and sampling in C, "
@@ -160,8 +166,10 @@ class BatchingSettings(BaseModel):
         None,
         gt=0,
         lt=1,
-        description="Share for both KV caches of the memory that is free once the models are loaded. Never "
-        "more than max_num_sequences of full length can use. Default: 0.9 on a GPU, 0.25 on a CPU.",
+        description="Share for both KV caches: on a GPU of the memory that is free once the models are "
+        "loaded; on a CPU of the machine's memory, or its container's, less what the worker has taken by "
+        "then. Never more than max_num_sequences of full length can use. Default: 0.9 on a GPU, 0.25 on a "
+        "CPU.",
     )
 
 

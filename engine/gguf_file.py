@@ -1,10 +1,11 @@
-"""GGUF files: their metadata, where their tensors lie, and the tokenizer that they describe.
+"""GGUF files, whole or in parts: their metadata, and where their tensors lie.
 
 Both processes read them, the front end without torch. ``gguf``'s own reader takes seconds for a vocabulary of
 usual size, as it makes an array of every string; this one takes a tenth of a second.
 """
 
 import math
+import re
 import struct
 from dataclasses import dataclass, field
 from mmap import ACCESS_READ, mmap
@@ -21,10 +22,8 @@ STRING, ARRAY = 8, 9
 # More is no model: it is what a damaged file says.
 MAX_DIMENSIONS = 4
 
-# Text is cut before tokens are looked for, by rules that a file names only. transformers knows most of the
-# names; these split digits one by one, and then as GPT-2 does.
-DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-GPT2_SPLITS = (None, "gpt-2")
+# A part's name ends with its number and the number of parts.
+PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 
 class GgufError(ValueError):
@@ -32,19 +31,22 @@ class GgufError(ValueError):
 
 
 class TensorPlace(NamedTuple):
-    """``shape``: rows first. ``type``: its number in ggml. ``offset`` from the start of the file."""
+    """``shape``: rows first. ``type``: its number in ggml. ``offset`` from the start of ``data``, the mapped
+    file that has the tensor, which is found at ``path``."""
 
     shape: tuple[int, ...]
     type: int
     offset: int
+    data: mmap
+    path: str
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """``data`` is the mapped file."""
+    """``metadata`` is that of the first part; the tensors are those of all ``parts``, the mapped files."""
 
     path: str
-    data: mmap
+    parts: list[mmap]
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, TensorPlace] = field(default_factory=dict)
 
@@ -54,7 +56,7 @@ class GgufFile:
 
 
 def is_gguf(path: str) -> bool:
-    return path.endswith(SUFFIX)
+    return path.lower().endswith(SUFFIX)
 
 
 def find_gguf(path: str) -> Path:
@@ -74,28 +76,65 @@ def find_gguf(path: str) -> Path:
 
 
 def read_gguf(path: str) -> GgufFile:
-    """What the file says before its tensors, with lists and texts; ``GgufError``."""
+    """What the file says before its tensors, with lists and texts; ``GgufError``.
+
+    Any part of a file in parts stands for all of them.
+    """
+    first, *others = _part_names(path)
+    file = _Reader(first).read()
+    for name in others:
+        part = _Reader(name).read()
+        if twice := file.tensors.keys() & part.tensors.keys():
+            raise GgufError(f"{path} is damaged: two of its parts have a tensor {min(twice)}")
+        file.parts.extend(part.parts)
+        file.tensors.update(part.tensors)
+    for key, found in (("split.count", len(file.parts)), ("split.tensors.count", len(file.tensors))):
+        said = file.metadata.get(key, found)
+        if said not in (found, 0):
+            raise GgufError(f"{path} is not whole: its {key} is {said}, but {found} are found")
+    return file
+
+
+def _part_names(path: str) -> list[str]:
+    """Returns those of all parts, the first one first; ``path`` itself where it is no part."""
+    named = PART.search(path)
+    if named is None:
+        return [path]
+    count = int(named[2])
+    if not 1 <= int(named[1]) <= count:
+        raise GgufError(f"{path} is named as part {int(named[1])} of {count}")
+    return [f"{path[: named.start()]}-{number:05d}-of-{named[2]}{named[3]}" for number in range(1, count + 1)]
+
+
+def _mapped(path: str) -> mmap:
     try:
         with find_gguf(path).open("rb") as opened:
-            data = mmap(opened.fileno(), 0, access=ACCESS_READ)
+            return mmap(opened.fileno(), 0, access=ACCESS_READ)
     except OSError as error:
         raise GgufError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise GgufError(f"{path} is empty") from error
-    try:
-        return _Reader(path, data).read()
-    except (struct.error, UnicodeDecodeError, OverflowError) as error:
-        raise GgufError(f"{path} is cut off or damaged: its header does not end where it should") from error
 
 
 class _Reader:
-    def __init__(self, path: str, data: mmap) -> None:
-        self.file = GgufFile(path, data)
+    """Reads the header of one file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.data = _mapped(path)
         self.position = 0
 
     def read(self) -> GgufFile:
-        file, path = self.file, self.file.path
-        if file.data[:4] != MAGIC:
+        try:
+            return self._read()
+        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+            raise GgufError(
+                f"{self.path} is cut off or damaged: its header does not end where it should"
+            ) from error
+
+    def _read(self) -> GgufFile:
+        file, path = GgufFile(self.path, [self.data]), self.path
+        if self.data[:4] != MAGIC:
             raise GgufError(f"{path} is not a GGUF file: it does not begin with GGUF")
         self.position = 4
         (version,) = self._unpack("<I")
@@ -105,6 +144,8 @@ class _Reader:
         for _ in range(num_values):
             name = self._string()
             (kind,) = self._unpack("<I")
+            if name in file.metadata:
+                raise GgufError(f"{path} is damaged: it has two values of {name}")
             file.metadata[name] = self._value(kind)
         places = [(self._string(), self._place()) for _ in range(num_tensors)]
         alignment = file.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -118,16 +159,16 @@ class _Reader:
         return file
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(layout, self.file.data, self.position)
+        values = struct.unpack_from(layout, self.data, self.position)
         self.position += struct.calcsize(layout)
         return values
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")
         end = self.position + length
-        if end > len(self.file.data):
+        if end > len(self.data):
             raise struct.error
-        text = self.file.data[self.position : end].decode()
+        text = self.data[self.position : end].decode()
         self.position = end
         return text
 
@@ -137,9 +178,9 @@ class _Reader:
         if kind in SCALARS:
             return self._unpack("<" + SCALARS[kind])[0]
         if kind != ARRAY:
-            raise GgufError(f"{self.file.path} is damaged: it has metadata of the unknown type {kind}")
+            raise GgufError(f"{self.path} is damaged: it has metadata of the unknown type {kind}")
         kind, count = self._unpack("<IQ")
-        if count > len(self.file.data):
+        if count > len(self.data):
             raise struct.error
         if kind in SCALARS:
             return list(self._unpack(f"<{count}{SCALARS[kind]}"))
@@ -153,87 +194,4 @@ class _Reader:
         kind, offset = self._unpack("<IQ")
         if math.prod(shape) == 0:
             raise struct.error
-        return TensorPlace(tuple(reversed(shape)), kind, offset)
-
-
-def load_pretrained_tokenizer(path: str) -> Any:
-    """Loads transformers' tokenizer of a GGUF file, a folder or a hub id. Slow: imports transformers.
-
-    It neither cuts nor pads a text, whatever its file says: training writes both into tokenizer.json.
-    Raises ``OSError`` or ``ValueError`` if there is none.
-    """
-    tokenizer = _gguf_tokenizer(path) if is_gguf(path) else _auto_tokenizer(path)
-    if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-        fast.no_truncation()
-        fast.no_padding()
-    return tokenizer
-
-
-def _auto_tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (TypeError, AssertionError, KeyError) as error:  # some classes rely on files that may be missing
-        raise ValueError(f"{path} has no tokenizer that can be loaded") from error
-
-
-def _gguf_tokenizer(path: str) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    file = read_gguf(path)
-
-    metadata = file.metadata
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not tokens:
-        raise GgufError(f"{file.path} has no tokenizer (tokenizer.ggml.tokens)")
-    special = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            if not 0 <= token_id < len(tokens):
-                raise GgufError(f"{file.path} is damaged: its {key}_token_id {token_id} is no token")
-            special[f"{name}_token"] = tokens[token_id]
-    is_llama = metadata.get("tokenizer.ggml.model") == "llama"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_fast_tokenizer(file),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        # llama.cpp begins with it where such a file does not say.
-        add_bos_token=metadata.get("tokenizer.ggml.add_bos_token", is_llama),
-        add_eos_token=metadata.get("tokenizer.ggml.add_eos_token", False),
-        **special,
-    )
-
-
-def _fast_tokenizer(file: GgufFile) -> Any:
-    from tokenizers import decoders, pre_tokenizers
-    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
-
-    metadata = file.metadata
-    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    known = (*GPT2_SPLITS, *DIGIT_SPLITS, *mapping.GGUF_PRE_TOKENIZER_SPLITS)
-    if kind not in ("gpt2", "llama"):
-        raise GgufError(f"{file.path} has a tokenizer of the kind {kind}; gpt2 and llama are supported")
-    if kind == "gpt2" and split not in known:
-        raise GgufError(f"{file.path} cuts text by the rules {split}, which are not supported")
-    named = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
-    fields = {
-        ours: metadata[f"tokenizer.{key}"] for key, ours in named.items() if f"tokenizer.{key}" in metadata
-    }
-    try:
-        fast, _ = mapping.convert_gguf_tokenizer(file.architecture, fields)
-    except Exception as error:  # of the Rust core, which has no other
-        raise GgufError(f"the tokenizer in {file.path} is damaged: {error}") from error
-    if kind == "gpt2" and split in DIGIT_SPLITS:
-        fast.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-            ]
-        )
-    if kind == "llama" and metadata.get("tokenizer.ggml.add_space_prefix") is False:
-        fast.normalizer = None
-        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        fast.decoder = decoders.Sequence(parts)
-    return fast
+        return TensorPlace(tuple(reversed(shape)), kind, offset, self.data, self.path)

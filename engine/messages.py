@@ -116,11 +116,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int
     methods: list[Source]  # who can draft here; "none" is always possible
     method: Method  # who drafts unless a request says otherwise
+    num_threads: int = 0
+    thread_limit: str = ""  # why these are fewer than the machine has processors, unless the settings say so
     default_sampling: dict[str, float] = {}  # what the model's generation config recommends, by its names
     encoder_decoder: EncoderDecoderLengths | None = None
-    weights: list[str] = []
-    kernels: str = ""
-    fingerprint: str = ""
+    forward: str = ""  # what computes the target's layers, in words
+    weights: list[str] = []  # types that the target's weights are kept in, most of them first
+    fingerprint: str = ""  # what tokens depend on
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

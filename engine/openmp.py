@@ -1,6 +1,10 @@
-"""How long torch's OpenMP threads look for more work before they sleep; read when torch is loaded."""
+"""Torch reads these when it is loaded: how many OpenMP threads there are, and how long they look for more
+work before they sleep."""
 
 from collections.abc import Mapping
+
+# How many threads there are unless the settings say so.
+THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 def spin_settings(environ: Mapping[str, str]) -> dict[str, str]:

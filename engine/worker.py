@@ -15,6 +15,7 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine
@@ -38,7 +39,8 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.generation_defaults import default_sampling
-from truedraft.engine.models.identity import fingerprint, kernels, weight_types
+from truedraft.engine.models.identity import fingerprint, weight_types
+from truedraft.engine.native.threads import thread_limit
 from truedraft.engine.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
@@ -150,7 +152,6 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
         weights=weight_types(core.target.model),
-        kernels=kernels(core.target.model),
         fingerprint=fingerprint(core.target.model, config),
         vocab_size=core.target.vocab_size,
         max_model_len=core.admission.max_model_len,
@@ -159,12 +160,15 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         block_size=target_pool.block_size,
         methods=sorted(core.admission.methods),
         method=core.admission.method,
+        num_threads=torch.get_num_threads(),
+        thread_limit=thread_limit(config) if core.target.device.type == "cpu" else "",
         default_sampling=default_sampling(core.target.model.generation_config)
         if config.generation_config == "auto"
         else {},
         encoder_decoder=None
         if limits is None
         else EncoderDecoderLengths(limits.max_prompt_len, limits.max_output_len, len(limits.start_ids)),
+        forward=core.target.model.way,
     )
 
 

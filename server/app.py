@@ -16,6 +16,7 @@ from truedraft.server import tracing
 from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.errors import kinds_of_errors
 from truedraft.server.http.access_log import AccessLogMiddleware
+from truedraft.server.http.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
 from truedraft.server.http.auth import BearerAuthMiddleware
 from truedraft.server.http.body_limit import BodyLimitMiddleware
 from truedraft.server.http.error_handlers import install_error_handlers
@@ -62,6 +63,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.services = services
+    app.state.work = services.work
     for route in (completions, chat, responses, tokenize, models, ops, page):
         app.include_router(route.router)
         _add_series(route.router, metrics)
@@ -83,9 +85,7 @@ def _add_series(router: APIRouter, metrics: Metrics) -> None:
 
 def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     """Innermost first: a preflight must pass CORS without a key, and every answer gets a request id."""
-    app.add_middleware(
-        BodyLimitMiddleware, max_body_size=settings.max_body_size, timeout=settings.body_timeout
-    )
+    app.add_middleware(BodyLimitMiddleware, settings=settings, count_error=metrics.count_error)
     if settings.api_keys:
         keys = [key.get_secret_value() for key in settings.api_keys]
         app.add_middleware(BearerAuthMiddleware, api_keys=keys, count_error=metrics.count_error)
@@ -98,6 +98,8 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_private_network=True,  # a page of these origins may call a server of its user's network
             expose_headers=["x-request-id", "x-truedraft-ignored", "x-truedraft-adjusted", "retry-after"],
         )
+    if hosts := allowed_hosts(settings):
+        app.add_middleware(AllowedHostsMiddleware, hosts=hosts, count_error=metrics.count_error)
     app.add_middleware(
         RequestIdMiddleware,
         root_path=settings.root_path,

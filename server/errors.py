@@ -91,6 +91,14 @@ class UnsupportedMediaTypeError(ApiError):
     code = "unsupported_media_type"
 
 
+class WrongHostError(ApiError):
+    """The request was meant for another server, by its Host header."""
+
+    status = 421
+    type = "invalid_request_error"
+    code = "wrong_host"
+
+
 class QueueFullError(ApiError):
     status = 429
     type = "rate_limit_error"
@@ -128,6 +136,15 @@ class WorkerLostError(ApiError):
     status = 503
     type = "service_unavailable_error"
     code = "worker_lost"
+    retry_after = 2
+
+
+class HelperLostError(ApiError):
+    """A process that helps the front end was lost over and over; trying again is safe."""
+
+    status = 503
+    type = "service_unavailable_error"
+    code = "helper_lost"
     retry_after = 2
 
 

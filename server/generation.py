@@ -29,6 +29,8 @@ from truedraft.server.text.tokenizer import Tokenizer
 
 # Values in an answer up to which it is written at once: some milliseconds.
 SMALL_ANSWER = 5000
+# Bytes of memory that a value takes while it is written.
+MEMORY_PER_VALUE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +60,21 @@ class Job:
         return len(self.prompts) * self.n
 
     @property
+    def num_values(self) -> int:
+        """That the answer may hold, about: tokens and what is told of each."""
+        params = self.params
+        per_token = max(params.logprobs or 0, params.prompt_logprobs or 0) + 1
+        num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts) + params.max_tokens
+        return self.num_choices * num_tokens * per_token
+
+    @property
     def may_be_large(self) -> bool:
         """Whether writing the answer may take long enough for others to notice."""
-        per_token = max(self.params.logprobs or 0, self.params.prompt_logprobs or 0) + 1
-        num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts) + self.params.max_tokens
-        return self.num_choices * num_tokens * per_token > SMALL_ANSWER
+        return self.num_values > SMALL_ANSWER
+
+    @property
+    def answer_weight(self) -> int:
+        return MEMORY_PER_VALUE * self.num_values
 
     @property
     def wants_tokens(self) -> bool:
@@ -161,17 +173,18 @@ class Generation:
         """Whether every choice has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
-    def start(self, timeout: float | None = None) -> None:
+    def start(self, seconds_left: float | None = None, timeout: float | None = None) -> None:
         """Submit to the engine; raises ``NotReadyError`` or ``QueueFullError``.
 
-        After ``timeout`` seconds whatever reads the deltas gets ``RequestTimeoutError``.
+        After ``seconds_left``, the rest of the request's ``timeout``, whatever reads the deltas gets
+        ``RequestTimeoutError``.
         """
         if requests := self.job.engine_requests():
             self._stream = self._engine.submit(requests, self.job.key)
-            if timeout is not None:
+            if seconds_left is not None:
                 late = RequestTimeoutError(f"The request was not finished within {timeout:g} seconds.")
                 loop = asyncio.get_running_loop()
-                self._deadline = loop.call_later(timeout, self._stream.fail, late)
+                self._deadline = loop.call_later(seconds_left, self._stream.fail, late)
         self._timer.submitted()
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:

@@ -19,13 +19,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from truedraft.engine.gguf_file import is_gguf
+from truedraft.engine.machine import num_cpus
 from truedraft.engine.messages import Ready
+from truedraft.engine.openmp import THREADS_VARIABLE
 from truedraft.server.app import create_app
 from truedraft.server.client.open_requests import QueueLimits
 from truedraft.server.client.worker_client import WorkerClient
 from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.client.worker_process import Patience
 from truedraft.server.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
+from truedraft.server.http.protocol import LimitedProtocol
 from truedraft.server.metrics import Metrics
 from truedraft.server.sampling_params import longest_request
 from truedraft.server.services import Services
@@ -42,9 +45,6 @@ DRAFTERS = {
 
 # Each connection is one. Shells and containers often allow 1,024 unless a process asks for more.
 MAX_DESCRIPTORS = 65536
-
-# How many threads torch uses unless num_threads says so.
-THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 
 logger = logging.getLogger("truedraft.server")
@@ -82,6 +82,8 @@ def http_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         app,
         log_config=None,
         access_log=False,  # ours has more in it
+        http=LimitedProtocol,
+        ws="none",
         lifespan="on",
         server_header=False,
         ssl_certfile=settings.ssl_certfile,
@@ -110,11 +112,11 @@ def make_app(settings: Settings) -> FastAPI:
 
 
 def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What tells the OpenMP threads of one of several workers how many processors are theirs."""
+    """What tells one of several workers how many processors are its own."""
     if num_workers == 1:
         return {}
     given = environ.get(THREADS_VARIABLE, "")
-    num_threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    num_threads = int(given) if given.isdecimal() else num_cpus()
     return {THREADS_VARIABLE: str(max(1, num_threads // num_workers))}
 
 
@@ -263,10 +265,13 @@ def capacity(settings: Settings, worker: Ready) -> list[str]:
     num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)
     num_blocks, size = worker.num_target_blocks, worker.block_size
     each = " for each model" if worker.num_draft_blocks else ""
+    way = f", {worker.forward}" if worker.forward else ""
     each_worker = f"; each of {settings.num_workers} workers:" if settings.num_workers > 1 else "."
+    threads = [f"  threads   {worker.num_threads}: {worker.thread_limit}"] if worker.thread_limit else []
     return [
-        f"Ready on {worker.device} in {worker.dtype}{each_worker}",
-        f"  weights   {', '.join(worker.weights)}; computed by {worker.kernels}",
+        f"Ready on {worker.device} in {worker.dtype}{way}{each_worker}",
+        f"  weights   {', '.join(worker.weights)}",
+        *threads,
         f"  drafting  {_drafting(settings, worker)}",
         f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
         f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "

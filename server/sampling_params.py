@@ -5,6 +5,7 @@ on the prompt's length is decided here.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from truedraft.engine.messages import Method, Ready, SamplingParams
@@ -32,6 +33,9 @@ TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 # OpenAI's largest top_logprobs, and ours of prompt_logprobs.
 MAX_TOP_LOGPROBS = 20
+
+# Tokens that a round may draft where the request leaves it to the engine.
+MAX_DRAFTED = 32
 
 
 def build_sampling_params(
@@ -86,22 +90,33 @@ def build_sampling_params(
 def check_answer_size(
     request: SamplingRequest, params: SamplingParams, prompts: Sequence[int], n: int, limits: RequestSettings
 ) -> None:
-    """Refuse an answer of more log-probabilities than one may hold; ``prompts`` are their lengths.
+    """Refuse an answer of more values than one may hold; ``prompts`` are the lengths of the prompts.
 
-    What a stream has sent is gone, so there only the prompts' count.
+    A value is what is told of a token: its id, its origin, its text again, each of its log-probabilities, and
+    each drafted token of a trace. What a stream has sent is gone, so there only the prompts' and the trace
+    count, which come in one piece.
     """
-    num_entries, name = 0, ""
-    if params.prompt_logprobs is not None:
-        num_entries, name = sum(prompts) * n * (params.prompt_logprobs + 1), "prompt_logprobs"
-    if params.logprobs is not None and not request.stream:
-        num_generated = len(prompts) * n * params.max_tokens * (params.logprobs + 1)
-        num_entries, name = num_entries + num_generated, name or "logprobs"
-    if num_entries > limits.max_answer_logprobs:
+    wants_ids = isinstance(request, GenerationRequest) and bool(request.return_token_ids)
+    of_prompts = {
+        "prompt_logprobs": 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1,
+        "echo": int(isinstance(request, CompletionRequest) and bool(request.echo)),
+        "return_token_ids": int(wants_ids),
+    }
+    drafted = MAX_DRAFTED if params.num_speculative_tokens is None else params.num_speculative_tokens
+    of_output = {"speculation.trace": drafted + 1 if params.trace else 0}
+    if not request.stream:
+        of_output["logprobs"] = 0 if params.logprobs is None else params.logprobs + 1
+        of_output["return_token_ids"] = of_prompts["return_token_ids"]
+        of_output["speculation.origins"] = int(params.origins)
+    num_prompt, num_output = n * sum(prompts), n * len(prompts) * params.max_tokens
+    values = Counter({name: num_prompt * each for name, each in of_prompts.items()})
+    values.update({name: num_output * each for name, each in of_output.items()})
+    if values.total() > limits.max_answer_values:
         raise InvalidRequestError(
-            f"The answer could hold {num_entries} log-probabilities (tokens times alternatives), but at most "
-            f"{limits.max_answer_logprobs} are allowed (max_answer_logprobs). Ask for fewer tokens, prompts, "
+            f"The answer could hold {values.total()} values (tokens times what is told of each), but at most "
+            f"{limits.max_answer_values} are allowed (max_answer_values). Ask for fewer tokens, prompts, "
             "choices or alternatives.",
-            param=name,
+            param=max(values, key=values.__getitem__),
         )
 
 

@@ -18,6 +18,7 @@ from fastapi import Depends, Request
 from truedraft.engine.messages import Ready
 from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.errors import NotReadyError
+from truedraft.server.http.work import Work
 from truedraft.server.metrics import Metrics
 from truedraft.server.settings import Settings
 from truedraft.server.text.grammar_checks import GrammarChecks
@@ -49,6 +50,7 @@ class Services:
         self.settings = settings
         self.engine = engine
         self.metrics = metrics
+        self.work = Work(settings)
         self.grammar_checks = GrammarChecks(settings)
         self.started = int(time.time())
         self._load_tokenizer = load_tokenizer
@@ -67,6 +69,7 @@ class Services:
     async def stop(self) -> None:
         await self.engine.stop()
         await self.grammar_checks.stop()
+        self.work.stop()
         if self._tokenizer is not None:
             self._tokenizer.cancel()
 

@@ -133,6 +133,12 @@ class AccessSettings(BaseModel):
     api_key_file: Path | None = Field(
         None, description="File with further keys, one a line; empty lines and lines with # are skipped."
     )
+    allowed_hosts: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
+        [],
+        description="Names that requests may have in their Host header, comma-separated; '*.example.com' is "
+        "all below, '*' any, and addresses are always fine. Default: on loopback without keys localhost, "
+        "else any.",
+    )
     cors_origins: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
         [], description="Web origins that may call the API from a browser, comma-separated. Default: none."
     )
@@ -160,20 +166,32 @@ class RequestSettings(BaseModel):
     max_body_size: ByteSize = Field(
         ByteSize(8 << 20), description="Largest request body; a larger one gets 413."
     )
-    max_prompt_characters: int = Field(
-        4_000_000,
+    max_held_bodies: ByteSize = Field(
+        ByteSize(256 << 20),
+        description="Bytes of the bodies of all requests that are open; a request beyond them gets 429.",
+    )
+    work_memory: ByteSize = Field(
+        ByteSize(1 << 30),
+        ge=1 << 20,
+        description="Memory that may be taken, by estimate, to read bodies, apply templates, tokenize and "
+        "write answers at one time; other requests wait for their turn, in a line that is fair between API "
+        "keys. One that takes more than most of it alone goes as the only large one.",
+    )
+    max_prompt_characters: int | None = Field(
+        None,
         ge=1,
         description="Characters that the prompts of one request may have together; more get 413 before they "
-        "are tokenized.",
+        "are tokenized. Default: 8 for each token of the model's context, but 500,000 to 4,000,000.",
     )
     max_choices: int = Field(
         1024, ge=1, description="Choices (prompts times n) that one request may ask for; more get 400."
     )
-    max_answer_logprobs: int = Field(
+    max_answer_values: int = Field(
         1_000_000,
         ge=1,
-        description="Log-probabilities that one answer may hold: tokens times the alternatives asked for at "
-        "each, plus one. A request for more gets 400. Of a stream only the prompts' count.",
+        description="Values that one answer may hold: tokens times what is told of each, such as "
+        "log-probabilities, ids, origins and a trace. A request for more gets 400. Of a stream only the "
+        "prompts' and the trace count.",
     )
     max_grammar_size: int = Field(
         65536,

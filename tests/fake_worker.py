@@ -347,8 +347,8 @@ def main() -> None:
             block_size=BLOCK_SIZE,
             methods=["draft_model", "ngram", "prediction"],
             method="draft_model",
+            forward="fused layers in C",
             weights=["Q4_1", "float32"],
-            kernels="native kernels",
             fingerprint="fake",
         )
     )

@@ -1,5 +1,6 @@
 """GGUF files for tests, written by the package gguf from transformers' modules or with random blocks."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **more: Any) -> Any:
     """Returns transformers' module with the dequantised weights. ``kind``: of all matrices; embeddings are
     Q8_0. Types that the package cannot write get random blocks. ``more``: metadata, by their keys;
-    ``value_kind`` is another type of the values' matrices; ``rope_freqs`` a tensor."""
+    ``value_kind`` and ``embedding_kind`` are other types of those matrices; ``rope_freqs`` a tensor."""
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     architecture = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     value_kind, rope_freqs = more.pop("value_kind", kind), more.pop("rope_freqs", None)
+    embedding_kind = more.pop("embedding_kind", "Q8_0")
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -39,9 +41,13 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
         writer.add_rope_dimension_count(int(head_size * rope["partial_rotary_factor"]))
         for length in ("long", "short"):
             if f"{length}_factor" in rope:
-                writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
                 factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
                 writer.add_tensor(f"rope_factors_{length}.weight", factors)
+        if "long_factor" in rope:
+            original = rope["original_max_position_embeddings"]
+            stretch = math.log(config.max_position_embeddings / original) / math.log(original)
+            writer.add_rope_scaling_orig_ctx_len(original)
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + stretch))
     if config.model_type not in ("llama", "qwen2", "qwen3"):
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "gemma2":
@@ -59,7 +65,7 @@ def save_gguf(path: Path, config: Any, kind: str = "Q8_0", *, seed: int = 3, **m
                 parameter.add_(torch.randn_like(parameter) * 0.3)  # ones and zeros would hide a mistake
             base, suffix = name.rsplit(".", 1)
             theirs = f"{names.get_name(base)}.{suffix}"
-            own = "Q8_0" if "embed" in name else value_kind if ".v_proj" in name else kind
+            own = embedding_kind if "embed" in name else value_kind if ".v_proj" in name else kind
             values = parameter.numpy()
             if parameter.dim() == 1:
                 stored = values + 1 if architecture.startswith("gemma") else values

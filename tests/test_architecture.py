@@ -30,9 +30,12 @@ BORDER = (
     "engine.deep_stack",
     "engine.grammar_compiler",
     "engine.lifeline",
+    "engine.machine",
     "engine.openmp",
     "engine.terminal",
     "engine.gguf_file",
+    "engine.gguf_tokenizer",
+    "engine.pretrained_tokenizer",
 )
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
@@ -48,8 +51,17 @@ TORCH_FREE = (
 
 # What each package of the engine may import of the others: downwards only. Modules beside the packages are
 # counted by their names.
-BASE = {"messages", "config", "gguf_file"}
-DEVICE = {"batch", "host_to_device", "huge_pages", "kv_cache", "cache_memory", "pointers"}
+BASE = {"messages", "config", "gguf_file", "gguf_tokenizer", "pretrained_tokenizer"}
+DEVICE = {
+    "batch",
+    "host_to_device",
+    "huge_pages",
+    "kv_cache",
+    "cache_memory",
+    "machine",
+    "openmp",
+    "pointers",
+}
 MAY_IMPORT = {
     "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
     "speculation": BASE | {"core", "speculation"},
@@ -64,7 +76,7 @@ MAY_IMPORT = {
 ADDRESSES = {"data_ptr", "const_data_ptr", "ctypes", "__array_interface__", "__dlpack__", "buffer_info"}
 
 # The same for the server; its modules beside the packages are counted by their names, too.
-SERVER_BASE = {"errors", "leniency", "logs", "settings", "version"}
+SERVER_BASE = {"errors", "leniency", "logs", "settings", "turns", "version"}
 SERVER_MAY_IMPORT = {
     "schemas": SERVER_BASE | {"schemas"},
     "text": SERVER_BASE | {"schemas", "text"},

@@ -5,6 +5,7 @@ import platform
 import torch
 
 from truedraft.engine.native.library import kernels_in_words
+from truedraft.engine.native.threads import usual_num_threads
 
 
 def about() -> str:
@@ -12,7 +13,7 @@ def about() -> str:
     if torch.cuda.is_available():
         device = f"cuda, {torch.cuda.get_device_name()}"
     else:
-        device = f"cpu, {platform.machine()}, {torch.get_num_threads()} threads"
+        device = f"cpu, {platform.machine()}, {usual_num_threads()} threads"
     lines = {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from truedraft.engine.commands.check_exactness import outputs
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.messages import SamplingParams
+from truedraft.engine.messages import Method, SamplingParams
 
 PAYS_FROM = 1.03  # less than this is noise
 MIN_TOKENS, MAX_TOKENS = 16, 96
@@ -66,15 +66,17 @@ def measure(
     temperature: float,
     repeats: int,
     seconds: float,
+    method: Method | None = None,
 ) -> list[Speed]:
-    """One ``Speed`` per draft length; the runs are made so short that all take about ``seconds``."""
+    """Returns one ``Speed`` per draft length of ``method``, or of the engine's own; the runs are made so
+    short that all take about ``seconds``."""
     num_tokens = _num_tokens(core, prompts, temperature, seconds / (repeats * (len(lengths) + 1)))
     runs: dict[int, list[_Timed]] = {length: [] for length in (0, *lengths)}
     for length in runs:
-        _timed(core, prompts, temperature, length, MIN_TOKENS, seed=0)  # warm
+        _timed(core, prompts, temperature, length, MIN_TOKENS, seed=0, method=method)  # warm
     for seed in range(repeats):
         for length, done in runs.items():
-            done.append(_timed(core, prompts, temperature, length, num_tokens, seed))
+            done.append(_timed(core, prompts, temperature, length, num_tokens, seed, method))
     return [_speed(temperature, length, runs[0], runs[length]) for length in lengths]
 
 
@@ -87,7 +89,13 @@ def _num_tokens(core: EngineCore, prompts: list[list[int]], temperature: float, 
 
 
 def _timed(
-    core: EngineCore, prompts: list[list[int]], temperature: float, length: int, num_tokens: int, seed: int
+    core: EngineCore,
+    prompts: list[list[int]],
+    temperature: float,
+    length: int,
+    num_tokens: int,
+    seed: int,
+    method: Method | None = None,
 ) -> _Timed:
     """The prompts one after the other, under the rule of requests without a seed."""
     params = SamplingParams(
@@ -96,6 +104,7 @@ def _timed(
         seed=seed,
         verification="rejection",
         ignore_eos=True,
+        method=method,
         num_speculative_tokens=length,
     )
     before = core.snapshot()

@@ -1,7 +1,8 @@
 """``truedraft generate``: stream one prompt to the terminal, accepted tokens in the colour of their source.
 
-With ``--compare`` the same prompt runs with and without speculation, several times in alternation, and the
-medians are printed side by side. Settings are the engine's own, from flags and ``TRUEDRAFT_*``.
+With ``--compare`` the same prompt runs with and without speculation, and with n-grams alone where there is a
+draft model, several times in alternation, and the medians are printed side by side. Settings are the engine's
+own, from flags and ``TRUEDRAFT_*``.
 """
 
 import secrets
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from pydantic import Field
 from pydantic_settings import BaseSettings, CliPositionalArg
 from rich.console import Console
@@ -21,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from truedraft.engine.commands.options import command_options
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
-from truedraft.engine.llm import LLM, Completion
+from truedraft.engine.llm import LLM, REPLACEMENT, TEXT_BEFORE, Completion
 from truedraft.engine.messages import SamplingParams, TokenOutput
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.terminal import console, printable, stages, table
@@ -55,25 +57,28 @@ class Run:
 
 
 # What an incomplete character is decoded to.
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Printer:
     """Writes tokens as text as soon as they form whole characters; raw where there is no terminal."""
 
-    def __init__(self, tokenizer: Any, out: Console) -> None:
+    def __init__(self, tokenizer: Any, out: Console, prompt: str = "") -> None:
         self.tokenizer = tokenizer.backend_tokenizer
-        self.token_ids: list[int] = []
-        self.num_printed = 0  # characters
+        # A decoder may drop a space before the first token of a text, which goes on with the prompt's.
+        self.token_ids = list(self.tokenizer.encode(prompt).ids[-TEXT_BEFORE:])
+        self.num_printed = len(self._text().rstrip(REPLACEMENT))  # characters
         self.out = out
 
     def write(self, output: TokenOutput) -> None:
         for token_id, colour in zip(output.token_ids, _colours(output), strict=True):
             self.token_ids.append(token_id)
-            text = self.tokenizer.decode(self.token_ids, skip_special_tokens=True)
+            text = self._text()
             if not text.endswith(REPLACEMENT):  # else the rest of a character is still to come
                 self.print(text[self.num_printed :], colour)
                 self.num_printed = len(text)
+
+    def _text(self) -> str:
+        return str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
 
     def print(self, text: str, style: str = "") -> None:
         if self.out.is_terminal:
@@ -118,27 +123,21 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
         seed=seed,
         origins=True,
     )
-    plain_params = SamplingParams(
-        max_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        seed=seed,
-        num_speculative_tokens=0,
-        origins=True,
-    )
     out = console()
-    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, out))
-    _print_acceptance(first.completion, out)
+    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, out, settings.prompt))
+    _print_acceptance(first.completion, llm, out)
     if not settings.compare:
         return
-    plain, speculative = [], []
-    with stages(2 * settings.repeats) as progress:
+    variants = {"plain": structs.replace(params, num_speculative_tokens=0), "speculative": params}
+    if "draft_model" in llm.core.admission.methods or llm.core.admission.method == "none":
+        variants["n-grams"] = structs.replace(params, method="ngram")
+    runs: dict[str, list[Run]] = {name: [] for name in variants}
+    with stages(len(variants) * settings.repeats) as progress:
         for _ in range(settings.repeats):
-            progress.begin("plain")
-            plain.append(_run(llm, settings.prompt, plain_params))
-            progress.begin("speculative")
-            speculative.append(_run(llm, settings.prompt, params))
-    _print_comparison(plain, speculative, out)
+            for name, variant in variants.items():
+                progress.begin(name)
+                runs[name].append(_run(llm, settings.prompt, variant))
+    _print_comparison(runs, out)
 
 
 def _run(llm: LLM, prompt: str, params: SamplingParams, printer: Printer | None = None) -> Run:
@@ -156,9 +155,10 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, printer: Printer | None 
     return Run(completion, seconds)
 
 
-def _print_acceptance(completion: Completion, out: Console) -> None:
+def _print_acceptance(completion: Completion, llm: LLM, out: Console) -> None:
     if completion.num_draft_tokens == 0:
-        out.print("Nothing was drafted: there is no draft model, or speculation is off.")
+        why = llm.core.speculation().get("why", "off: no source of drafts is configured")
+        out.print(f"Nothing was drafted. Speculation is {why}.")
         return
     legend = Text()
     if out.color_system is not None:
@@ -173,17 +173,32 @@ def _print_acceptance(completion: Completion, out: Console) -> None:
     )
 
 
-def _print_comparison(plain: list[Run], speculative: list[Run], out: Console) -> None:
-    rows = table(["", "tokens/s", "rounds", "tokens/round"])
-    for name, runs in (("plain", plain), ("speculative", speculative)):
-        completion = runs[0].completion
-        speed = statistics.median(run.tokens_per_second for run in runs)
-        figures = (f"{speed:.1f}", str(completion.num_rounds), f"{completion.acceptance_length:.2f}")
-        rows.add_row(name, *figures)
+def _print_comparison(runs: dict[str, list[Run]], out: Console) -> None:
+    rows = table(["", "tokens/s", "rounds", "tokens/round", "drafted", "accepted"])
+    for name, done in runs.items():
+        completion = done[0].completion
+        speed = statistics.median(run.tokens_per_second for run in done)
+        drafted = completion.num_draft_tokens
+        rows.add_row(
+            name,
+            f"{speed:.1f}",
+            str(completion.num_rounds),
+            f"{completion.acceptance_length:.2f}",
+            str(drafted),
+            f"{completion.acceptance_rate:.0%}" if drafted else "",
+        )
     out.print()
     out.print(rows)
-    ratios = [s.tokens_per_second / p.tokens_per_second for p, s in zip(plain, speculative, strict=True)]
-    same = all(run.completion.token_ids == plain[0].completion.token_ids for run in speculative)
-    verdict = Text(f"\nspeculation is {statistics.median(ratios):.2f} times as fast ", "bold")
-    verdict.append(f"(median of {len(ratios)} interleaved pairs); same text: ", "not bold")
-    out.print(verdict.append("yes" if same else "NO", "green" if same else "bold red"))
+    plain = runs["plain"]
+    out.print()
+    for name, words in (("speculative", "speculation is"), ("n-grams", "n-grams alone are")):
+        if name not in runs:
+            continue
+        ratios = [
+            run.tokens_per_second / other.tokens_per_second
+            for run, other in zip(runs[name], plain, strict=True)
+        ]
+        same = all(run.completion.token_ids == plain[0].completion.token_ids for run in runs[name])
+        verdict = Text(f"{words} {statistics.median(ratios):.2f} times as fast ", "bold")
+        verdict.append(f"(median of {len(ratios)} interleaved pairs); same text: ", "not bold")
+        out.print(verdict.append("yes" if same else "NO", "green" if same else "bold red"))

@@ -29,7 +29,7 @@ def commit(
             continue  # another choice of its request has just failed
         if failed is not None and failed[row]:
             failed_requests.add(sequence.request_id)
-            scheduler.abort(sequence.request_id)
+            scheduler.abort({sequence.request_id})
             outputs.append(_failure(sequence))
             continue
         outputs.append(_commit_row(row, part, result, stats))

@@ -4,6 +4,7 @@
 executes steps, ``worker`` runs the loop behind a socket, ``llm`` in place.
 """
 
+from collections.abc import Set
 from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
@@ -52,7 +53,15 @@ class EngineCore:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forget a request's sequences, or one of them; unknown ones are ignored."""
-        self.scheduler.abort(request_id, index)
+        self.scheduler.abort({request_id}, index)
+
+    def abort_all(self, request_ids: Set[str]) -> None:
+        """Forget the sequences of these requests, as far as they are there."""
+        self.scheduler.abort(request_ids)
+
+    def reset(self) -> None:
+        """Forget all requests and what the caches hold: a step has not come to its end."""
+        self.scheduler.reset()
 
     @property
     def has_work(self) -> bool:

@@ -9,12 +9,19 @@ numbers depend on positions only, so nothing it says changes.
 
 import time
 from bisect import insort
+from collections.abc import Set
 from itertools import count
 
 from truedraft.engine.core.block_pool import BlockPool, BlockTable
 from truedraft.engine.core.planning import DraftChoice, Planner
 from truedraft.engine.core.sequence import RowNeeds, Sequence
-from truedraft.engine.core.step import MAX_CATCH_UP_TOKENS, MAX_PROMPT_TOKENS, ScheduledSequence, StepPlan
+from truedraft.engine.core.step import (
+    MAX_CATCH_UP_TOKENS,
+    MAX_PROMPT_TOKENS,
+    Kind,
+    ScheduledSequence,
+    StepPlan,
+)
 
 
 class Scheduler:
@@ -66,11 +73,21 @@ class Scheduler:
         self._release(sequence)
         self.planner.forget(sequence)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Forget a request's sequences, or one of them; unknown ones are ignored."""
+    def abort(self, request_ids: Set[str], index: int | None = None) -> None:
+        """Forget the sequences of requests, or one of each; unknown ones are ignored."""
         for sequence in [*self.running, *self.waiting]:
-            if sequence.request_id == request_id and index in (None, sequence.index):
+            if sequence.request_id in request_ids and index in (None, sequence.index):
                 self.finish(sequence)
+
+    def reset(self) -> None:
+        """Forget all sequences and what the caches hold, whatever state a broken step has left."""
+        for sequence in [*self.running, *self.waiting]:
+            self.planner.forget(sequence)
+        self.running.clear()
+        self.waiting.clear()
+        self.target_pool = BlockPool(self.target_pool.num_blocks, self.target_pool.block_size)
+        if self.draft_pool is not None:
+            self.draft_pool = BlockPool(self.draft_pool.num_blocks, self.draft_pool.block_size)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Forget what either cache holds beyond the first ``num_tokens`` tokens."""
@@ -102,7 +119,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step, its blocks reserved; empty if there is nothing to do."""
         started = time.perf_counter()
-        decoding = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
         choices = self.planner.choose(decoding)
         self._catch_up_budget = budget = self.max_num_batched_tokens
         scheduled: list[ScheduledSequence] = []
@@ -143,7 +160,7 @@ class Scheduler:
             return None
         found = self._find_prefix(sequence)
         # The whole prompt is reserved at once: half-admitted prompts could block each other.
-        num_tokens = len(sequence) + sequence.num_speculative_tokens
+        num_tokens = sequence.length_after(sequence.num_speculative_tokens)
         for (pool, _), hashes in zip(self._shares(sequence), found, strict=True):
             if pool.blocks_for(num_tokens) - len(hashes) > pool.num_free_after_taking(hashes):
                 return None
@@ -160,8 +177,7 @@ class Scheduler:
     def _sibling_is_computing(self, sequence: Sequence) -> bool:
         """Whether another choice of the request is at work on the prompt, which can then be shared."""
         return self._uses_prefix_cache(sequence) and any(
-            other.request_id == sequence.request_id and other.num_uncomputed_tokens > 1
-            for other in self.running
+            other.request_id == sequence.request_id and not other.is_decoding for other in self.running
         )
 
     def _find_prefix(self, sequence: Sequence) -> list[list[bytes]]:
@@ -186,15 +202,13 @@ class Scheduler:
     def _plan(self, sequence: Sequence, budget: int, choice: DraftChoice | None) -> ScheduledSequence:
         num_uncomputed = sequence.num_uncomputed_tokens
         if sequence.must_encode:
-            return ScheduledSequence(sequence, num_uncomputed, completes=True)
-        if num_uncomputed > 1:
-            num_tokens = min(num_uncomputed, budget)
-            completes = num_uncomputed <= budget
+            return ScheduledSequence(sequence, num_uncomputed)
+        if not sequence.is_decoding:
             prefill_draft = self.planner.prefills_draft(sequence)
-            return ScheduledSequence(sequence, num_tokens, completes, prefill_draft=prefill_draft)
+            return ScheduledSequence(sequence, min(num_uncomputed, budget), prefill_draft=prefill_draft)
         if choice is None:
             choice = self.planner.choose_for_prompt(sequence)
-        part = ScheduledSequence(sequence, 1, True, min(choice.num_tokens, budget - 1), choice.source)
+        part = ScheduledSequence(sequence, 1, min(choice.num_tokens, budget - 1), choice.source)
         part.max_forced = choice.max_forced
         part.num_model_tokens = choice.num_model_tokens
         if part.num_draft_tokens:
@@ -257,11 +271,11 @@ def _order(sequence: Sequence) -> tuple[int, int]:
 
 
 def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
-    """Of the whole step. Bits, since a flag's own operators are slow in Python."""
+    """Returns those of the whole step. Bits, since a flag's own operators are slow in Python."""
     bits = num_prompt_tokens = 0
     for part in scheduled:
         bits |= part.sequence.needs._value_
-        if part.num_tokens > 1 or part.sequence.wants_prompt_logprobs:
+        if part.kind is not Kind.DECODE:
             bits |= RowNeeds.PROMPT._value_
             num_prompt_tokens += part.num_tokens
             is_whole = part.completes and not part.sequence.wants_prompt_logprobs

@@ -23,7 +23,7 @@ class RowNeeds(Flag):
     supports all that the rows of a step need."""
 
     NONE = 0
-    PROMPT = auto()  # more known tokens than the pending one
+    PROMPT = auto()  # more known tokens than the pending one, or a piece of a prompt
     LONG_PROMPT = auto()  # many of them, or only a part of them; or the log-probabilities of a prompt
     DRAFT_MODEL = auto()  # drafts from the draft model
     CATCH_UP = auto()  # its cache computes more than a few missing tokens first, or instead of a draft
@@ -103,6 +103,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens the target has yet to store: 1 while decoding, more in the prompt."""
         return len(self.token_ids) - self.target_blocks.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the pending token is all that the target has yet to store."""
+        return self.num_uncomputed_tokens == 1
 
     @property
     def must_encode(self) -> bool:

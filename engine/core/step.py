@@ -6,6 +6,7 @@ short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
 
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from truedraft.engine.core.sequence import RowNeeds, Sequence
@@ -19,11 +20,20 @@ MAX_CATCH_UP_TOKENS = 32
 MAX_PROMPT_TOKENS = 256
 
 
+class Kind(Enum):
+    """What a sequence's part in a step is. How many tokens it has does not tell: a piece of a prompt may be a
+    single one."""
+
+    PIECE = auto()  # of a prompt, whose last token comes in a later step: it emits nothing
+    PROMPT = auto()  # all that is left of a prompt, several tokens: a row whose first pass brings them
+    DECODE = auto()  # the pending token alone: a row
+
+
 @dataclass(slots=True)  # not frozen: many are made in every step, and that would take five times as long
 class ScheduledSequence:
     """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
-    ``completes``: the last known token is among them, so the sequence is a row of the step's rounds.
+    ``kind`` follows from what the sequence has left to compute when the part is made.
     ``source`` drafts up to ``num_draft_tokens`` in each round.
     ``draft_ids`` are drafts that are known already, of the first round: those of a source without a model.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
@@ -34,7 +44,6 @@ class ScheduledSequence:
 
     sequence: Sequence
     num_tokens: int
-    completes: bool
     num_draft_tokens: int = 0
     source: str = "none"
     num_catch_up_tokens: int = 0
@@ -42,6 +51,19 @@ class ScheduledSequence:
     draft_ids: list[int] = field(default_factory=list)
     max_forced: int = 0
     num_model_tokens: int = 0
+    kind: Kind = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.sequence.is_decoding:
+            self.kind = Kind.DECODE
+        else:
+            is_whole = self.num_tokens == self.sequence.num_uncomputed_tokens
+            self.kind = Kind.PROMPT if is_whole else Kind.PIECE
+
+    @property
+    def completes(self) -> bool:
+        """Whether the last known token is computed, so that the sequence is a row of the step's rounds."""
+        return self.kind is not Kind.PIECE
 
     @property
     def model_tokens(self) -> int:
@@ -75,8 +97,8 @@ class StepPlan:
 
     @property
     def prompts(self) -> list[ScheduledSequence]:
-        """Scheduled sequences that have more to compute than a pending token."""
-        return [part for part in self.scheduled if part.num_tokens > 1]
+        """Prompts that take part, and pieces of them."""
+        return [part for part in self.scheduled if part.kind is not Kind.DECODE]
 
 
 class PhaseSeconds(NamedTuple):

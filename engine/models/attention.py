@@ -29,6 +29,7 @@ WITHOUT_EFFECT = frozenset(
         "cu_seq_lens_k",
         "cu_seq_lens_q",
         "dropout",
+        "logits_to_keep",
         "max_length_k",
         "max_length_q",
         "output_attentions",

@@ -1,5 +1,6 @@
 """What a model is to the engine: facts, and passes over new tokens of some sequences."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ import torch
 
 from truedraft.engine.batch import ForwardBatch, Span
 from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
+
+logger = logging.getLogger(__name__)
 
 
 class ForwardOutput(NamedTuple):
@@ -47,6 +51,7 @@ class Model(ABC):
     rules: GenerationRules = NO_RULES
     is_native = False  # whether layers are kernels in C: they need no padding, few threads pay
     has_taps = False
+    way = "transformers' layers"  # what computes the layers, in words
 
     def __init__(self, facts: ModelFacts, layers: list[LayerShape], vocab_size: int | None = None) -> None:
         self.config = facts.config
@@ -61,7 +66,7 @@ class Model(ABC):
         text_config = facts.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size) if vocab_size is None else vocab_size
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
-        self.eos_token_ids = eos_token_ids(facts.generation_config, facts.config)
+        self.eos_token_ids = known_ends(facts.generation_config, facts.config, self.vocab_size)
 
     @property
     def has_encoder(self) -> bool:
@@ -92,10 +97,24 @@ class Model(ABC):
         return None
 
 
+def known_ends(generation_config: Any, config: Any, vocab_size: int) -> frozenset[int]:
+    """Returns those ends that are tokens. Others are often another vocabulary's, by the default of the
+    config's class."""
+    named = eos_token_ids(generation_config, config)
+    known = frozenset(token for token in named if 0 <= token < vocab_size)
+    if left_out := sorted(named - known):
+        logger.warning("eos_token_id %s: the model has no such token, so it ends nothing", left_out)
+    return known
+
+
 def eos_token_ids(generation_config: Any, config: Any) -> frozenset[int]:
-    """The generation config's list if it has one, else the model config's."""
-    for source in (generation_config, config):
+    """The generation config's list if it has one, else the model config's, else its text part's."""
+    for source in (generation_config, config, config.get_text_config()):
         ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+        if ids is None:
+            continue
+        listed = ids if isinstance(ids, list | tuple | set | frozenset) else [ids]
+        if not all(type(each) is int for each in listed):
+            raise ModelLoadError(f"eos_token_id is {ids!r}, where a token id or a list of them is needed")
+        return frozenset(listed)
     return frozenset()

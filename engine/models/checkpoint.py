@@ -4,7 +4,9 @@
 """
 
 import json
+import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub.errors import (
@@ -13,12 +15,34 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    StrictDataclassError,
 )
 from safetensors import SafetensorError
+from transformers.utils import cached_file
 
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.gguf_file import is_gguf
+from truedraft.engine.models.errors import ModelLoadError, QuantizationError
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS = ("*.safetensors", "*.bin")
+# Errors whose messages are for users.
+SPOKEN = (KeyError, OSError, RuntimeError, StrictDataclassError, ValueError)
+# Files that git-lfs leaves as pointers where it has not downloaded them, and how a pointer begins.
+LARGE_FILES, POINTER = (*WEIGHTS, "*.json", "*.model"), b"version https://git-lfs.github.com/spec/"
+
+
+@contextmanager
+def stage(path: str, what: str) -> Iterator[None]:
+    """Makes every error of one stage of loading ``path`` a ``ModelLoadError``; ``what`` names the file or the
+    stage."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:  # formats, quantisers and hubs fail in many ways; the user needs one line
+        logger.debug("%s: %s", path, what, exc_info=True)
+        raise ModelLoadError(explain(path, error, what)) from error
 
 
 def check_folder(path: str, *, allow_pickle: bool = False) -> None:
@@ -29,6 +53,7 @@ def check_folder(path: str, *, allow_pickle: bool = False) -> None:
         return
     if not folder.is_dir():
         raise ModelLoadError(f"{path} is not a model folder: there is no such folder")
+    _check_pointers(folder)
     weights = [name for pattern in WEIGHTS for name in folder.glob(pattern) if "adapter" not in name.name]
     if (folder / "adapter_config.json").is_file() and not weights:
         raise ModelLoadError(
@@ -36,7 +61,7 @@ def check_folder(path: str, *, allow_pickle: bool = False) -> None:
             "(merge_and_unload, then save_pretrained) and give the merged folder"
         )
     if not (folder / "config.json").is_file():
-        kind = "only GGUF files" if any(folder.glob("*.gguf")) else "no config.json"
+        kind = "only GGUF files" if any(is_gguf(file.name) for file in folder.iterdir()) else "no config.json"
         raise ModelLoadError(f"{path} is not a model folder: it has {kind}")
     if not weights:
         raise ModelLoadError(f"{path} has a config.json, but no weights (*.safetensors)")
@@ -47,6 +72,27 @@ def check_folder(path: str, *, allow_pickle: bool = False) -> None:
         )
 
 
+def has_file(path: str, name: str) -> bool:
+    """Whether the folder or repository ``path`` has the file ``name``, as far as can be seen from here."""
+    found = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return found is not None
+
+
+def _check_pointers(folder: Path) -> None:
+    for file in sorted(file for pattern in LARGE_FILES for file in folder.glob(pattern) if file.is_file()):
+        with file.open("rb") as opened:
+            if opened.read(len(POINTER)) == POINTER:
+                raise ModelLoadError(
+                    f"{file} is a git-lfs pointer, not the file itself: run 'git lfs pull' in its folder"
+                )
+
+
 def _base_model(folder: Path) -> str:
     try:
         return str(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
@@ -54,8 +100,9 @@ def _base_model(folder: Path) -> str:
         return "another model"
 
 
-def explain(path: str, error: BaseException) -> str:
-    """What went wrong while ``path`` was loaded, in one line that says what to do about it."""
+def explain(path: str, error: BaseException, what: str = "") -> str:
+    """Says what went wrong while ``path`` was loaded, in one line that says what to do about it; ``what``
+    names the file or the stage."""
     for cause in _causes(error):
         if isinstance(cause, GatedRepoError):
             return (
@@ -75,15 +122,24 @@ def explain(path: str, error: BaseException) -> str:
             return f"{path} is neither a folder nor the id of a model on the hub"
         if isinstance(cause, SafetensorError):
             return f"the weights in {path} are damaged or cut off: {cause}"
+        if isinstance(cause, QuantizationError):
+            return f"{path} cannot be served on a CPU: {cause}"
     text = str(error)
+    if isinstance(error, StrictDataclassError):
+        text = text.rpartition("Error: ")[2]
+    if isinstance(error, KeyError):
+        text = f"{text} is missing or not known"
     if "trust_remote_code" in text:
         return (
             f"{path} brings its own code, which is not run unless you ask for it: read it, "
             "then set trust_remote_code"
         )
     if isinstance(error, ImportError):
-        return f"{path} needs a package that is not installed: {_one_line(text)}"
-    return f"cannot load {path}: {_one_line(text) or type(error).__name__}"
+        return f"{path} needs a package that is not installed: {_one_line(text.partition('. ')[0])}"
+    place = f"{path} ({what})" if what else path
+    # Messages of other errors mean little without the error's name.
+    name = "" if text and isinstance(error, SPOKEN) else type(error).__name__
+    return f"cannot load {place}: {': '.join(part for part in (name, _one_line(text)) if part)}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -48,4 +48,8 @@ class DecoderModel(Model):
             logits_to_keep=logits_index.cpu() if self.is_spread else logits_index,
             attention_context=context,
         )
-        return output.logits[0]  # type: ignore[no-any-return]
+        logits: torch.Tensor = output.logits[0]
+        # Some wrappers of multimodal models know no ``logits_to_keep``.
+        if len(logits) == token_ids.shape[1] != len(logits_index):
+            logits = logits[logits_index]
+        return logits

@@ -33,6 +33,15 @@ from truedraft.engine.sampling.rules import GenerationRules
 SERVED = ("t5", "mt5", "bart", "mbart", "marian", "pegasus")
 
 
+def check_served(config: Any) -> None:
+    """``ModelLoadError`` if the encoder-decoder models of this config are not served."""
+    if config.model_type not in SERVED:
+        raise ModelLoadError(
+            f"{config.model_type} is an encoder-decoder model that is not served; "
+            f"these are: {', '.join(SERVED)}"
+        )
+
+
 class EncoderDecoderModel(Model):
     """``start_ids`` stand before the decoder's first own token; ``rules`` bind it whatever is asked.
 
@@ -42,11 +51,7 @@ class EncoderDecoderModel(Model):
 
     def __init__(self, module: Any, facts: ModelFacts) -> None:
         config = facts.config
-        if config.model_type not in SERVED:
-            raise ModelLoadError(
-                f"{config.model_type} is an encoder-decoder model that is not served; "
-                f"these are: {', '.join(SERVED)}"
-            )
+        check_served(config)
         if len(set(getattr(module, "hf_device_map", {}).values())) > 1:
             raise ModelLoadError("encoder-decoder models are not served over several devices (device_map)")
         self.module = module

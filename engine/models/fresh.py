@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from truedraft.engine.batch import Span
 from truedraft.engine.core.block_pool import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.base import Model, eos_token_ids
+from truedraft.engine.models.base import Model, known_ends
 from truedraft.engine.models.generation_rules import decoder_start_ids, generation_rules
 from truedraft.engine.models.loader import load_causal_model, load_rounding
 from truedraft.engine.models.model_runner import ModelRunner
@@ -34,7 +34,7 @@ class FreshModel:
         )
         self.device = options.device
         self.vocab_size = int(self.model.config.get_text_config().vocab_size)
-        self.eos_token_ids = eos_token_ids(self.model.generation_config, self.model.config)
+        self.eos_token_ids = known_ends(self.model.generation_config, self.model.config, self.vocab_size)
         self.has_encoder = bool(self.model.config.is_encoder_decoder)
 
     def begin(self, prompt: list[int]) -> list[int]:

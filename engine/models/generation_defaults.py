@@ -24,9 +24,11 @@ def default_sampling(generation_config: Any) -> dict[str, float]:
     """What the config sets of ``FIELDS``; ``ModelLoadError`` for a value that no request could have."""
     given = {name: getattr(generation_config, name, None) for name in FIELDS}
     for name, value in given.items():
-        if value is not None and not FIELDS[name](value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and FIELDS[name](value)):
+            wrong = "out of range" if is_number else "no number"
             raise ModelLoadError(
-                f"the model's generation_config.json has {name} {value}, which is out of range: correct it, "
+                f"the model's generation_config.json has {name} {value!r}, which is {wrong}: correct it, "
                 "or set generation_config to none"
             )
     return {name: value for name, value in given.items() if value is not None}

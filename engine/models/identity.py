@@ -14,7 +14,6 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.gguf_file import is_gguf
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.checkpoint import WEIGHTS
-from truedraft.engine.models.layer_parts import TorchParts
 from truedraft.engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, TorchLinear
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.weights import Checkpoint
@@ -42,14 +41,6 @@ def weight_types(model: Model) -> list[str]:
     )
 
 
-def kernels(model: Model) -> str:
-    """Names what computes the layers."""
-    if not isinstance(model, Llama):
-        native = any(isinstance(part, NativeLinear) for part in _parts(model))
-        return "transformers' layers, products native" if native else "transformers' layers"
-    return "native kernels" if model.is_native else "torch" if model.parts is TorchParts else "Triton kernels"
-
-
 def fingerprint(model: Model, config: EngineConfig) -> str:
     """Changes with whatever may change the model's tokens, but for the versions of libraries."""
     assert config.target is not None
@@ -59,7 +50,14 @@ def fingerprint(model: Model, config: EngineConfig) -> str:
         hardware = torch.cuda.get_device_name(device)
     # As it is served: of two sets of rotary factors it has the chosen one.
     described = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    named = [str(model.arithmetic), str(model.dtype), *weight_types(model), kernels(model)]
+    has_native_linears = any(isinstance(part, NativeLinear) for part in _parts(model))
+    named = [
+        str(model.arithmetic),
+        str(model.dtype),
+        *weight_types(model),
+        model.way,
+        str(has_native_linears),
+    ]
     # Our kernels also draw the tokens.
     named += [
         device.type,

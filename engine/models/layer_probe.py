@@ -26,6 +26,12 @@ STATEFUL = (
 )
 
 
+NOT_REPLACEABLE = (
+    "{} models cannot be served: their layers have no attention that transformers lets us replace "
+    "(AttentionInterface)"
+)
+
+
 class LayerProbe:
     """Records what every layer stores, and where; attends to nothing."""
 
@@ -78,10 +84,9 @@ def probe_layers(model: Any, forward: Callable[[LayerProbe], Any]) -> list[Layer
         model.set_attn_implementation(ATTENTION_NAME)
     num_layers = int(model.config.get_text_config().num_hidden_layers)
     if not probe.layers:
-        raise ModelLoadError(
-            f"{model_type} models cannot be served: their layers have no attention that transformers lets "
-            "us replace (AttentionInterface)"
-        )
+        raise ModelLoadError(NOT_REPLACEABLE.format(model_type))
+    # Models that run their layers several times count every time.
+    num_layers = max(num_layers, len(probe.layers))
     if sorted(probe.layers) != list(range(num_layers)):
         others = f"{num_layers - len(probe.layers)} of their {num_layers} layers"
         raise ModelLoadError(STATEFUL.format(model_type, others))

@@ -40,7 +40,7 @@ from truedraft.engine.models.layer_parts import (
 from truedraft.engine.models.linear import Linear, ModuleLinear, make_linear
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
-from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.models.weights import EMBEDDINGS, HEAD, Checkpoint
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.layer_parts import NativeKernels, serves
 from truedraft.engine.native.library import load_library
@@ -51,8 +51,8 @@ from truedraft.engine.runtime.cuda.layer_parts import CudaParts, find_kernels
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches (and behind them in Gemma 2
 # and 3), gated MLP.
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss")
-EMBEDDINGS = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
+# Families whose configs name an activation and a cap of logits by words that say nothing in other configs.
+CAPPED = ("gemma2", "gemma3_text")
 # Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
 # 4e-2 of it; a wrong mask or position makes 0.3 and more.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
@@ -79,7 +79,7 @@ def is_llama(module: Any) -> bool:
 
 
 def _activation(config: Any) -> Activation:
-    name: Activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    name: Activation = config.hidden_activation if config.model_type in CAPPED else config.hidden_act
     return name
 
 
@@ -168,6 +168,8 @@ class Llama(Model):
         self.parts = parts
         self.is_native = isinstance(parts, NativeKernels)
         self.is_quantised = weights.is_quantised
+        where = "C" if self.is_native else "torch" if parts is TorchParts else "Triton"
+        self.way = f"fused layers in {where}"
 
     @property
     def reads_in_place(self) -> bool:
@@ -208,14 +210,12 @@ class Llama(Model):
 def load_llama(
     skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions
 ) -> Llama | None:
-    """``skeleton`` is transformers' module on the meta device. None if tensors are missing, or the logits are
-    not those of transformers' layers, or only the kernels could round and cannot be had."""
+    """``skeleton`` is transformers' module on the meta device, all of whose tensors ``checkpoint`` has. None
+    if the logits are not those of transformers' layers, or only the kernels could round and cannot be had."""
     kernels = _kernels(skeleton, facts) if options.native_kernels else None
     ways = (kernels, None) if kernels is not None else (None,)
     for library in ways[:-1] if facts.rounds else ways:
         reader = _Reader(skeleton, checkpoint, facts, library, options.narrow)
-        if not reader.is_complete:
-            return None
         weights, expected = reader.read()
         if not all(logits.isfinite().all() for logits in expected):
             return None  # transformers' own module fails with words for it
@@ -310,12 +310,6 @@ class _Reader:
         self.library = library if narrow else None
         self.keep_type = self.library is not None or facts.rounds
         self.layers: list[LlamaLayer] = []
-
-    @property
-    def is_complete(self) -> bool:
-        tied = self.skeleton.config.tie_word_embeddings
-        names = [name for name, _ in self.skeleton.named_parameters()]
-        return all(name in self.checkpoint.files or (tied and name == "lm_head.weight") for name in names)
 
     @torch.inference_mode()
     def read(self) -> tuple[LlamaWeights, list[torch.Tensor]]:
@@ -454,7 +448,7 @@ def _embedding_scale(module: Any, dtype: torch.dtype) -> float:
 
 
 def _logit_softcap(config: Any) -> float | None:
-    softcap: float | None = getattr(config, "final_logit_softcapping", None)
+    softcap: float | None = config.final_logit_softcapping if config.model_type in CAPPED else None
     return softcap
 
 

@@ -13,19 +13,26 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.gguf_file import GgufError, is_gguf
-from truedraft.engine.models import cross_attention
+from truedraft.engine.models.account import check_loaded, check_tokens, has_all, untie
+from truedraft.engine.models.architecture import (
+    Architecture,
+    check_layers,
+    check_memory,
+    plain_skeleton,
+    read_architecture,
+)
 from truedraft.engine.models.attention import ATTENTION_NAME
 from truedraft.engine.models.base import Model, ModelFacts
-from truedraft.engine.models.checkpoint import check_folder, explain
+from truedraft.engine.models.checkpoint import check_folder, stage
 from truedraft.engine.models.decoder_only import DecoderModel
 from truedraft.engine.models.eight_bit import narrow_linears
 from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
-from truedraft.engine.models.errors import ModelLoadError, QuantizationError
-from truedraft.engine.models.gguf import GgufCheckpoint, check_complete, generation_config, open_gguf
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
 from truedraft.engine.models.linear import replace_linears
 from truedraft.engine.models.llama import FAMILIES, Llama, is_llama, load_llama, take_llama
 from truedraft.engine.models.options import LoadOptions
@@ -101,16 +108,27 @@ def load_model(path: str, options: LoadOptions) -> Model:
         )
     if is_gguf(path):
         return _load_gguf(path, options)
-    check_folder(path, allow_pickle=options.allow_pickle)
-    path = _expanded(path)
-    if options.device_map is None and not options.trust_remote_code:
+    found = _find(path, options)
+    check_tokens(found.path, found.config, found.generation_config())
+    with stage(path, "building the model"):
+        return _load_found(found, options)
+
+
+def _load_found(found: Architecture, options: LoadOptions) -> Model:
+    decoder = _fused_skeleton(found, options) if options.device_map is None else None
+    if decoder is not None:
+        check_memory(found.path, decoder, options)
         for way in _ways(options):
-            llama = _by_name(path, way)
+            llama = _load_fused(found, decoder if way is options else _fused_skeleton(found, way), way)
             if llama is not None and (options.quantize == "none" or llama.is_quantised):
                 return llama
     if options.quantize != "none":
-        raise ModelLoadError(NOT_QUANTISED.format(path))
-    model = load_decoder(path, options)
+        raise ModelLoadError(NOT_QUANTISED.format(found.path))
+    if decoder is not None:
+        logger.warning("%s is served by transformers' layers, not by the fused ones: slower", found.path)
+    if not found.has_own_code:
+        check_memory(found.path, _check_without_weights(found, options), options)
+    model = load_decoder(found, options)
     # Families of encoder-decoder models are known by name; what they share with generate() is tested.
     if not isinstance(model, DecoderModel):
         return model
@@ -122,12 +140,28 @@ def load_model(path: str, options: LoadOptions) -> Model:
     return model
 
 
+def check_config(path: str, options: LoadOptions) -> None:
+    """``ModelLoadError`` if config.json alone, without weights, tells that the model cannot be served."""
+    found = read_architecture(path, options)
+    if _fused_skeleton(found, options) is None:
+        _check_without_weights(found, options)
+
+
+def _check_without_weights(found: Architecture, options: LoadOptions) -> Any:
+    """Refuses from the config what no weights could change; returns the module without weights."""
+    with stage(found.path, "config.json"):
+        module = found.skeleton(options.dtype, ATTENTION_NAME)
+    if not found.is_encoder_decoder:
+        check_layers(module)
+    return module
+
+
 def load_rounding(path: str, options: LoadOptions) -> Llama | None:
     """The model at ``path`` if our kernels serve it with rounded inputs: quantised, or in bfloat16."""
     rounds = next(iter(_ways(options))).rounds
     if not (options.narrow or rounds) or options.device_map is not None or not options.native_kernels:
         return None
-    found = None if is_gguf(path) else _find_quantised(_expanded(path), options)
+    found = None if is_gguf(path) else _find_quantised(_find(path, options), options)
     is_packed = is_gguf(path) or (found is not None and isinstance(found[0], PackedCheckpoint))
     if options.quantize == "none" and not is_packed and not rounds:
         return None
@@ -153,22 +187,16 @@ def _load_gguf(path: str, options: LoadOptions) -> Llama:
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     model = None
-    try:
+    with stage(path, ""):
         file = _open_gguf(path, options)
         for way in _ways(options):
-            skeleton = _skeleton(file.config, way.dtype)
-            check_complete(skeleton, file)
+            module = plain_skeleton(file.config, way.dtype)
+            check_complete(module, file)
             generation = generation_config(file)
-            facts = ModelFacts(file.config, generation, count(skeleton), way.dtype, way.device, way.rounds)
-            model = load_llama(skeleton, _quantised(file, way), facts, way)
+            facts = ModelFacts(file.config, generation, count(module), way.dtype, way.device, way.rounds)
+            model = load_llama(module, _quantised(file, way), facts, way)
             if model is not None:
                 break
-    except ModelLoadError:
-        raise
-    except GgufError as error:
-        raise ModelLoadError(str(error)) from error
-    except Exception as error:  # transformers refuses sizes in many ways
-        raise ModelLoadError(explain(path, error)) from error
     if model is None:
         raise ModelLoadError(f"{path} cannot be served: its logits are not those of transformers' model")
     if options.quantize != "none" and not model.is_quantised:
@@ -177,71 +205,52 @@ def _load_gguf(path: str, options: LoadOptions) -> Llama:
     return model
 
 
-def _config(path: str, options: LoadOptions) -> Any:
-    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
-    choose_rotary_factors(config, options.max_model_len)
-    return config
-
-
-def _open_gguf(path: str, options: LoadOptions) -> GgufCheckpoint:
-    file = open_gguf(path)
-    choose_rotary_factors(file.config, options.max_model_len)
-    return file
-
-
 def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
     if options.quantize == "none":
         return checkpoint
     return QuantisedCheckpoint(checkpoint, LAYER_TYPES[options.quantize])
 
 
-def _skeleton(config: Any, dtype: torch.dtype) -> Any:
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    return module.eval().requires_grad_(False)
-
-
-def _by_name(path: str, options: LoadOptions) -> Llama | None:
-    """A Llama-shaped model straight from its files; None for any other, and for what has to be explained."""
-    try:
-        config = _config(path, options)
-        if config.model_type not in FAMILIES:
+def _fused_skeleton(found: Architecture, options: LoadOptions) -> Any:
+    """transformers' module without weights, if ``Llama`` computes models of this kind; else None."""
+    with stage(found.path, "config.json"):
+        config = found.fused_config
+        if config is None or config.model_type not in FAMILIES:
             return None
-        skeleton = _skeleton(config, options.dtype)
+        module = plain_skeleton(config, options.dtype)
+        return module if is_llama(module) else None
+
+
+def _load_fused(found: Architecture, module: Any, options: LoadOptions) -> Llama | None:
+    """A Llama-shaped model straight from its files, by the names of the tensors of ``module``, which has no
+    weights. None where transformers has to rename, dequantise or explain."""
+    with stage(found.path, "weights"):
         checkpoint: Checkpoint | None
-        if getattr(config, "quantization_config", None):
-            checkpoint, _ = _find_quantised(path, options) or (None, None)
+        if getattr(found.config, "quantization_config", None):
+            checkpoint, _ = _find_quantised(found, options) or (None, None)
         else:
-            checkpoint = Checkpoint.find(path, options.allow_pickle)
-        if checkpoint is None or not is_llama(skeleton):
+            checkpoint = found.checkpoint(options.allow_pickle)
+        if checkpoint is None:
             return None
-        generation = _generation_config(path, skeleton)
-        facts = ModelFacts(config, generation, count(skeleton), options.dtype, options.device, options.rounds)
-        return load_llama(skeleton, _quantised(checkpoint, options), facts, options)
-    except QuantizationError as error:
-        raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        logger.info("%s is left to transformers to load: %s", path, error)
-        return None
+        untie(module, checkpoint)
+        if not has_all(module, checkpoint):
+            return None
+    config, generation = module.config, found.generation_config()
+    facts = ModelFacts(config, generation, count(module), options.dtype, options.device, options.rounds)
+    with stage(found.path, "weights"):
+        return load_llama(module, _quantised(checkpoint, options), facts, options)
 
 
-def _generation_config(path: str, skeleton: Any) -> Any:
-    try:
-        return GenerationConfig.from_pretrained(path)
-    except OSError:
-        return skeleton.generation_config
-
-
-def load_decoder(path: str, options: LoadOptions) -> DecoderModel | EncoderDecoderModel:
-    """The model in the folder or repository ``path`` by transformers' module, with linear layers of our own
-    on a CPU."""
-    module = _load_module(path, options, ATTENTION_NAME)
+def load_decoder(found: Architecture | str, options: LoadOptions) -> DecoderModel | EncoderDecoderModel:
+    """The model by transformers' module, with linear layers of our own on a CPU."""
+    found = _find(found, options) if isinstance(found, str) else found
+    module = _load_module(found, options, ATTENTION_NAME)
     device = module.get_input_embeddings().weight.device
     facts = ModelFacts(module.config, module.generation_config, count(module), options.dtype, device)
     if device.type == "cpu" and options.dtype == torch.float32 and options.device_map is None:
         library = linear_library() if options.native_kernels else None
         replace_linears(module, library, options.narrow)
-    served = EncoderDecoderModel if module.config.is_encoder_decoder else DecoderModel
+    served = EncoderDecoderModel if found.is_encoder_decoder else DecoderModel
     return served(module, facts)
 
 
@@ -249,43 +258,52 @@ def count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _expanded(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+def _find(path: str, options: LoadOptions) -> Architecture:
+    """What the folder or repository ``path`` holds, by its config.json."""
+    with stage(path, ""):
+        check_folder(path, allow_pickle=options.allow_pickle)
+        expanded = str(Path(path).expanduser()) if path.startswith("~") else path
+    return read_architecture(expanded, options)
+
+
+def _open_gguf(path: str, options: LoadOptions) -> Any:
+    try:
+        file = open_gguf(path)
+    except GgufError as error:
+        raise ModelLoadError(str(error)) from error
+    choose_rotary_factors(file.config, options.max_model_len)
+    return file
 
 
 def load_causal_model(path: str, options: LoadOptions, attention: str) -> Any:
     """The transformers model as it is, with the attention implementation of that name."""
     if is_gguf(path):
-        try:
+        with stage(path, ""):
             file = _open_gguf(path, options)
-            check_complete(_skeleton(file.config, options.dtype), file)
-        except GgufError as error:
-            raise ModelLoadError(str(error)) from error
-        return _module_of(file, file.config, generation_config(file), options, attention)
-    check_folder(path, allow_pickle=options.allow_pickle)
-    path = _expanded(path)
-    if (found := _find_quantised(path, options)) is not None:
-        checkpoint, config = found
-        generation = _generation_config(path, _skeleton(config, options.dtype))
-        return _module_of(checkpoint, config, generation, options, attention)
-    return _load_module(path, options, attention)
+            check_complete(plain_skeleton(file.config, options.dtype), file)
+            return _module_of(file, file.config, generation_config(file), options, attention)
+    found = _find(path, options)
+    if (quantised := _find_quantised(found, options)) is not None:
+        checkpoint, config = quantised
+        return _module_of(checkpoint, config, found.generation_config(), options, attention)
+    return _load_module(found, options, attention)
 
 
-def _find_quantised(path: str, options: LoadOptions) -> tuple[Checkpoint, Any] | None:
+def _find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoint, Any] | None:
     """The checkpoint and its config, if it is quantised in a way that we read ourselves."""
-    if not _is_on_cpu(options) or options.trust_remote_code:
+    if not _is_on_cpu(options) or found.has_own_code:
         return None
-    try:
-        config = _config(path, options)
-        quantization = getattr(config, "quantization_config", None)
-        if config.model_type not in FAMILIES or not quantization:
-            return None
-        source = Checkpoint.find(path, options.allow_pickle)
+    config = found.fused_config
+    quantization = getattr(found.config, "quantization_config", None)
+    if config is None or config.model_type not in FAMILIES or not quantization:
+        return None
+    with stage(found.path, "weights"):
+        try:
+            source = found.checkpoint(options.allow_pickle)
+        except SafetensorError:
+            check_method(quantization)  # what the config tells is said first
+            raise
         opened = None if source is None else open_quantised(source, quantization, options.narrow)
-    except QuantizationError as error:
-        raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
-    except (OSError, ValueError, SafetensorError):
-        return None  # ``_load_module`` has words for it
     return None if opened is None else (opened, config)
 
 
@@ -297,6 +315,7 @@ def _module_of(
         module: Any = AutoModelForCausalLM.from_config(
             config, dtype=options.dtype, attn_implementation=attention
         )
+    untie(module, checkpoint)
     for name in [name for name, _ in module.named_parameters() if name in checkpoint.files]:
         (tensor,) = checkpoint.read([name]).values()
         module.load_state_dict({name: tensor.to(options.dtype)}, strict=False, assign=True)
@@ -307,41 +326,27 @@ def _module_of(
     return module.eval().requires_grad_(False).to(options.device)
 
 
-def _load_module(path: str, options: LoadOptions, attention: str) -> Any:
-    try:
-        config = _config(path, options)
-        quantization = getattr(config, "quantization_config", None)
+def _load_module(found: Architecture, options: LoadOptions, attention: str) -> Any:
+    path = found.path
+    own_code = {"trust_remote_code": True} if found.has_own_code else {}
+    quantization = getattr(found.config, "quantization_config", None)
+    with stage(path, "weights"):
         if quantization and _is_on_cpu(options):
             check_method(quantization)
             dequantise_for_cpu(quantization, Checkpoint.find(path, options.allow_pickle))
-        auto_model: Any = AutoModelForCausalLM
-        if config.is_encoder_decoder:
-            auto_model = AutoModelForSeq2SeqLM
-            attention = cross_attention.ATTENTION_NAME if attention == ATTENTION_NAME else attention
-        model, found = auto_model.from_pretrained(
+        model, loaded = found.module_class.from_pretrained(
             path,
-            config=config,
+            config=found.config,
             dtype=options.dtype,
-            attn_implementation=attention,
-            trust_remote_code=options.trust_remote_code,
+            attn_implementation=found.attention(attention),
             use_safetensors=None if options.allow_pickle else True,
             device_map=options.device_map,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, with both sizes
+            **own_code,
         )
-    except QuantizationError as error:
-        raise ModelLoadError(f"{path} cannot be served on a CPU: {error}") from error
-    except ModelLoadError:
-        raise
-    except Exception as error:  # formats, quantisers and hubs fail in many ways; the user needs one line
-        if error.args == (attention,):
-            raise ModelLoadError(
-                f"{config.model_type} models cannot be served: their layers have no attention that "
-                "transformers lets us replace (AttentionInterface)"
-            ) from error
-        raise ModelLoadError(explain(path, error)) from error
-    # transformers fills what is missing with random numbers.
-    if missing := sorted(found["missing_keys"]):
-        raise ModelLoadError(f"{path} lacks weights of the model: {', '.join(missing[:3])}")
+        check_loaded(path, loaded, options.allow_pickle)
+    model.generation_config = found.generation_config()
     model.eval().requires_grad_(False)
     if options.device_map is not None:
         _refuse_offload(path, getattr(model, "hf_device_map", {}))

@@ -79,6 +79,20 @@ class PackedCheckpoint(Checkpoint):
                 tensors |= self.source.read([name])
         return tensors
 
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        return {
+            name: self._shape(self.packed[name]) if name in self.packed else self.source.shapes([name])[name]
+            for name in names
+        }
+
+    def _shape(self, base: str) -> tuple[int, ...]:
+        if self.method == "compressed-tensors":
+            (shape,) = self._parts(base, "weight_shape")
+            return tuple(int(size) for size in shape)
+        words = f"{base}.qweight"
+        rows, columns = self.source.shapes([words])[words]
+        return (columns, rows * CODES) if self.method == "gptq" else (columns * CODES, rows)
+
     def _codes(self, name: str) -> _Codes:
         base = self.packed[name]
         zeros: npt.NDArray[np.uint8]

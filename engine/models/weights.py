@@ -10,6 +10,8 @@ from transformers.utils import cached_file
 
 from truedraft.engine.native.quantised import Blocks
 
+# What transformers calls them in every Llama-shaped model.
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Names of whole checkpoints and of the index of one in shards, as transformers prefers them.
 LAYOUTS = (
     ("model.safetensors", "model.safetensors.index.json"),
@@ -49,11 +51,8 @@ class Checkpoint:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Views of the files, which are mapped for as long as one of the tensors is kept: no pages stay that
         were read once."""
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.files[name], []).append(name)
         tensors = {}
-        for file, members in by_file.items():
+        for file, members in self._by_file(names).items():
             if file.endswith(".bin"):
                 stored = _unpickled(file)
                 tensors.update({name: stored[name] for name in members})
@@ -61,6 +60,24 @@ class Checkpoint:
                 with safe_open(file, "pt") as opened:
                     tensors.update({name: opened.get_tensor(name) for name in members})
         return tensors
+
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Returns those of what ``read`` gives; no weights are read."""
+        shapes = {}
+        for file, members in self._by_file(names).items():
+            if file.endswith(".bin"):
+                stored = _unpickled(file)
+                shapes.update({name: tuple(stored[name].shape) for name in members})
+            else:
+                with safe_open(file, "pt") as opened:
+                    shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in members})
+        return shapes
+
+    def _by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[name], []).append(name)
+        return by_file
 
 
 def _locate(path: str, name: str) -> str | None:

@@ -1,8 +1,25 @@
 """How many threads compute: torch's operations and the kernels have pools of their own."""
 
+import os
+
 import torch
 
+from truedraft.engine import machine
+from truedraft.engine.config import EngineConfig
 from truedraft.engine.native.library import load_library
+from truedraft.engine.openmp import THREADS_VARIABLE
+
+
+def usual_num_threads() -> int:
+    """Returns as many as torch takes by itself, which is what ``OMP_NUM_THREADS`` says, if it is set. Without
+    it no more than there are processors for: where some wait for their turn, all wait for them."""
+    num_threads = torch.get_num_threads()
+    return num_threads if THREADS_VARIABLE in os.environ else min(num_threads, machine.num_cpus())
+
+
+def thread_limit(config: EngineConfig) -> str:
+    """Says why threads are fewer than the machine has processors, if nobody has asked for their number."""
+    return "" if config.num_threads or THREADS_VARIABLE in os.environ else machine.cpu_limit()
 
 
 def set_num_threads(num_threads: int) -> None:

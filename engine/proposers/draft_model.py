@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from truedraft.engine.batch import Span
-from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.core.step import Kind, ScheduledSequence
 from truedraft.engine.host_to_device import on_device
 from truedraft.engine.messages import Source
 from truedraft.engine.models.model_runner import ModelRunner
@@ -72,7 +72,7 @@ class DraftModelProposer:
         sequence = part.sequence
         start = sequence.draft_blocks.num_computed_tokens
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens
-        if part.num_tokens == 1:
+        if part.kind is Kind.DECODE:
             if part.source != self.name:
                 return None
             end = start + part.num_catch_up_tokens + min(1, part.num_draft_tokens)

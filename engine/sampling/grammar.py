@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from ctypes import memset
 from threading import Lock, Thread
+from weakref import finalize
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -18,9 +19,11 @@ from llguidance import LLMatcher, LLTokenizer
 from truedraft.engine.deep_stack import start_on_deep_stack
 from truedraft.engine.grammar_compiler import GrammarError, compile_grammar, error_of
 from truedraft.engine.pointers import address
+from truedraft.engine.sampling.heap import heap_in_use
 
-# Compiled grammars that are kept, the least recently used leave first.
+# Compiled grammars that are kept and what they may take together, the least recently used leave first.
 MAX_KEPT = 64
+MAX_KEPT_BYTES = 256 << 20
 WORD_BITS, WORD_BYTES = 32, 4
 
 
@@ -139,6 +142,7 @@ class Grammars:
         # Each at its start, and that of its first sequence.
         self._compiled: OrderedDict[str, tuple[LLMatcher, LLMatcher]] = OrderedDict()
         self._beside: dict[str, Future[LLMatcher]] = {}
+        self._heap_without: int | None = None  # bytes in use when none was kept
 
     @property
     def tokenizer(self) -> LLTokenizer:
@@ -166,6 +170,7 @@ class Grammars:
 
     def matcher(self, grammar: str, after: Iterable[int] = ()) -> Matcher:
         """At the start of ``grammar``, or before ``after``; ``GrammarError`` if nothing matches it."""
+        self.trim()
         kept = self._compiled.pop(grammar, None)
         if kept is None:
             beside = self._beside.pop(grammar, None)
@@ -174,7 +179,7 @@ class Grammars:
             kept = start, parser
         else:
             start, first = kept
-            # The lexer of the first sequence knows more states already. What failed stays so.
+            # The lexer of the first sequence knows more states already.
             parser = first.deep_copy()
             if not parser.reset():
                 parser = start.deep_copy()
@@ -183,4 +188,24 @@ class Grammars:
             self._compiled.popitem(last=False)
         tokenizer = self.tokenizer
         end_ids = frozenset(tokenizer.eos_tokens)
-        return Matcher(parser, tokenizer.vocab_size, end_ids, list(after))
+        matcher = Matcher(parser, tokenizer.vocab_size, end_ids, list(after))
+        finalize(matcher, self.trim).atexit = False
+        return matcher
+
+    def trim(self) -> None:
+        """Drop what has given up, and what the others take too much with: a parser grows as sequences run.
+
+        llguidance does not say how much one takes, so the growth of the heap is what all of them take. What
+        else has grown is told from it when nothing is kept any more.
+        """
+        for grammar, (_, first) in [*self._compiled.items()]:
+            if first.is_error():
+                self._compiled.pop(grammar, None)
+        while self._compiled and self._num_bytes() > MAX_KEPT_BYTES:
+            self._compiled.popitem(last=False)
+        if not self._compiled:
+            self._heap_without = heap_in_use()
+
+    def _num_bytes(self) -> int:
+        in_use = heap_in_use()
+        return 0 if in_use is None or self._heap_without is None else in_use - self._heap_without

@@ -13,6 +13,7 @@ full of what the host did, and the front end busy with what the step before has 
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
 
@@ -37,10 +38,13 @@ HOST_SECONDS_PER_ROW, FIRST_ROUND_SECONDS_PER_ROW = 3e-5, 3e-6
 
 
 class Curve:
-    """Seconds by a number, linear between calibrated points. ``start``: seconds at none."""
+    """Seconds by a number, linear between calibrated points. ``start``: seconds at none. No number takes
+    longer than a larger one: a point above later ones was measured at a busy moment."""
 
     def __init__(self, points: Mapping[int, float], start: float | None = None) -> None:
-        self._points = {number: max(points[number], 1e-9) for number in sorted(points)}
+        numbers = sorted(points)
+        least = list(accumulate([max(points[number], 1e-9) for number in reversed(numbers)], min))
+        self._points = dict(zip(numbers, reversed(least), strict=True))
         self._numbers, self._seconds = list(self._points), list(self._points.values())
         if start is not None:
             self._numbers.insert(0, 0)

@@ -1,9 +1,11 @@
 """Which rows look something up in known text, and whether what they find is drafted.
 
-Looking up takes Python time for every token of a row, so an n-gram is read and asked only where that pays.
-Rows and groups have a balance in seconds: what drafts after a match are expected to save, less what reading
-and asking takes. A row is asked as long as its balance is positive; others start as long as their group's is,
-and else a small share of the time goes to one of them now and then. A prediction is free: it is always asked.
+Looking up takes Python time for every token of a row. Where that is less than ``ASK_SHARE`` of the row's
+rounds, as for all but small models, n-grams are read and asked whatever they bring: a text may begin to
+repeat itself at any place. Elsewhere they are where it pays. Rows and groups have a balance in seconds: what
+drafts after a match are expected to save, less what reading and asking takes beyond that share. A row is
+asked as long as its balance is positive; others start as long as their group's is, and else a small share of
+the time goes to one of them now and then. A prediction is free: it is always asked.
 
 Whatever is offered is compared with the tokens that follow, drafted or not: a sampled token equals the
 offered one as likely as a draft of it is accepted. So no round is spent on offers that do not pay.
@@ -22,23 +24,30 @@ from truedraft.engine.speculation.policy import Group, Plan
 
 # Python seconds of reading a token, and of asking once, about.
 READ_SECONDS, ASK_SECONDS = 5e-6, 5e-5
+# Share of its rounds that looking something up for a row may take, whatever it brings, and the rounds for
+# which a text is read.
+ASK_SHARE, ASK_ROUNDS = 0.01, 64
 # Tokens that all rows together read in a step, about ten milliseconds: a prompt may be long.
 MAX_READ = 2048
 # Balance that a row starts with, in tokens to read, and the most that one can have.
 START_BALANCE, MAX_BALANCE = 96, 1024
+# Decay per step of the sums that are reported, and what sources are called there.
+REPORT_DECAY = 0.98
+NAMES = {"ngram": "n-grams", "prediction": "predictions", "grammar": "grammars"}
 # Strengths of a match: the number of bits of its length, up to this one (16 tokens and more).
 MAX_STRENGTH = 5
 
 
 class Terms(NamedTuple):
     """What a draft from known text is measured by: the ``rate`` without it, in tokens per second; the seconds
-    of a round, ``usual``, and those that one of each length adds; and what a round adds that is ``alone`` in
-    its step."""
+    of a round, ``usual``, and those that one of each length adds; what a round adds that is ``alone`` in its
+    step; and the seconds of a step that asking for a row may take for nothing, ``free``."""
 
     rate: float
     usual: float
     seconds: list[float]
     alone: float
+    free: float
 
 
 def make_terms(costs: Costs, plan: Plan, longest: int, drafts: bool) -> Terms:
@@ -52,7 +61,14 @@ def make_terms(costs: Costs, plan: Plan, longest: int, drafts: bool) -> Terms:
         for length in range(longest + 1)
     ]
     rounds = costs.rounds_per_step(costs.model_seconds(plan.shape), num_rows)
-    return Terms(plan.rate, before, seconds, costs.overhead(num_rows) * (1 - 1 / rounds))
+    alone = costs.overhead(num_rows) * (1 - 1 / rounds)
+    return Terms(plan.rate, before, seconds, alone, free_seconds(costs, plan.shape))
+
+
+def free_seconds(costs: Costs, shape: Shape) -> float:
+    """What asking for a row may take in a step of rounds of ``shape``, whatever it brings."""
+    rounds = costs.rounds_per_step(costs.model_seconds(shape), shape.num_rows)
+    return ASK_SHARE * rounds * costs.seconds(shape) / shape.num_rows
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +93,11 @@ class RowLookup:
         self.length = len(self.sequence.token_ids)
         return (self.source.num_unread(self.sequence) + START_BALANCE) * READ_SECONDS
 
+    def costs_little(self, free: float) -> bool:
+        """Whether asking takes less in a step than is ``free``, with what is to be read first."""
+        num_unread = self.source.num_unread(self.sequence)
+        return ASK_SECONDS + READ_SECONDS * (1 + num_unread / ASK_ROUNDS) <= free
+
     def ask(self, limit: int, terms: Terms, model_tokens: float, is_fixed: bool) -> tuple[float, list[int]]:
         """What to draft instead of the draft model's ``model_tokens`` (expected to be accepted), and the
         seconds that this saves; nothing if it saves none."""
@@ -92,7 +113,7 @@ class RowLookup:
                 if (net := gain / terms.rate - terms.seconds[length]) > saved:
                     saved, best = net, length
         if not self.always:
-            self._settle(saved)
+            self._settle(saved, terms.free)
         return saved, token_ids[:best]
 
     def _table(self, strength: int) -> Acceptance:
@@ -101,10 +122,10 @@ class RowLookup:
             self._tables[strength] = Acceptance(group)
         return self._tables[strength]
 
-    def _settle(self, saved: float) -> None:
-        """Count what asking has saved and cost in this step."""
+    def _settle(self, saved: float, free: float) -> None:
+        """Count what asking has saved in this step, and cost beyond what is ``free``."""
         length = len(self.sequence.token_ids)
-        value = saved - ASK_SECONDS - READ_SECONDS * (length - self.length)
+        value = saved - max(0.0, ASK_SECONDS + READ_SECONDS * (length - self.length) - free)
         self.length = length
         self.balance = min(self.balance + value, MAX_BALANCE * READ_SECONDS)
         _charge(self.group, -value)
@@ -124,18 +145,61 @@ class RowLookup:
                 table.learn(len(equal), num_accepted)
 
 
-def start_if_it_pays(lookup: RowLookup) -> bool:
-    """Start what is idle if its group's balance allows it; whether it did."""
-    if lookup.group.lookup_balance <= 0:
+@dataclass(slots=True)
+class LookupReport:
+    """What looking up has come to lately, in decaying sums: rows that were asked, those that had something to
+    offer, tokens drafted of that and accepted."""
+
+    asked: float = 0.0
+    offered: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def add(self, asked: int, offered: int, drafted: int, accepted: int) -> None:
+        self.asked = REPORT_DECAY * self.asked + asked
+        self.offered = REPORT_DECAY * self.offered + offered
+        self.drafted = REPORT_DECAY * self.drafted + drafted
+        self.accepted = REPORT_DECAY * self.accepted + accepted
+
+    def is_on_and_why(self, lookups: Sequence[RowLookup], free: float) -> tuple[bool, str]:
+        """For the ``lookups`` of the last step: whether they draft, and what decides that, in a sentence."""
+        names = " and ".join(sorted({NAMES[lookup.source.name] for lookup in lookups}))
+        if not names:
+            return False, "off: no row may draft"
+        without = "off: no row drafts with a draft model, and"
+        if not any(lookup.is_asked for lookup in lookups):
+            return False, (
+                f"{without} looking up {names} takes {1000 * ASK_SECONDS:.2g} ms, more than the "
+                f"{1000 * free:.2g} ms that it may take for each row of a step where it brings nothing"
+            )
+        if self.offered < 0.01 * self.asked:
+            return False, f"{without} {names} find nothing: the texts do not repeat themselves"
+        if self.drafted < 0.01 * self.asked:
+            return False, (
+                f"{without} what {names} find in {self.offered / self.asked:.0%} of the steps would be "
+                "accepted too seldom to pay"
+            )
+        return True, (
+            f"on: {names} draft {self.drafted / self.asked:.2g} tokens for each row of a step, of which "
+            f"{self.accepted / self.drafted:.0%} are accepted"
+        )
+
+
+def start_if_it_pays(lookup: RowLookup, free: float) -> bool:
+    """Start what is idle if it costs little or its group's balance allows it; whether it did."""
+    if lookup.costs_little(free):
+        lookup.start()
+        return True
+    if lookup.group.lookup_balance <= 0 or lookup.retry_at > len(lookup.sequence.token_ids):
         return False
     _charge(lookup.group, lookup.start())
     return True
 
 
-def start_some(idle: Iterable[RowLookup], explorer: Explorer, now: float) -> None:
-    """At a replan: start all of a group that pays, and one now and then to explore."""
+def start_some(idle: Iterable[RowLookup], free: float, explorer: Explorer, now: float) -> None:
+    """At a replan: start all that cost little or whose group pays, and one now and then to explore."""
     for lookup in idle:
-        if lookup.retry_at > len(lookup.sequence.token_ids) or start_if_it_pays(lookup):
+        if start_if_it_pays(lookup, free) or lookup.retry_at > len(lookup.sequence.token_ids):
             continue
         if explorer.next([lookup.source.name], now) is not None:
             explorer.charge(lookup.source.name, lookup.start(), OPTION_SHARE, now)

@@ -15,8 +15,10 @@ from truedraft.engine.core.step import Round, ScheduledSequence, StepPlan, StepR
 from truedraft.engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
 from truedraft.engine.speculation.explore import Explorer
 from truedraft.engine.speculation.lookups import (
+    LookupReport,
     RowLookup,
     Terms,
+    free_seconds,
     make_terms,
     read_all,
     start_if_it_pays,
@@ -70,12 +72,14 @@ class SpeculationPlanner:
         self._terms: dict[object, Terms] = {}  # since the last replan
         self._terms_of = 0
         # Of the last choice: sequences that decode; rows that may draft; whether not all drafts are the
-        # policy's; whether some are known already; whether rows look something up; whether they neither do
-        # that nor draft; tokens to draft.
+        # policy's; whether some are known already; whether they neither look something up nor draft; what is
+        # looked up for which row; tokens to draft.
         self._decoding: list[Sequence] = []
         self._chosen: list[Row] = []
-        self._is_mixed = self._is_known = self._has_asked = self._is_idle = False
+        self._is_mixed = self._is_known = self._is_idle = False
+        self._asked: list[tuple[Row, RowLookup]] = []
         self._num_chosen = 0
+        self._lookup_report = LookupReport()
 
     @property
     def num_speculative_tokens(self) -> float:
@@ -85,20 +89,25 @@ class SpeculationPlanner:
         choices = dict.fromkeys(decoding, NO_DRAFT)
         if self._is_idle and decoding == self._decoding and not self.policy.is_due():
             return choices  # most steps while drafting is off: the long way would find the same
-        rows = [self._rows.get(sequence) or self._add(sequence) for sequence in decoding if sequence.sources]
+        num_rows = len(decoding)
+        rows = [
+            self._rows.get(sequence) or self._add(sequence, num_rows)
+            for sequence in decoding
+            if sequence.sources
+        ]
         self._decoding, self._chosen, self._num_chosen = decoding, rows, 0
-        self._is_mixed = self._is_known = self._has_asked = self._is_idle = False
+        self._is_mixed = self._is_known = self._is_idle = False
+        self._asked = []
         self.max_rounds = MAX_ROUNDS
         if not rows:
             self._learn_all()  # nothing is kept of sequences that have ended
             return choices
-        num_rows = len(decoding)
         self.costs.stored_per_row = sum([len(sequence.token_ids) for sequence in decoding]) / num_rows
         drafting = {row.sequence: row.group for row in rows if row.uses_model and not row.fixed_length}
         if self.policy.is_due():
             self._learn_all()
             idle = [lookup for row in rows for lookup in row.lookups if not lookup.is_asked]
-            start_some(idle, self._explorer, self._now)
+            start_some(idle, self._free_seconds(num_rows), self._explorer, self._now)
         plan = self.policy.choose(
             num_rows, drafting, lambda: [self._num_missing(sequence) for sequence in drafting]
         )
@@ -109,9 +118,10 @@ class SpeculationPlanner:
             if row.fixed_length and row.uses_model:
                 choices[row.sequence] = self._choice(row.sequence, row.fixed_length)
                 self._is_mixed = True
-        asked = [(row, lookup) for row in rows for lookup in row.lookups if self._is_asked(lookup)]
+        self._asked = asked = [
+            (row, lookup) for row in rows for lookup in row.lookups if self._is_asked(lookup)
+        ]
         if asked:
-            self._has_asked = True
             self._look_up(asked, plan, choices)
         self._num_chosen = sum([choice.num_tokens for choice in choices.values()])
         if self._is_known or self.costs.step_seconds == 0:
@@ -124,7 +134,7 @@ class SpeculationPlanner:
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
         if not (sequence.fixed_draft_length and "draft_model" in sequence.sources):
             return NO_DRAFT
-        row = self._rows.get(sequence) or self._add(sequence)
+        row = self._rows.get(sequence) or self._add(sequence, 1 + len(self._decoding))
         return self._choice(sequence, row.fixed_length)
 
     def prefills_draft(self, sequence: Sequence) -> bool:
@@ -134,7 +144,11 @@ class SpeculationPlanner:
         if sequence in self._rows:
             self._ended.append(sequence)  # its last verdicts are still to be learned
 
-    def _add(self, sequence: Sequence) -> Row:
+    def _free_seconds(self, num_rows: int) -> float:
+        """What asking for a row may take in a step without drafts."""
+        return free_seconds(self.costs, Shape(num_rows, 0))
+
+    def _add(self, sequence: Sequence, num_rows: int) -> Row:
         temperature = 0.0 if sequence.greedy else sequence.params.temperature
         name = "greedy" if temperature == 0 else "up to 0.8" if temperature <= 0.8 else "above 0.8"
         if temperature and sequence.verification == "coupled":
@@ -149,7 +163,7 @@ class SpeculationPlanner:
                 always = not source.reads or (length > 0 and len(sequence.sources) == 1)
                 row.lookups.append(lookup := RowLookup(sequence, group, source, always, is_asked=always))
                 if not always:
-                    start_if_it_pays(lookup)
+                    start_if_it_pays(lookup, self._free_seconds(num_rows))
         return row
 
     def _choice(self, sequence: Sequence, length: int) -> DraftChoice:
@@ -233,7 +247,7 @@ class SpeculationPlanner:
         rounds, rows = result.rounds, plan.rows
         if not self._chosen or not rounds:
             return
-        if self._has_asked:
+        if self._asked:
             self._judge(rows, rounds)
         is_timed = plan.is_decode_only and len(rows) == len(self._decoding)
         assert self.policy.best is not None
@@ -292,11 +306,17 @@ class SpeculationPlanner:
 
     def _judge(self, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
         """Verdicts on what look-ups have offered."""
+        offered = drafted = accepted = 0
         for place, part in enumerate(rows):
             row = self._rows.get(part.sequence)
             for lookup in row.lookups if row is not None else ():
                 if lookup.pending is not None:
                     lookup.judge([token_id for one in rounds for token_id in one.emitted[place]])
+                    offered += 1
+            if part.draft_ids:
+                drafted += rounds[0].num_drafted[place]
+                accepted += rounds[0].num_accepted[place]
+        self._lookup_report.add(len(self._asked), offered, drafted, accepted)
 
     def state(self) -> dict[str, object]:
         self._learn_all()
@@ -304,6 +324,13 @@ class SpeculationPlanner:
         for group in self._groups.values():
             for (source, strength), acceptance in sorted(group.lookups.items()):
                 sources[f"{source} after {1 << strength >> 1} tokens, {group.name}"] = acceptance
-        state = {"policy": "auto", **self.policy.state()} if self.costs.is_calibrated else {"policy": "fixed"}
+        state: dict[str, object] = {"policy": "fixed"}
+        if self.costs.is_calibrated:
+            state = {"policy": "auto", **self.policy.state()}
+            best = self.policy.best
+            if best is not None and not best.groups:
+                lookups = [lookup for row in self._chosen for lookup in row.lookups]
+                free = self._free_seconds(best.plain.shape.num_rows)
+                state["on"], state["why"] = self._lookup_report.is_on_and_why(lookups, free)
         rates = {name: acceptance.state() for name, acceptance in sources.items()}
         return {**state, "sources": {name: known for name, known in rates.items() if known}}

@@ -317,7 +317,7 @@ class Policy:
 
 
 def why(best: Best) -> str:
-    """What drafting is expected to bring, in a sentence."""
+    """Says in a sentence what drafting with the draft model is expected to bring."""
     plan = best.active if best.active.length else best.drafting
     if plan is best.plain:
         return "off: no row drafts with the draft model"

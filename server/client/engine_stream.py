@@ -20,8 +20,7 @@ class EngineStream:
     Ends when every sequence has finished or was stopped.
     """
 
-    def __init__(self, requests: Sequence[Generate], abort: AbortSequence, key: str = "") -> None:
-        self.key = key  # the API key that it counts for; empty without keys
+    def __init__(self, requests: Sequence[Generate], abort: AbortSequence) -> None:
         self._by_id = {request.request_id: request for request in requests}
         self.has_output = False
         self.num_submissions = 1

@@ -10,7 +10,7 @@ from typing import Self
 
 from truedraft.engine.messages import Generate, TokenOutput
 from truedraft.server.client.engine_stream import EngineStream
-from truedraft.server.errors import ApiError, QueueFullError, TooManyRequestsError
+from truedraft.server.errors import ApiError, QueueFullError
 from truedraft.server.settings import RequestSettings
 
 # How many workers may die with a request before it is answered with an error.
@@ -23,11 +23,10 @@ class QueueLimits:
 
     max_queued_sequences: int = 256
     max_queued_tokens: int | None = None
-    max_concurrent_per_key: int | None = None
 
     @classmethod
     def of(cls, settings: RequestSettings) -> Self:
-        return cls(settings.max_queued_sequences, settings.max_queued_tokens, settings.max_concurrent_per_key)
+        return cls(settings.max_queued_sequences, settings.max_queued_tokens)
 
 
 class FairShare:
@@ -83,8 +82,8 @@ class OpenRequests:
         """HTTP requests without a token."""
         return sum(not stream.has_output for stream in set(self._streams.values()))
 
-    def check_room(self, num_sequences: int, num_tokens: int, key: str) -> None:
-        """``QueueFullError`` or ``TooManyRequestsError`` if a request of this size may not wait.
+    def check_room(self, num_sequences: int, num_tokens: int) -> None:
+        """``QueueFullError`` if a request of this size may not wait.
 
         ``num_tokens`` is 0 as long as the prompts are not tokenized: a full queue needs no prompt to be
         refused.
@@ -101,16 +100,6 @@ class OpenRequests:
                 f"{tokens} prompt tokens are waiting; with the {num_tokens} of this request there would be "
                 f"more than {limit} (max_queued_tokens). Try again later."
             )
-        allowed = limits.max_concurrent_per_key
-        if allowed is not None and key and self.num_open(key) >= allowed:
-            raise TooManyRequestsError(
-                f"This API key has {allowed} requests open, which is the most (max_concurrent_per_key). "
-                "Try again when one has ended."
-            )
-
-    def num_open(self, key: str) -> int:
-        """HTTP requests of this key."""
-        return Counter(stream.key for stream in set(self._streams.values()))[key]
 
     def priority(self, request: Generate, key: str) -> int:
         """The tag of the key's line; 0 without keys, so that requests go first come, first served."""

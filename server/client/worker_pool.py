@@ -101,17 +101,17 @@ class WorkerPool:
     def abandon(self) -> None:
         self._requests.fail_all(ShuttingDownError("The server is shutting down."))
 
-    def check_room(self, num_sequences: int, num_tokens: int = 0, key: str = "") -> None:
-        self._requests.check_room(num_sequences, num_tokens, key)
+    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
+        self._requests.check_room(num_sequences, num_tokens)
 
     def submit(self, requests: Sequence[Generate], key: str = "") -> EngineStream:
         state = self.state
         if state.status != "ready":
             raise NotReadyError(state.reason)
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self.check_room(sum(request.n for request in requests), num_tokens, key)
+        self.check_room(sum(request.n for request in requests), num_tokens)
         requests = [self._in_line(request, key) for request in requests]
-        stream = EngineStream(requests, self._abort, key)
+        stream = EngineStream(requests, self._abort)
         try:
             for request in requests:
                 self._requests.add(request, stream)

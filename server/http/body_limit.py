@@ -1,50 +1,115 @@
 """Refuses request bodies over a size, before they are in memory, and clients that stop sending one.
 
-FastAPI's own limit answers in plain text, which OpenAI clients cannot read. Installed by ``server.app``.
+It also bounds what all open requests hold together, and how many of them one API key has, from the first
+byte to the end of the answer. FastAPI's own limit answers in plain text, which OpenAI clients cannot read.
+Installed by ``server.app``.
 """
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 
+from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from truedraft.server.errors import QueueFullError, TooManyRequestsError
+from truedraft.server.http.auth import api_key_of
+from truedraft.server.settings import RequestSettings
 
 # Of a declared length that are read; Python refuses to read thousands of them.
 MAX_DIGITS = 18
 
 
 class BodyLimitMiddleware:
-    def __init__(self, app: ASGIApp, max_body_size: int, timeout: float) -> None:
+    def __init__(self, app: ASGIApp, settings: RequestSettings, count_error: Callable[[str], None]) -> None:
         self._app = app
-        self._max_body_size = max_body_size
-        self._timeout = timeout
+        self._max_body_size = settings.max_body_size
+        self._timeout = settings.body_timeout
+        self._count_error = count_error
+        self._held = HeldBodies(settings.max_held_bodies)
+        self._max_concurrent = settings.max_concurrent_per_key
+        self._num_open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        key = api_key_of(scope)
+        if key and self._max_concurrent is not None and self._num_open[key] >= self._max_concurrent:
+            error = TooManyRequestsError(
+                f"This API key has {self._max_concurrent} requests open, which is the most "
+                "(max_concurrent_per_key). Try again when one has ended."
+            )
+            self._count_error(error.code or error.type)
+            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send)
+            return
+        body = _Body(receive, scope, self._max_body_size, self._timeout, self._held, key)
+        self._num_open[key] += 1
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            self._num_open[key] -= 1
+            self._held.let_go(body.received, key)
+
+
+class HeldBodies:
+    """Bytes of all of them. A key may have its even share of the limit whatever the others have."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def hold(self, num_bytes: int, key: str) -> None:
+        """``QueueFullError`` if there is no room for them."""
+        own, others = self._held[key], self.num_bytes - self._held[key]
+        num_keys = len(+self._held) + (not own)
+        is_full = self.num_bytes + num_bytes > self._limit
+        if own + others and is_full and (own + num_bytes) * num_keys > self._limit:
+            raise QueueFullError(
+                f"The bodies of open requests have {self.num_bytes} bytes; with this one there would be more "
+                f"than {self._limit} (max_held_bodies). Try again later."
+            )
+        self._held[key] += num_bytes
+        self.num_bytes += num_bytes
+
+    def let_go(self, num_bytes: int, key: str) -> None:
+        self._held[key] -= num_bytes
+        self.num_bytes -= num_bytes
+
+
+class _Body:
+    """One request's. The route that reads it gets the errors, and the error handlers write the answer."""
+
+    def __init__(
+        self, receive: Receive, scope: Scope, max_size: int, timeout: float, held: HeldBodies, key: str
+    ) -> None:
+        self._receive = receive
+        self._max_size = max_size
+        self._deadline = asyncio.get_running_loop().time() + timeout
+        self._held = held
+        self._key = key
+        self._is_complete = False
         declared = Headers(scope=scope).get("content-length", "")
-        received = int(declared[:MAX_DIGITS]) if declared.isdecimal() else 0
+        self._declared = int(declared[:MAX_DIGITS]) if declared.isdecimal() else 0
+        self.received = 0
 
-        loop = asyncio.get_running_loop()
-        deadline, is_complete = loop.time() + self._timeout, False
-
-        async def limited_receive() -> Message:
-            """The route that reads the body gets the error, and the error handlers write the answer."""
-            nonlocal received, is_complete
-            if received > self._max_body_size:
+    async def receive(self) -> Message:
+        if self._declared > self._max_size:
+            raise HTTPException(413)
+        if self._is_complete:
+            return await self._receive()  # waits for the client to leave
+        try:
+            seconds = self._deadline - asyncio.get_running_loop().time()
+            message = await asyncio.wait_for(self._receive(), seconds)
+        except TimeoutError:
+            raise HTTPException(408, headers={"connection": "close"}) from None
+        self._is_complete = not message.get("more_body", False)
+        if message["type"] == "http.request" and (size := len(message.get("body", b""))):
+            if self.received + size > self._max_size:
                 raise HTTPException(413)
-            if is_complete:
-                return await receive()  # waits for the client to leave
-            try:
-                message = await asyncio.wait_for(receive(), deadline - loop.time())
-            except TimeoutError:
-                raise HTTPException(408, headers={"connection": "close"}) from None
-            is_complete = not message.get("more_body", False)
-            if not declared and message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > self._max_body_size:
-                    raise HTTPException(413)
-            return message
-
-        await self._app(scope, limited_receive, send)
+            self._held.hold(size, self._key)
+            self.received += size
+        return message

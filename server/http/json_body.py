@@ -19,7 +19,8 @@ MAX_VALUES = 2_000_000
 MAX_CONTAINERS = 100_000
 
 # A string as a whole, or a character that begins a list, an object, a value of an object or a further value.
-STRUCTURE = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[{:,]', re.DOTALL)
+# A string without an end reaches to the body's: the scan never starts again inside one, so it is linear.
+STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[{:,]', re.DOTALL)
 
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -3,9 +3,8 @@
 What a body holds is the schemas' business; whether its fields are served is ``server.parameters``'.
 """
 
-import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -16,12 +15,7 @@ from starlette.requests import ClientDisconnect
 from truedraft.server.errors import ClientDisconnectedError, UnsupportedMediaTypeError
 from truedraft.server.http.error_handlers import invalid_body
 from truedraft.server.http.json_body import parse_json
-
-# Bytes of a body up to which work on it is done at once: a trip to another thread would take longer.
-SHORT_BODY = 2048
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from truedraft.server.http.work import in_thread_if_long, start_clock
 
 
 class JsonRequest(Request):
@@ -54,18 +48,12 @@ class JsonRoute(APIRoute):
                 content = await request.body()
             except ClientDisconnect as error:
                 raise ClientDisconnectedError("The client closed the connection.") from error
+            start_clock(request)
             if content:  # FastAPI says what an empty body lacks
                 request.parsed = await in_thread_if_long(request, read, content)
             return await handle(request)
 
         return read_and_handle
-
-
-async def in_thread_if_long(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Work on the event loop or, for a long body, beside it, so that other requests go on meanwhile."""
-    if len(await request.body()) <= SHORT_BODY:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def _require_json(request: Request) -> None:

@@ -88,7 +88,7 @@ async function watchServer() {
   let text = state.status === "ready" ? "Ready" : `${state.status}: ${state.reason}`;
   if (state.status === "ready") {
     const version = await getJson("version").catch(() => null);
-    if (version) text = `${version.model} · ${version.draft ? `${version.draft} drafts for ${version.target}` : version.target} · ${version.device}, ${version.dtype}`;
+    if (version) text = `${version.model} · ${version.draft ? `${version.draft} drafts for ${version.target}` : version.target} · ${[version.device, version.dtype, version.forward].filter(Boolean).join(", ")}`;
     if (!byId("model").length) listModels();
   }
   byId("server-text").textContent = visible(text);

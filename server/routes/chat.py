@@ -7,8 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
-from truedraft.server.http.json_route import JsonRoute, in_thread_if_long
+from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
+from truedraft.server.http.work import in_thread_if_long
 from truedraft.server.routes.checks import check_request
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.submit import start_chat

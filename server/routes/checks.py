@@ -7,10 +7,14 @@ from truedraft.engine.messages import Ready
 from truedraft.server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
 from truedraft.server.leniency import Leniency
 from truedraft.server.parameters import check_parameters
-from truedraft.server.sampling_params import longest_prompt
+from truedraft.server.sampling_params import longest_prompt, longest_request
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
 from truedraft.server.services import Services
 from truedraft.server.text.prompt import PromptLimits
+
+# See ``max_prompt_characters``.
+CHARACTERS_PER_TOKEN = 8
+LEAST_CHARACTERS, MOST_CHARACTERS = 500_000, 4_000_000
 
 
 def check_request(body: SamplingRequest, services: Services) -> Leniency:
@@ -41,7 +45,7 @@ def check_model(name: str, services: Services) -> None:
         )
 
 
-def check_room(body: SamplingRequest, num_prompts: int, services: Services, key: str) -> None:
+def check_room(body: SamplingRequest, num_prompts: int, services: Services) -> None:
     """What can be refused before the prompts are tokenized: too many choices, or a full queue."""
     num_choices, most = num_prompts * choices_per_prompt(body), services.settings.max_choices
     if num_choices > most:
@@ -50,7 +54,7 @@ def check_room(body: SamplingRequest, num_prompts: int, services: Services, key:
             "(max_choices).",
             param="n",
         )
-    services.engine.check_room(num_choices, key=key)
+    services.engine.check_room(num_choices)
 
 
 def choices_per_prompt(body: SamplingRequest) -> int:
@@ -60,4 +64,11 @@ def choices_per_prompt(body: SamplingRequest) -> int:
 
 def prompt_limits(services: Services, worker: Ready) -> PromptLimits:
     max_tokens, context = longest_prompt(worker)
-    return PromptLimits(services.settings.max_prompt_characters, max_tokens, context, worker.vocab_size)
+    most = services.settings.max_prompt_characters or max_prompt_characters(worker)
+    return PromptLimits(most, max_tokens, context, worker.vocab_size)
+
+
+def max_prompt_characters(worker: Ready) -> int:
+    """The default of the setting: more text than fits, unless nearly all of it is blank."""
+    by_context = CHARACTERS_PER_TOKEN * longest_request(worker)
+    return max(LEAST_CHARACTERS, min(by_context, MOST_CHARACTERS))

@@ -1,7 +1,7 @@
 """``POST /v1/completions``: check, tokenize, submit, answer."""
 
-import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request
@@ -9,8 +9,9 @@ from fastapi.responses import Response
 
 from truedraft.engine.messages import TokenLogprob
 from truedraft.server.http.auth import api_key_of
-from truedraft.server.http.json_route import JsonRoute, in_thread_if_long
+from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
+from truedraft.server.http.work import in_thread_if_long, while_wanted
 from truedraft.server.routes.checks import check_request, check_room, prompt_limits
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.submit import start_generation
@@ -41,13 +42,16 @@ async def create_completion(
     """Continue one or several prompts, given as text or token ids."""
     leniency = await in_thread_if_long(request, check_request, body, services)
     model, key = services.model(), api_key_of(request.scope)
-    check_room(body, num_prompts(body), services, key)
+    check_room(body, num_prompts(body), services)
     limits = prompt_limits(services, model.worker)
     prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
-    grammar = await structured_grammar(body, model.tokenizer, services.grammar_checks, leniency)
+    checking = structured_grammar(
+        body, model.tokenizer, services.grammar_checks, leniency, key=key, run=services.work.run
+    )
+    grammar = await while_wanted(request, checking)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
     context = start_generation(
-        "completions", body, prompts, model, services, key, leniency, prediction, grammar
+        "completions", body, prompts, model, services, request, leniency, prediction, grammar
     )
     return await respond(request, context, CompletionWriter(context, body))
 
@@ -72,7 +76,8 @@ class CompletionWriter(ChunkWriter):
             seen.add(delta.index)
             if is_first and self._echo and self._num_top_logprobs is not None:
                 # The prompt may be long, and all of its log-probabilities are in this chunk.
-                choice = await asyncio.to_thread(self._chunk_choice, delta, is_first)
+                job, write = context.generation.job, partial(self._chunk_choice, delta, is_first)
+                choice = await context.services.work.run(job.answer_weight, job.key, write, may_refuse=False)
             else:
                 choice = self._chunk_choice(delta, is_first)
             if choice.text or choice.token_ids or choice.origins or choice.finish_reason:

@@ -62,8 +62,8 @@ async def version(services: ServicesDep) -> Version:
         draft=public_name(settings.draft) if settings.draft else None,
         device=worker.device if worker else None,
         dtype=worker.dtype if worker else None,
+        forward=worker.forward if worker else None,
         weights=worker.weights if worker else None,
-        kernels=worker.kernels if worker else None,
         system_fingerprint=services.fingerprint(worker) if worker else None,
     )
 

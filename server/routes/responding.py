@@ -12,16 +12,12 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from truedraft.server.errors import (
-    ApiError,
-    ClientDisconnectedError,
-    code_of,
-    internal_error,
-)
+from truedraft.server.errors import ApiError, code_of, internal_error
 from truedraft.server.generation import Generation
 from truedraft.server.http.large_json import write_json
 from truedraft.server.http.request_id import request_id_of
 from truedraft.server.http.sse import EventStreamResponse
+from truedraft.server.http.work import while_connected
 from truedraft.server.services import get_services
 from truedraft.server.text.choice import FinishedChoice
 
@@ -55,11 +51,15 @@ async def respond_whole(
     request: Request, generation: Generation, writer: AnswerWriter, headers: dict[str, str]
 ) -> Response:
     try:
-        choices = await until_disconnect(request, generation.collect())
+        choices = await while_connected(request, generation.collect())
     finally:
         generation.close()
     if generation.job.may_be_large:
-        answer = await asyncio.to_thread(lambda: write_json(writer.whole(choices)))
+        work, job = get_services(request).work, generation.job
+        writing = work.run(
+            job.answer_weight, job.key, lambda: write_json(writer.whole(choices)), may_refuse=False
+        )
+        answer = await while_connected(request, writing)
     else:
         answer = writer.whole(choices).model_dump_json().encode()
     return Response(answer, headers=headers, media_type="application/json")
@@ -78,7 +78,7 @@ async def respond_stream(
 
     try:
         # Bounded: after a while a proxy needs to see something.
-        await until_disconnect(request, asyncio.wait({first}, timeout=PING_SECONDS))
+        await while_connected(request, asyncio.wait({first}, timeout=PING_SECONDS))
         if first.done():
             first.result()
     except BaseException:
@@ -87,25 +87,6 @@ async def respond_stream(
     count_error = get_services(request).metrics.count_error
     stream = _until_done(first, events, writer, request_id_of(request.scope), count_error)
     return EventStreamResponse(stream, close, headers, ping_seconds=PING_SECONDS)
-
-
-async def until_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """Await ``work``, but give it up when the client closes the connection."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnectedError("The client closed the connection.")
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _until_done(

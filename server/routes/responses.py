@@ -8,9 +8,10 @@ from fastapi import APIRouter, Body, Request
 from fastapi.responses import Response
 
 from truedraft.server.errors import ApiError
-from truedraft.server.http.json_route import JsonRoute, in_thread_if_long
+from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
 from truedraft.server.http.sse import typed_event
+from truedraft.server.http.work import in_thread_if_long
 from truedraft.server.routes.checks import check_request
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.response_items import Event, OutputItems

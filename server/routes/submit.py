@@ -9,7 +9,7 @@ from msgspec import structs
 
 from truedraft.server.generation import Generation, Job
 from truedraft.server.http.auth import api_key_of
-from truedraft.server.http.json_route import in_thread_if_long
+from truedraft.server.http.work import in_thread, in_thread_if_long, seconds_left, while_wanted
 from truedraft.server.leniency import Leniency
 from truedraft.server.routes.checks import check_room, choices_per_prompt, prompt_limits
 from truedraft.server.routes.context import GenerationContext
@@ -38,18 +38,26 @@ async def start_chat(
 ) -> GenerationContext:
     """Of messages, which the chat template writes out; what is cheap to refuse is refused first."""
     model, key = services.model(), api_key_of(request.scope)
-    check_room(body, 1, services, key)
+    check_room(body, 1, services)
     limits = prompt_limits(services, model.worker)
     tools = await in_thread_if_long(request, tool_use, body, model.tokenizer, leniency)
-    prompt = await in_thread_if_long(request, chat_prompt, body, model.tokenizer, limits, leniency)
+    prompt = await in_thread(request, chat_prompt, body, model.tokenizer, limits, leniency)
     reasoning = find_reasoning(model.tokenizer, prompt)
-    grammar = await structured_grammar(
-        body, model.tokenizer, services.grammar_checks, leniency, tools, reasoning
+    checking = structured_grammar(
+        body,
+        model.tokenizer,
+        services.grammar_checks,
+        leniency,
+        tools,
+        reasoning,
+        key=key,
+        run=services.work.run,
     )
+    grammar = await while_wanted(request, checking)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
     message = message_format(tools, reasoning)
     return start_generation(
-        endpoint, body, [prompt], model, services, key, leniency, prediction, grammar, message
+        endpoint, body, [prompt], model, services, request, leniency, prediction, grammar, message
     )
 
 
@@ -59,13 +67,13 @@ def start_generation(
     prompts: list[TokenPrompt],
     model: Model,
     services: Services,
-    key: str,
+    request: Request,
     leniency: Leniency,
     prediction: list[int] | None = None,
     grammar: Grammar = NO_GRAMMAR,
     message: MessageFormat | None = None,
 ) -> GenerationContext:
-    settings, n = services.settings, choices_per_prompt(body)
+    settings, n, key = services.settings, choices_per_prompt(body), api_key_of(request.scope)
     check_prediction(prediction, model.worker)
     longest = max(len(prompt.token_ids) for prompt in prompts)
     params = build_sampling_params(
@@ -93,7 +101,7 @@ def start_generation(
         report_trace=body.speculation is not None and body.speculation.trace,
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)
-    generation.start(settings.request_timeout)
+    generation.start(seconds_left(request.scope), settings.request_timeout)
     return GenerationContext(body, generation, model, services, leniency, created=int(time.time()))
 
 

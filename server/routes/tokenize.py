@@ -1,14 +1,14 @@
 """``POST /tokenize`` and ``POST /detokenize``: what the model's tokenizer makes of a prompt, and back."""
 
-import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Response
+from fastapi import APIRouter, Body, Request, Response
 
 from truedraft.server.errors import InvalidRequestError
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.large_json import write_json
 from truedraft.server.http.openapi import BODY_ERRORS
+from truedraft.server.http.work import in_thread
 from truedraft.server.leniency import Leniency
 from truedraft.server.parameters import check_parameters
 from truedraft.server.routes.checks import check_model, prompt_limits
@@ -41,16 +41,18 @@ router = APIRouter(tags=["tokenize"], route_class=JsonRoute)
     responses=BODY_ERRORS,
 )
 async def tokenize(
-    body: Annotated[TokenizeRequest, Body(openapi_examples=TOKENIZE)], services: ServicesDep
+    body: Annotated[TokenizeRequest, Body(openapi_examples=TOKENIZE)],
+    request: Request,
+    services: ServicesDep,
 ) -> Response:
     """The token ids that completions or chats would give to the model."""
     if body.model is not None:
         check_model(body.model, services)
     _check_forms(body)
     leniency = Leniency(strict=services.settings.strict_fields)
-    await asyncio.to_thread(check_parameters, body, leniency)
+    await in_thread(request, check_parameters, body, leniency)
     model = services.model()
-    answer = await asyncio.to_thread(_answer, body, model, services, leniency)
+    answer = await in_thread(request, _answer, body, model, services, leniency)
     return Response(answer, headers=leniency.headers(), media_type="application/json")
 
 
@@ -58,7 +60,9 @@ async def tokenize(
     "/detokenize", summary="Token ids to text", response_model=DetokenizeAnswer, responses=BODY_ERRORS
 )
 async def detokenize(
-    body: Annotated[DetokenizeRequest, Body(openapi_examples=DETOKENIZE)], services: ServicesDep
+    body: Annotated[DetokenizeRequest, Body(openapi_examples=DETOKENIZE)],
+    request: Request,
+    services: ServicesDep,
 ) -> Response:
     """The text of token ids, special tokens included."""
     if body.model is not None:
@@ -73,7 +77,7 @@ async def detokenize(
             DetokenizeAnswer(prompt=model.tokenizer.decode(body.tokens, skip_special_tokens=False))
         )
 
-    content = await asyncio.to_thread(decode)
+    content = await in_thread(request, decode)
     return Response(content, headers=leniency.headers(), media_type="application/json")
 
 

@@ -43,7 +43,10 @@ class Version(BaseModel):
     weights: list[str] | None = Field(
         description="Types that the target's weights are kept in, most of them first."
     )
-    kernels: str | None = Field(description="What computes the target's layers.")
+    forward: str | None = Field(
+        description="What computes the target's layers: fused layers in C, Triton or torch, or transformers' "
+        "layers, which are slower."
+    )
     system_fingerprint: str | None = Field(description="As in the answers.")
 
 

@@ -3,8 +3,8 @@
 The worker compiles it again, and finds out which tokens may come next. Called by the routes.
 """
 
-import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
@@ -32,6 +32,12 @@ from truedraft.server.text.tools import Reasoning, ToolUse
 # Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
 # overrides it.
 JSON_OPTIONS = {"whitespace_flexible": False}
+
+
+# Memory that reading a schema of the largest size may take.
+READING_BYTES = 64 << 20
+
+RunInThread = Callable[[int, str, Callable[[], str]], Awaitable[str]]
 
 
 class Wanted(NamedTuple):
@@ -66,8 +72,13 @@ async def structured_grammar(
     leniency: Leniency,
     tools: ToolUse | None = None,
     reasoning: Reasoning | None = None,
+    *,
+    key: str = "",
+    run: RunInThread,
 ) -> Grammar:
     """What the request's text must match, tool calls included and reasoning excepted.
+
+    ``run`` is given the weight of what is to be done in a thread, and the API ``key`` that it is for.
 
     Raises ``InvalidRequestError`` with the reason if there is no such text or it cannot be found out within
     the limits. What is not strict is made looser before that.
@@ -90,16 +101,18 @@ async def structured_grammar(
     async def error_alone(function: FunctionDefinition) -> str:
         assert tools is not None
         try:
-            return await checks.error_of(await asyncio.to_thread(tools.grammar_of, function), tokenizer)
+            return await checks.error_of(
+                await run(READING_BYTES, key, lambda: tools.grammar_of(function)), tokenizer, key
+            )
         except ValueError as error:
             return str(error)
 
     async def checked(*, patterns: bool = True) -> Grammar:
         reader = _Reader(asked, checks.max_size, leniency, tools, patterns=patterns)
-        text, after = await asyncio.to_thread(on_deep_stack, reader.read), list[int]()
+        text, after = await run(READING_BYTES, key, lambda: on_deep_stack(reader.read)), list[int]()
         if reasoning is not None:
             text, after = reasoning.before(text, has_header=tools is not None)
-        if error := await checks.error_of(text, tokenizer):
+        if error := await checks.error_of(text, tokenizer, key):
             raise ValueError(error)
         return Grammar(text, after)
 

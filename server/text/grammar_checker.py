@@ -3,83 +3,145 @@
 
 A grammar of a few hundred characters can take minutes and all memory, in machine code which cannot be
 interrupted. So each is compiled in a process of its own, a fork of this one, which has the tokenizer already.
-Lines of JSON come in: the tokenizer first, then checks; a line with the outcome of each goes out.
+Lines of JSON come in: the tokenizer first, then checks, and which of them nobody waits for any more. Lines
+go out: one when the tokenizer is there, one when a check has begun, and one with its outcome. ``lost`` is
+that of a check whose process could not be started or was killed by somebody else.
 """
 
 import json
 import os
-import resource
+import select
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
 from llguidance import LLTokenizer
 
 from truedraft.engine.deep_stack import STACK_BYTES
 from truedraft.engine.grammar_compiler import GrammarError, compile_grammar
+from truedraft.server.text.helper_process import limit_memory
 
-# Bytes of an error. Written as JSON it must fit into a pipe at once, as others write there too.
+# Characters of an error. Written as JSON it must fit into a pipe at once, as others write there too.
 MAX_ERROR = 600
-OUT = 1
+IN, OUT = 0, 1
 
 
 def main() -> int:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing to wait for
     os.nice(5)
+    # Wakes ``select`` whenever a process has ended, also if that was a moment before it began to wait.
+    woken, waking = os.pipe()
+    for end in (woken, waking):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    lines = Lines()
     try:
-        tokenizer = LLTokenizer(**json.loads(sys.stdin.buffer.readline()))
+        tokenizer = LLTokenizer(**json.loads(lines.first()))
     except ValueError as error:
-        for line in sys.stdin.buffer:
-            reason = f"the model's tokenizer cannot be used for grammars: {error}"
-            answer(json.loads(line)["number"], reason[:MAX_ERROR])
+        say(ready=True)
+        while arrived := lines.read():
+            for line in arrived:
+                reason = f"the model's tokenizer cannot be used for grammars: {error}"
+                say(number=json.loads(line)["number"], error=reason[:MAX_ERROR])
         return 0
-    for line in sys.stdin.buffer:
-        if os.fork() == 0:
-            watch(tokenizer, **json.loads(line))
-            os._exit(0)
-    return 0
+    checks = Checks(tokenizer)
+    say(ready=True)
+    while True:
+        readable, _, _ = select.select([IN, woken], [], [])
+        if woken in readable:
+            os.read(woken, 4096)
+            checks.reap()
+        if IN in readable:
+            arrived = lines.read()
+            if not arrived:
+                return 0
+            for line in arrived:
+                checks.take(json.loads(line))
 
 
-def answer(number: int, error: str) -> None:
-    os.write(OUT, json.dumps({"number": number, "error": error}).encode() + b"\n")
+class Lines:
+    """Of standard input; ``read`` returns those that are complete, nothing at its end."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def read(self) -> list[bytes]:
+        while data := os.read(IN, 1 << 20):
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if lines:
+                return lines
+        return []
+
+    def first(self) -> bytes:
+        """Nothing follows it before it is answered."""
+        return (self.read() or [b""])[0]
 
 
-def watch(tokenizer: LLTokenizer, number: int, grammar: str, seconds: float, memory: int) -> None:
-    """Have the grammar compiled, and say what came of it, even if that is the end of a process."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
+def say(**message: Any) -> None:
+    os.write(OUT, json.dumps(message).encode() + b"\n")
+
+
+class Checks:
+    """Those that are under way, by the process of each."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._running: dict[int, dict[str, Any]] = {}
+
+    def take(self, check: dict[str, Any]) -> None:
+        """Begin a check, or end one."""
+        if "grammar" not in check:
+            for process, other in self._running.items():
+                if other["number"] == check["number"]:
+                    os.kill(process, signal.SIGKILL)
+            return
         try:
-            os.write(writing, attempt(tokenizer, grammar, seconds, memory).encode()[:MAX_ERROR])
-        except BaseException:  # such as a panic of the parser's
-            os._exit(1)
-        os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        error = pipe.read().decode(errors="replace")
-    _, status = os.waitpid(child, 0)
+            process = os.fork()
+        except OSError as error:
+            say(number=check["number"], lost=str(error))
+            return
+        if process == 0:
+            compile_and_exit(self._tokenizer, **check)
+        self._running[process] = check
+        say(number=check["number"], begun=True)
+
+    def reap(self) -> None:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if (check := self._running.pop(ended[0], None)) is not None:
+                    report(ended[1], **check)
+
+
+def report(status: int, number: int, grammar: str, seconds: float, memory: int) -> None:
+    """What came of a check's process, unless it has said so itself."""
+    if status == 0:
+        return
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-        error = f"it takes more than {seconds:g} seconds (grammar_timeout)"
-    elif status != 0:
-        error = f"it takes more than {memory >> 20} MiB of memory (grammar_memory)"
-    answer(number, error)
+        say(number=number, error=f"it takes more than {seconds:g} seconds (grammar_timeout)")
+    elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        say(number=number, lost="its process was killed")
+    else:  # such as a panic of the parser's
+        say(number=number, error=f"it takes more than {memory >> 20} MiB of memory (grammar_memory)")
 
 
-def attempt(tokenizer: LLTokenizer, grammar: str, seconds: float, memory: int) -> str:
-    """What is wrong with it, if anything. The process ends where it takes more than it may."""
-    with suppress(ValueError, OSError):  # a system that has no such limit, or a lower one
-        # Of address space, beside what is there; the deep stack takes it without using it.
-        before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (before + STACK_BYTES + memory,) * 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_PROF, max(seconds, 1e-6))  # 0 would be no limit
+def compile_and_exit(tokenizer: LLTokenizer, number: int, grammar: str, seconds: float, memory: int) -> None:
+    """Say what is wrong with it, in a process of its own, which ends where it takes more than it may."""
     try:
-        compile_grammar(tokenizer, grammar)
-    except GrammarError as error:
-        return str(error)
-    return ""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        limit_memory(STACK_BYTES + memory)  # the deep stack takes address space without using it
+        signal.setitimer(signal.ITIMER_PROF, max(seconds, 1e-6))  # 0 would be no limit
+        error = ""
+        try:
+            compile_grammar(tokenizer, grammar)
+        except GrammarError as refusal:
+            error = str(refusal)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        say(number=number, error=error[:MAX_ERROR])
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

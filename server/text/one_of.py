@@ -3,8 +3,7 @@
 pydantic writes unions with a discriminator as ``oneOf`` of references, which llguidance refuses.
 """
 
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # Keywords whose values are schemas by name, and those whose values are no schemas.
@@ -34,14 +33,24 @@ def as_any_of(schema: Any, root: Any = None) -> Any:
 def _exclude_each_other(branches: Sequence[Any], root: Any) -> bool:
     """By their types, or by a text that a property must be."""
     schemas = [_resolved(branch, root) for branch in branches]
+    # Two references to one definition exclude nothing. What is left is no larger than the document.
+    if not schemas or len({*map(id, schemas)}) < len(schemas):
+        return False
     types = [_type_of(schema) for schema in schemas]
-    if None not in types and len({*types}) == len(types) > 0:
+    if None not in types and len({*types}) == len(types):
         return True
     tags = [_tags_of(schema) for schema in schemas]
-    shared = set.intersection(*({*each} for each in tags)) if tags else set()
-    return any(
-        all(one[name].isdisjoint(other[name]) for one, other in combinations(tags, 2)) for name in shared
-    )
+    shared = set.intersection(*({*each} for each in tags))
+    return any(_are_disjoint(each[name] for each in tags) for name in shared)
+
+
+def _are_disjoint(sets: Iterable[set[str]]) -> bool:
+    seen: set[str] = set()
+    for texts in sets:
+        if not seen.isdisjoint(texts):
+            return False
+        seen |= texts
+    return True
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:

@@ -105,10 +105,10 @@ def check_characters(num_characters: int, limits: PromptLimits, param: str) -> N
 
 def _check_length(text: str, tokenizer: Tokenizer, limits: PromptLimits, param: str) -> None:
     """``ContextLengthError`` for a text that cannot fit however it is tokenized."""
-    if len(text) > limits.max_tokens * tokenizer.longest_token:
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest > limits.max_tokens:
         raise ContextLengthError(
-            f"{limits.context}, but the {param} has {len(text)} characters, and a token holds at most "
-            f"{tokenizer.longest_token}.",
+            f"{limits.context}, but the {param} has {len(text)} characters, at least {fewest} tokens.",
             param=param,
         )
 

@@ -17,6 +17,8 @@ KEYWORDS = {"anyOf", "enum", "const", "properties", "required", "additionalPrope
 KEYWORDS |= {"minItems", "maxItems", "minLength", "maxLength", "$ref", "$defs", "definitions"} | NUMERIC
 UNSUPPORTED = (ENFORCED | NOT_ENFORCED) - KEYWORDS - {"oneOf"}
 TYPES = ("string", "number", "boolean", "null", "array", "object")
+# Far more than any tool has: each of several types at each level doubles what is below.
+MAX_RULES = 5000
 
 
 class RuleWriter(Protocol):
@@ -150,6 +152,8 @@ class QuotedArguments:
 
     def _rule(self, expression: str) -> str:
         self._num_rules += 1
+        if self._num_rules > MAX_RULES:
+            raise ValueError(f"its parameters take more than {MAX_RULES} rules")
         return self._rules.add(f"{self._prefix}_{self._num_rules}", expression)
 
     def _check(self, schema: dict[str, Any]) -> None:

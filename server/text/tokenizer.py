@@ -11,9 +11,11 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from truedraft.engine.gguf_file import load_pretrained_tokenizer
+from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.server.text.detokenizer import TextStream
 from truedraft.server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
+from truedraft.server.text.fewest_tokens import FewestTokens
+from truedraft.server.text.template_process import template_process
 from truedraft.server.text.text_stream import (
     REPLACEMENT,
     ByteFallbackTextStream,
@@ -26,6 +28,10 @@ from truedraft.server.text.vocabulary import Vocabulary
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
+# Stands for a message's text, to see whether a template writes it.
+MARK = "the message's text"
+
+
 class ChatTemplateError(Exception):
     """The model has no chat template, or its template refused the messages."""
 
@@ -36,8 +42,7 @@ class Tokenizer:
     def __init__(self, fast: FastTokenizer, templates: "ChatTemplates") -> None:
         self.vocabulary = Vocabulary(fast)
         self.templates = templates
-        # Characters of the longest token, as the vocabulary writes it: no fewer than its text has.
-        self.longest_token = max(map(len, fast.get_vocab()), default=1)
+        self.fewest_tokens = FewestTokens(fast)
         self._fast = fast
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -118,14 +123,8 @@ class ChatTemplates:
     @cached_property
     def variables(self) -> frozenset[str]:
         """That the template uses, beside those that it sets itself."""
-        from jinja2 import TemplateSyntaxError, meta
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        try:
-            environment = _compile_jinja_template(self.source).environment
-            return frozenset(meta.find_undeclared_variables(environment.parse(self.source)))
-        except TemplateSyntaxError:
-            return frozenset()  # rendering says what is wrong
+        found = template_process().ask({"source": self.source})
+        return frozenset(found.get("variables", ()))  # where it fails, rendering says what is wrong
 
     @cached_property
     def call_format(self) -> CallFormat | None:
@@ -136,25 +135,51 @@ class ChatTemplates:
     def reasoning_marks(self) -> ReasoningMarks | None:
         return find_reasoning_marks(self.source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        from jinja2 import TemplateError
+    @cached_property
+    def wants_parts(self) -> bool:
+        """Whether the template writes a text only where it comes in a list of parts, as some of models that
+        see do: of a plain text they would write nothing, in silence."""
+        return not self._writes(MARK) and self._writes(_in_parts(MARK))
 
-        if self._override is None and not self._hf_tokenizer.chat_template:
+    def _writes(self, content: Any) -> bool:
+        try:
+            return MARK in self._rendered([{"role": "user", "content": content}], {})
+        except ChatTemplateError:
+            return False
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """Takes a moment in another process: not for the event loop's thread."""
+        if self.wants_parts:
+            messages = [{**each, "content": _in_parts(each.get("content") or "")} for each in messages]
+        return self._rendered(messages, options)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        model = self._hf_tokenizer
+        if self._override is None and not model.chat_template:
             raise ChatTemplateError(
                 "This model has no chat template. Set 'chat_template' in the server's configuration, "
                 "or use /v1/completions."
             )
-        try:
-            rendered = self._hf_tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self._override,
-                tokenize=False,
-                **options,
-            )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            # Templates are programs: a field of an unexpected type can make them fail in any of these ways.
-            raise ChatTemplateError(f"The model's chat template refused the messages: {error}") from error
-        return str(rendered)
+        special = {name: _plain(value) for name, value in model.special_tokens_map.items()}
+        outcome = template_process().ask(
+            {
+                "model": {"chat_template": model.chat_template, "special_tokens_map": special},
+                "template": self._override,
+                "messages": list(messages),
+                "options": dict(options),
+            }
+        )
+        if "error" in outcome:
+            raise ChatTemplateError(f"The model's chat template refused the messages: {outcome['error']}")
+        return str(outcome["text"])
+
+
+def _plain(token: Any) -> Any:
+    return [_plain(each) for each in token] if isinstance(token, list | tuple) else str(token)
+
+
+def _in_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
@@ -170,4 +195,7 @@ def load_tokenizer(model: str, chat_template: Path | None = None) -> Tokenizer:
     if fast is None:
         raise ValueError(f"The tokenizer of {model} has no fast (tokenizer.json) form.")
     override = chat_template.read_text(encoding="utf-8") if chat_template else None
-    return Tokenizer(fast, ChatTemplates(hf_tokenizer, override))
+    templates = ChatTemplates(hf_tokenizer, override)
+    if templates.source:
+        _ = templates.variables  # starts what renders them, so that no request waits for that
+    return Tokenizer(fast, templates)

@@ -12,7 +12,7 @@ from truedraft.engine.batch import Span
 from truedraft.engine.core.block_pool import BlockPool, BlockTable
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.sequence import RowNeeds, Sequence
-from truedraft.engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import Kind, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.runtime.base import Runner
@@ -138,7 +138,7 @@ class Side:
             needs |= part.sequence.needs
             if part.num_draft_tokens and not part.draft_ids:
                 needs |= RowNeeds.DRAFT_MODEL
-            if part.num_tokens > 1:
+            if part.kind is not Kind.DECODE:
                 needs |= RowNeeds.PROMPT
                 max_rounds = 1
             if part.sequence.matcher is not None:
@@ -148,9 +148,9 @@ class Side:
 
     def _part(self, sequence: Sequence) -> ScheduledSequence:
         row, length = self.rows[sequence], len(sequence)
-        if sequence.num_uncomputed_tokens > 1:
-            return ScheduledSequence(sequence, sequence.num_uncomputed_tokens, True)
-        part = ScheduledSequence(sequence, 1, True)
+        if not sequence.is_decoding:
+            return ScheduledSequence(sequence, sequence.num_uncomputed_tokens)
+        part = ScheduledSequence(sequence, 1)
         part.draft_ids = row.draft_ids.get(length - len(row.prompt), [])
         part.source = "ngram" if part.draft_ids else "draft_model"
         self.limit(part, len(part.draft_ids) or row.num_draft_tokens)

@@ -1,4 +1,4 @@
-"""What the caches may take: a number of bytes, or a share of what is free."""
+"""What the caches may take: a number of bytes, or a share of what there is."""
 
 from pathlib import Path
 
@@ -8,19 +8,29 @@ from pydantic import ValidationError
 
 from tests.engine.conftest import Models
 from tests.models import make_engine
-from truedraft.engine import cache_memory
+from truedraft.engine import cache_memory, machine
 from truedraft.engine.cache_memory import cache_budget, free_memory
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.models.errors import ModelLoadError
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0"), torch.device("cuda:1")
+MIB = 1 << 20
 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, int]:
-    memory = {CPU: 1000, CUDA[0]: 4000, CUDA[1]: 3000}
+    memory = {CUDA[0]: 4000, CUDA[1]: 3000}
     monkeypatch.setattr(cache_memory, "free_memory", memory.__getitem__)
+    return memory
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The machine's, and what this process has of it."""
+    memory = {"total": 8000 * MIB, "own": 0}
+    monkeypatch.setattr(machine, "total_memory", lambda: memory["total"])
+    monkeypatch.setattr(machine, "own_memory", lambda: memory["own"])
     return memory
 
 
@@ -28,12 +38,44 @@ def test_bytes_are_bytes(free: dict[torch.device, int]) -> None:
     assert cache_budget(EngineConfig.model_validate({"cache_memory": "2KiB"}), {CPU}) == 2048
 
 
-def test_shares_of_what_is_free(free: dict[torch.device, int]) -> None:
-    assert cache_budget(EngineConfig(), {CPU}) == 250
+def test_shares_of_what_is_free_on_a_gpu(free: dict[torch.device, int]) -> None:
     assert cache_budget(EngineConfig(), {CUDA[0]}) == 3600
     assert cache_budget(EngineConfig(cache_memory_share=0.5), {CUDA[0]}) == 2000
     # The cache is spread like the layers: the fullest device is the limit.
     assert cache_budget(EngineConfig(cache_memory_share=0.5), set(CUDA)) == 3000
+
+
+def test_shares_of_the_machine_on_a_cpu(memory: dict[str, int]) -> None:
+    assert cache_budget(EngineConfig(), {CPU}) == 2000 * MIB
+    memory["own"] = 640 * MIB
+    assert cache_budget(EngineConfig(), {CPU}) == 1840 * MIB
+    assert cache_budget(EngineConfig(cache_memory_share=0.5), {CPU}) == 3680 * MIB
+    # A page more or less after the next start.
+    for bytes_less in (1, 4096, 60 * MIB):
+        memory["own"] = 640 * MIB - bytes_less
+        assert cache_budget(EngineConfig(), {CPU}) == 1840 * MIB
+
+
+def test_a_model_that_leaves_little_memory_leaves_a_floor(memory: dict[str, int]) -> None:
+    memory["own"] = 9000 * MIB
+    assert cache_budget(EngineConfig(), {CPU}) == 256 * MIB
+    assert cache_budget(EngineConfig(cache_memory_share=0.01), {CPU}) == 80 * MIB
+    memory["total"] = 400 * MIB
+    assert cache_budget(EngineConfig(), {CPU}) == 100 * MIB
+
+
+def test_other_processes_do_not_change_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    (tmp_path / "proc").mkdir()
+    for available in (7_900_000, 900_000):
+        (tmp_path / "proc/meminfo").write_text(f"MemTotal: 8000000 kB\nMemAvailable: {available} kB\n")
+        with monkeypatch.context() as patch:
+            total = machine.total_memory(tmp_path)
+            patch.setattr(machine, "total_memory", lambda total=total: total)
+            patch.setattr(machine, "own_memory", lambda: 0)
+            sizes.append(cache_budget(EngineConfig(), {CPU}))
+        assert machine.free_memory(tmp_path) == available << 10
+    assert sizes == [2_000_000 << 10] * 2
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.1, 1.5])
@@ -46,18 +88,8 @@ def test_free_memory_of_this_machine() -> None:
     assert 1 << 20 < free_memory(CPU) < 1 << 50
 
 
-def test_a_container_has_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "limit").write_text("1000000\n")
-    (tmp_path / "used").write_text("400000\n")
-    files = ((str(tmp_path / "limit"), str(tmp_path / "used")),)
-    monkeypatch.setattr(cache_memory, "CONTAINER_FILES", files)
-    assert free_memory(CPU) == 600_000
-    (tmp_path / "limit").write_text("max\n")
-    assert free_memory(CPU) > 1_000_000
-
-
-def test_too_little_for_one_block_is_refused(models: Models, free: dict[torch.device, int]) -> None:
-    free[CPU] = 1
+def test_too_little_for_one_block_is_refused(models: Models, memory: dict[str, int]) -> None:
+    memory["total"] = 1
     with pytest.raises(ModelLoadError, match=r"cache_memory.*one block"):
         make_engine(models.target, None, cache_memory=None)
 

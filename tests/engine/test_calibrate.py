@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from truedraft.engine.batch import Span
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.runtime import calibrate
 from truedraft.engine.speculation.costs import PassCosts
@@ -69,3 +70,28 @@ def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatc
     costs = calibrate.calibrate(model, BlockPool(num_blocks=20, block_size=16), None, None, max_tokens=128)
     assert len(cleared) == 20
     assert costs.score(1, 1000) == costs.score(1)
+
+
+@pytest.mark.parametrize("vocab_size", [6, 2048, 151_936])
+def test_tokens_of_a_pass_are_distinct(vocab_size: int) -> None:
+    """Equal ones would meet the same experts of a mixture, in every layer and row."""
+    passes: list[list[int]] = []
+
+    def forward(spans: list[Span]) -> None:
+        passes.append([token_id for span in spans for token_id in span.token_ids])
+
+    model: Any = SimpleNamespace(
+        model=SimpleNamespace(has_encoder=False, max_position=4096),
+        cache=SimpleNamespace(clear=lambda _: None),
+        device=SimpleNamespace(type="cpu"),
+        vocab_size=vocab_size,
+        forward=forward,
+    )
+    calibrate.calibrate(model, BlockPool(200, 16), model, BlockPool(200, 16), max_tokens=128, seconds=0.05)
+    assert {1, 5} <= {len(ids) for ids in passes}
+    for ids in passes:
+        assert len(set(ids)) == min(len(ids), vocab_size)
+        assert all(0 <= token_id < vocab_size for token_id in ids)
+        # Neighbours in a vocabulary are often alike.
+        if 1 < len(ids) <= vocab_size:
+            assert max(ids) - min(ids) >= (vocab_size - len(ids)) // 2

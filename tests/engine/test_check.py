@@ -96,7 +96,27 @@ def test_without_a_draft(models: Models, capsys: pytest.CaptureFixture[str]) -> 
     code, report = run_check(models.target, "none", capsys)
     assert code == 0
     assert report["speeds"] == []
-    assert "nothing is speculated" in report["verdict"]
+    assert report["method"] == "ngram"
+    assert report["greedy"]["num_tokens"] > 0
+    assert [speed["num_speculative_tokens"] for speed in report["ngrams"]] == [2, 4, 8]
+    assert all(0 <= speed["acceptance_rate"] <= 1 < speed["tokens_per_second"] for speed in report["ngrams"])
+    assert "no draft model drafts; n-grams, which auto drafts where they pay" in report["verdict"]
+
+
+def test_ngrams_are_measured_beside_a_draft(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    _, report = run_check(models.target, models.close_draft, capsys)
+    assert all(speed["acceptance_length"] > 1 for speed in report["ngrams"])
+    assert "on a text that repeats itself" in report["verdict"]
+
+
+def test_nothing_is_measured_where_speculation_is_off(
+    models: Models, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--target", models.target, "--draft", "none", "--num-speculative-tokens", "0", *QUICK]
+    assert check.main(read_options(check.CheckSettings, options)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["speeds"], report["ngrams"], report["own_drafts"]) == ([], [], {})
+    assert report["verdict"] == "exact; no draft model drafts"
 
 
 def test_what_cannot_be_loaded(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

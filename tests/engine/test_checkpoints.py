@@ -221,3 +221,69 @@ def test_generation_config_out_of_range(copy: Path) -> None:
     core = make_engine(str(copy), None)
     with pytest.raises(ModelLoadError, match="has top_p 0.0, which is out of range"):
         describe(core, EngineConfig(target=str(copy)))
+
+
+# --- Numbers that the config, the weights and the vocabulary know ------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {"fused": {}, "by transformers' module": {"device_map": "auto"}}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("more", [2, -2])
+def test_a_vocabulary_of_another_size_than_the_embeddings(copy: Path, way: str, more: int) -> None:
+    """Else a token may read past the table."""
+    config = json.loads((copy / "config.json").read_text())
+    rows = config["vocab_size"]
+    edit(copy / "config.json", vocab_size=rows + more)
+    message = refusal(copy, **WAYS[way])
+    assert f"of the shape ({rows}, 32), but by config.json it is ({rows + more}, 32)" in message
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_that_the_model_does_not_use(copy: Path, way: str) -> None:
+    weights = load_file(copy / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.bias"
+    for bias, is_refused in ((torch.zeros(32), False), (torch.ones(32), True)):
+        save_file(weights | {name: bias}, copy / "model.safetensors", metadata={"format": "pt"})
+        if is_refused:
+            assert f"has a tensor {name}, which the model that its config names" in refusal(copy, **WAYS[way])
+        else:
+            text(copy, **WAYS[way])
+
+
+def test_an_output_layer_of_its_own_is_used_whatever_the_config_ties(models: Models, copy: Path) -> None:
+    edit(copy / "config.json", tie_word_embeddings=True)
+    assert "lm_head.weight" in load_file(copy / "model.safetensors")
+    for way in WAYS.values():
+        assert text(copy, **way) == text(models.target)
+    weights = load_file(copy / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    tied = text(copy)
+    assert tied != text(models.target)
+    assert tied == text(copy, device_map="auto")
+    model = load_model(str(copy), LoadOptions())
+    assert model.num_parameters == load_model(models.target, LoadOptions()).num_parameters - 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("suppress_tokens", [3, 16]),
+        ("forced_eos_token_id", 17),
+        ("decoder_start_token_id", -1),
+        ("bad_words_ids", [[1, 2], [16]]),
+    ],
+)
+def test_tokens_that_the_vocabulary_lacks(copy: Path, name: str, value: Any) -> None:
+    (copy / "generation_config.json").write_text(json.dumps({name: value}))
+    assert f"has {name} {value}, but the model's 16 tokens are 0 to 15" in refusal(copy)
+
+
+def test_ends_that_the_vocabulary_lacks_end_nothing(models: Models, copy: Path) -> None:
+    """Nor does a minimum length ban them: that would write past the logits."""
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [16, -1]}))
+    core = make_engine(str(copy), None)
+    assert core.admission.eos_token_ids == frozenset()
+    params = SamplingParams(max_tokens=12, min_tokens=12, temperature=0)
+    assert run_engine(core, PROMPTS, params) == text(models.target)

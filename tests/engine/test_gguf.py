@@ -190,15 +190,29 @@ def test_defaults_of_requests_and_ends_of_turns(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     tokens = [f"t{i}" for i in range(96)]
     tokens[7] = "<|im_end|>"
-    kinds = [1] * 96
-    kinds[7] = 3
-    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    kinds = [1] * 96  # whatever type it has
+    more: dict[str, Any] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
+    more |= {"tokenizer.ggml.token_type": kinds}
     more |= {"tokenizer.ggml.eos_token_id": 4, "tokenizer.ggml.eot_token_id": 5}
     more |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
     save_gguf(path, CONFIGS["llama"], **more)
     model = load(path)
     assert model.eos_token_ids == {4, 5, 7}
     assert (model.generation_config.temperature, model.generation_config.top_k) == (0.5, 20)
+
+
+def test_vocabularies_of_another_size_than_the_embeddings(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for count in (95, 97):
+        tokens = [f"t{i}" for i in range(count)]
+        save_gguf(path, CONFIGS["llama"], **{"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens})
+        assert f"has {count} tokens in its vocabulary, but 96 rows of embeddings" in refusal(path)
+
+
+def test_files_that_are_no_whole_models(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    save_gguf(path, CONFIGS["llama"], **{"general.type": "adapter"})
+    assert "is of the type adapter, not a whole model" in refusal(path)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Constrained output: its distribution under every rule, with and without drafts, and its bookkeeping."""
 
+import ctypes
+import random
 from collections.abc import Callable
 from ctypes import memmove
 from dataclasses import replace
@@ -7,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from msgspec import structs
 
 from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained, Drafting
 from tests.engine.planners import use_planner
 from tests.models import make_engine, outputs_by_choice, run_engine, stepped
+from truedraft.engine import grammar_compiler
 from truedraft.engine.commands.replay import Replayer
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
@@ -28,6 +31,7 @@ from truedraft.engine.native.runner import NativeRunner
 from truedraft.engine.proposers import known
 from truedraft.engine.sampling.grammar import Grammars, Matcher
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
+from truedraft.engine.sampling.heap import heap_in_use
 from truedraft.engine.sampling.sampler import Drafts
 from truedraft.engine.speculation import lookups, planner
 
@@ -523,3 +527,59 @@ def test_traces_verify(constrained: Constrained, verification: str, after: list[
 
     assert Outcome.WRONG not in outcomes(params)
     assert Outcome.WRONG in outcomes(structs.replace(params, grammar=None, grammar_after=[]))
+
+
+def exploding(number: int) -> str:
+    """A grammar whose lexer has to know more and more states as its text goes on."""
+    terms = range(60)
+    rules = "".join(f"L{i}: /[ab]*a[ab]{{{i + number % 7 + 1}}}/\n" for i in terms)
+    return f"start: {' | '.join(f'L{i}' for i in terms)}\n{rules}// {number}\n"
+
+
+def give_up(matcher: Matcher) -> None:
+    while not matcher.error:
+        matcher.masks([])
+        matcher.advance([random.choice([0, 1])])
+
+
+def test_grammars_that_gave_up_are_not_kept(monkeypatch: Patch) -> None:
+    """Their parsers are the largest that there are. The last one leaves with its sequence."""
+    limits = LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(grammar_compiler, "LIMITS", limits)
+    compiled = Grammars(grammars.make_tokenizer)
+    fine = compiled.matcher(GRAMMAR)
+    for number in range(3):
+        matcher = compiled.matcher(exploding(number))
+        give_up(matcher)
+        assert "too many" in matcher.error or "limit" in matcher.error
+        del matcher
+        assert [*compiled._compiled] == [GRAMMAR]
+    assert not fine.error
+
+
+def test_kept_grammars_are_bounded_by_memory(monkeypatch: Patch) -> None:
+    """Those used least recently leave, and what else the process takes is not taken for theirs."""
+    used = [10_000]
+    monkeypatch.setattr("truedraft.engine.sampling.grammar.heap_in_use", lambda: used[0])
+    monkeypatch.setattr("truedraft.engine.sampling.grammar.MAX_KEPT_BYTES", 100)
+    compiled = Grammars(grammars.make_tokenizer)
+    texts = [f"start: /a{{{number + 1}}}/" for number in range(3)]
+    for text in texts:
+        compiled.matcher(text)
+    assert [*compiled._compiled] == texts
+    used[0] += 101
+    compiled.trim()
+    assert not compiled._compiled  # nothing helped
+    for text in texts:
+        compiled.matcher(text)
+    assert [*compiled._compiled] == texts
+
+
+def test_memory_of_the_heap_is_measured() -> None:
+    before = heap_in_use()
+    if before is None:
+        pytest.skip("this C library does not tell")
+    held = ctypes.create_string_buffer(50_000_000)
+    after = heap_in_use()
+    assert after is not None
+    assert after - before >= len(held)

@@ -100,13 +100,13 @@ def part_of(number: int, given: SamplingParams, length: int) -> ScheduledSequenc
         num_prompt_tokens=3,
         max_num_tokens=99,
     )
+    text.target_blocks.num_computed_tokens = 3
     text.draft_blocks.block_ids = [5 - number, 6 + number, 20 + number]
     text.draft_blocks.num_computed_tokens = 2
     return ScheduledSequence(
         text,
         num_tokens=1,
         num_draft_tokens=length,
-        completes=True,
         source="draft_model",
         num_catch_up_tokens=1,
     )

@@ -79,10 +79,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),
     "phi3 with a window": Phi3Config(
-        **SHAPE, sliding_window=6, original_max_position_embeddings=128, pad_token_id=0
+        **SHAPE, sliding_window=6, original_max_position_embeddings=128, pad_token_id=0, eos_token_id=3
     ),
     "phi3 that turns a part of each head": Phi3Config(
         **SHAPE,
+        eos_token_id=3,
         rope_parameters=ROPE | {"rope_type": "default", "partial_rotary_factor": 0.75},
         original_max_position_embeddings=128,
         pad_token_id=0,

@@ -190,6 +190,19 @@ def test_inputs_in_another_order_are_refused_whatever_the_config_says(tmp_path: 
         load_model(str(tmp_path), LoadOptions())
 
 
+def test_packed_tensors_of_another_shape_or_left_over_are_refused(tmp_path: Path) -> None:
+    make(tmp_path, GPTQ, is_symmetric=True)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj.qweight"
+    stored = load_file(file)
+    words = stored[name]
+    save_file(stored | {name: words[:, :-8].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"down_proj\.weight of the shape \(56, \d+\), but by config"):
+        load_model(str(tmp_path), LoadOptions())
+    save_file(stored | {f"{name}_more": words.clone()}, file, metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match="has a tensor .*qweight_more"):
+        load_model(str(tmp_path), LoadOptions())
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [

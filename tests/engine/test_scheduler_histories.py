@@ -17,7 +17,7 @@ from tests.engine.test_cache_bookkeeping import assert_partition
 from truedraft.engine.core.block_pool import BlockPool, BlockTable
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.core.step import Kind, ScheduledSequence
 from truedraft.engine.messages import SamplingParams
 
 BLOCK_SIZE = 4
@@ -116,13 +116,13 @@ class World:
             self.scheduler.finish(sequence)
             self.live.remove(sequence)
         else:
-            assert sequence.num_uncomputed_tokens == 1
+            assert sequence.is_decoding
 
     def _follow_with_draft(self, part: ScheduledSequence, drafted: list[int]) -> None:
         """The draft stores what it missed and all of its own tokens but the last."""
         sequence, table = part.sequence, part.sequence.draft_blocks
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens
-        if drafted or part.num_tokens > 1:
+        if drafted or part.kind is not Kind.DECODE:
             known = sequence.token_ids[table.num_computed_tokens : end]
             _write(self.draft_slots, table, known + drafted[:-1])
 

@@ -67,7 +67,7 @@ def main() -> int:
         address = urlsplit(server.url)
         for _ in range(options.open):
             connection = socket.create_connection((address.hostname, address.port))
-            stack.enter_context(connection).sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n")
+            stack.enter_context(connection).sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n")
         print(f"{options.open} open: {probe(server.url, options.seconds)}", flush=True)
         stop = spawn.Event()
         load = spawn.Process(target=stream_for_ever, args=(server.url, options.active, stop))

@@ -1,10 +1,11 @@
 """How long ``/health`` stalls while the server handles inputs that are made to be expensive.
 
-    python -m tests.faults.hostile_inputs
+    python -m tests.faults.hostile_inputs [attacks]
 
-Starts the real server with the bundled pair, sends one input after the other, and prints a table: the answer,
-how long it took, the longest stall of ``/health`` and the server's peak memory. Exit code 1 if a stall is
-over the limit.
+Starts the real server with the bundled pair, sends one input after the other and then one attack after the
+other, or these alone, and prints a table: the answer, how long it took, the longest stall of ``/health`` over
+new connections, and memory: the front end's afterwards and at most, and the worker's. Exit code 1 if a stall
+is over the limit.
 """
 
 import json
@@ -12,34 +13,39 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
+from tests.faults.attacks import MODEL, attacks
 from tests.integration.conftest import Server, serving
 
-MODEL = "truedraft-demo"
 LIMIT_SECONDS = 0.3
 SIZE = 7_900_000  # bytes of a body, below max_body_size
 
 # A process of its own: this one is busy sending.
 PROBE = """
-import http.client, sys, time
-connection = http.client.HTTPConnection(sys.argv[1], timeout=600)
-print("started", flush=True)
-worst = 0.0
-import select
-while not select.select([sys.stdin], [], [], 0.005)[0]:
-    started = time.perf_counter()
+import http.client, select, sys, time
+def ask():
+    connection = http.client.HTTPConnection(sys.argv[1], timeout=600)
     connection.request("GET", "/health")
     connection.getresponse().read()
+    connection.close()
+ask()
+print("started", flush=True)
+worst = 0.0
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    started = time.perf_counter()
+    ask()
     worst = max(worst, time.perf_counter() - started)
 print(worst)
 """
+
+T = TypeVar("T")
 
 
 def body(field: str, value: str, **more: Any) -> bytes:
@@ -122,7 +128,7 @@ def inputs() -> Iterator[tuple[str, str, bytes]]:
     )
 
 
-def measured(url: str, send: Callable[[], httpx.Response]) -> tuple[httpx.Response, float, float]:
+def measured(url: str, send: Callable[[], T]) -> tuple[T, float, float]:
     """The answer, its time, and the longest that ``/health`` took meanwhile."""
     with subprocess.Popen(
         [sys.executable, "-c", PROBE, url.removeprefix("http://")],
@@ -140,23 +146,36 @@ def measured(url: str, send: Callable[[], httpx.Response]) -> tuple[httpx.Respon
     return answer, seconds, float(stall)
 
 
-def peak_memory(server: Server) -> float:
-    """GB of the front end, since its start."""
-    port = server.url.rpartition(":")[2]
-    listed = subprocess.run(["ss", "-ltnp"], capture_output=True, text=True, check=False).stdout
-    pid = re.search(rf":{port}\b.*pid=(\d+)", listed)
-    if pid is None:
-        return float("nan")
-    status = Path(f"/proc/{pid[1]}/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) / 1e6
+def memory(pid: int) -> tuple[float, float]:
+    """GB of the front end now, and at most since the last look."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    now, peak = (int(re.findall(rf"{name}:\s+(\d+)", status)[0]) / 1e6 for name in ("VmRSS", "VmHWM"))
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+    return now, peak
+
+
+def worker_memory(server: Server) -> float:
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    lines = [Path(f"/proc/{child}/statm").read_text() for child in children]
+    return max((int(line.split()[1]) * 4096 / 1e9 for line in lines), default=0.0)
 
 
 def main() -> int:
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
         httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, "prompt": "x"}, timeout=600)
-        print(f"{'input':32}{'MB':>6}{'status':>8}{'answer MB':>11}{'s':>8}{'stall s':>9}{'peak GB':>9}")
-        for name, path, content in inputs():
+        print(f"{'input':32}{'MB':>6} {'status':20}{'MB':>7}", end="")
+        print(f"{'s':>8}{'stall s':>9}{'GB':>7}{'peak':>7}{'worker':>8}")
+
+        def row(name: str, size: int, status: str, answer: int, seconds: float, stall: float) -> None:
+            now, peak = memory(server.pid)
+            print(
+                f"{name:32}{size / 1e6:6.1f} {status:20}{answer / 1e6:7.2f}{seconds:8.2f}{stall:9.3f}"
+                f"{now:7.2f}{peak:7.2f}{worker_memory(server):8.2f}",
+                flush=True,
+            )
+
+        for name, path, content in inputs() if "attacks" not in sys.argv else ():
             headers = {"content-type": "application/json"}
 
             def send(path: str = path, content: bytes = content, headers: Any = headers) -> httpx.Response:
@@ -164,12 +183,11 @@ def main() -> int:
 
             answer, seconds, stall = measured(server.url, send)
             worst = max(worst, stall)
-            print(
-                f"{name:32}{len(content) / 1e6:6.1f}{answer.status_code:8}{len(answer.content) / 1e6:11.2f}"
-                f"{seconds:8.2f}{stall:9.3f}{peak_memory(server):9.2f}",
-                flush=True,
-            )
-        assert threading.active_count() == 1
+            row(name, len(content), str(answer.status_code), len(answer.content), seconds, stall)
+        for name, attack in attacks():
+            status, seconds, stall = measured(server.url, partial(attack, server))
+            worst = max(worst, stall)
+            row(name, 0, status, 0, seconds, stall)
     print(f"longest stall: {worst:.3f} s")
     return worst > LIMIT_SECONDS
 

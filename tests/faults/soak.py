@@ -1,8 +1,9 @@
 """Mixed load for a long time, with clients that leave and workers that die; every answer is compared.
 
-    python -m tests.faults.soak [--seconds 600] [--kill-every 60] [--clients 8] [--save soak.json]
+    python -m tests.faults.soak [--engines 300] [--seconds 600] [--kill-every 60] [--save soak.json]
 
-Starts the real server with the bundled pair. Requests have random parameters; their answers without drafts,
+Random engines under random requests come first, in this process (``tests.engine.random_runs``). Then it
+starts the real server with the bundled pair. Requests have random parameters; their answers without drafts,
 one at a time, are the references. Then each client sends one of them after the other, drafted in random ways,
 whole or as a stream, and leaves a part of the streams. An answer is wrong if it differs from the reference,
 and lost if it ends without a result and without the error that a worker's death allows. Prints a summary,
@@ -128,6 +129,7 @@ class Soak:
         workers = [sample.worker_mb for sample in self.samples]
         return {
             "answered": self.outcomes["answered"],
+            "answered_by_random_engines": self.outcomes["answered by random engines"],
             "left": self.outcomes["left"],
             "refused_around_restarts": {code: self.outcomes[code] for code in AROUND_RESTARTS},
             "wrong": len(self.wrong),
@@ -144,9 +146,9 @@ class Soak:
         return bool(self.wrong or self.lost or self.leaks)
 
 
-def soak(server: Watched, seconds: float, kill_every: float, num_clients: int) -> Soak:
+def soak(server: Watched, seconds: float, kill_every: float, num_clients: int, result: Soak) -> None:
     """Load ``server`` and sample its memory; afterwards everything that was taken has to be given back."""
-    result, stop = Soak(), threading.Event()
+    stop = threading.Event()
     clients = [
         threading.Thread(target=_client, args=(server, random.Random(number), result, stop))
         for number in range(num_clients)
@@ -176,7 +178,6 @@ def soak(server: Watched, seconds: float, kill_every: float, num_clients: int) -
     growth = memory_growth([sample.server_mb for sample in result.samples])
     if growth > MAX_GROWTH:
         result.leaks.append(f"the server's memory grew by {growth:.1%}")
-    return result
 
 
 def memory_growth(sizes: Sequence[float]) -> float:
@@ -248,18 +249,35 @@ def save(result: Soak, path: Path) -> None:
     plot(result.samples, path.with_suffix(".png"))
 
 
+def compare_engines(seeds: Sequence[int], result: Soak) -> None:
+    """One for each of ``seeds``, with any settings and requests; what is wrong is named by its seed."""
+    from tests.engine.random_runs import Pair, check, random_run
+
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair.make(Path(folder))
+        for seed in seeds:
+            try:
+                result.outcomes["answered by random engines"] += check(pair, random_run(seed))
+            except Exception as error:
+                result.wrong.append(f"random_run({seed}): {error!r}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--engines", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="The first random engine's.")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--kill-every", type=float, default=60)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--save", type=Path, default=Path("soak.json"))
     options = parser.parse_args()
+    result = Soak()
+    compare_engines(range(options.seed, options.seed + options.engines), result)
     with (
         tempfile.TemporaryDirectory() as folder,
         watched(Path(folder), "--max-worker-restarts", "1000", cases=random_cases(NUM_CASES)) as server,
     ):
-        result = soak(server, options.seconds, options.kill_every, options.clients)
+        soak(server, options.seconds, options.kill_every, options.clients, result)
     print(json.dumps(result.summary(), indent=2))
     save(result, options.save)
     return int(result.failed)

@@ -180,7 +180,7 @@ def test_two_hundred_clients_that_leave(server: Watched) -> None:
         body = STORY | {"model": MODEL, "max_tokens": 100, "stream": delay < 0.1, "seed": 1}
         with socket.create_connection((url.hostname, url.port)) as connection:
             content = httpx.Request("POST", server.server.url, json=body).content
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             time.sleep(delay)
 
@@ -208,7 +208,7 @@ def test_clients_that_read_nothing(server: Watched) -> None:
     """They hold back neither each other nor those who read."""
     url = urlsplit(server.server.url)
     body = httpx.Request("POST", server.server.url, json=LONG | {"model": MODEL, "stream": True}).content
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with ExitStack() as stack:
         for _ in range(6):
             connection = stack.enter_context(socket.create_connection((url.hostname, url.port)))

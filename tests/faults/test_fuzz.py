@@ -78,7 +78,7 @@ async def test_bodies(model_folder: Path, tokenizer: Tokenizer) -> None:
 
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
         first_worker = await services.wait_until_ready()
         await asyncio.gather(*(send(client, range(start, NUM_INPUTS, 8)) for start in range(8)))

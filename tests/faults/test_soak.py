@@ -2,18 +2,21 @@
 
 from pathlib import Path
 
-from tests.faults.soak import MAX_GROWTH, memory_growth, random_cases, save, soak
+from tests.faults.soak import MAX_GROWTH, Soak, compare_engines, memory_growth, random_cases, save, soak
 from tests.faults.watched import watched
 
 
 def test_a_short_soak(tmp_path: Path) -> None:
+    result = Soak()
+    compare_engines(range(1000, 1002), result)
     with watched(tmp_path, cases=random_cases(25)) as server:
-        result = soak(server, seconds=6, kill_every=2.5, num_clients=6)
+        soak(server, seconds=6, kill_every=2.5, num_clients=6, result=result)
     assert not result.failed, result
     save(result, tmp_path / "soak.json")
     assert (tmp_path / "soak.png").stat().st_size > 1000
     assert result.kills > 0
     assert result.outcomes["answered"] > 10
+    assert result.outcomes["answered by random engines"] > 10
     assert result.outcomes["left"] > 0
 
 

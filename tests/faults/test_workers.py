@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.watched import CASES, STORY, ServerError, Watched, children_of, wait_for, watched
+from tests.faults.watched import CASES, STORY, ServerError, Watched, wait_for, watched, workers_of
 
 NUM_STREAMS = 32
 # Too long to end before the worker is killed.
@@ -69,7 +69,7 @@ def test_streams_of_both_workers_are_exact(server: Watched) -> None:
 
 
 def test_a_killed_worker_takes_no_stream_of_the_other_with_it(server: Watched) -> None:
-    victim, survivor = children_of(server.server.pid)
+    victim, survivor = workers_of(server.server.pid)
     outcomes: Counter[str] = Counter()
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         signal_all((victim, survivor), signal.SIGSTOP)  # so that all run together, however slowly they come
@@ -90,7 +90,7 @@ def test_a_killed_worker_takes_no_stream_of_the_other_with_it(server: Watched) -
     assert outcomes["worker_lost"] <= held, "more than one worker held"
     assert server.is_ready(), "the other one serves on"
     wait_for(lambda: num_ready(server) == 2, lambda: "it was not replaced")
-    assert survivor in children_of(server.server.pid)
+    assert survivor in workers_of(server.server.pid)
     assert server.server.metric("truedraft_worker_restarts_total") == 1
     for case, reference in zip(server.cases, server.references, strict=True):
         assert server.ask(case) == reference

@@ -60,6 +60,7 @@ class RunningServer:
     worker_log: Path
     worker: WorkerOrders
     loop: ClockedLoop
+    connections: set[Any]  # uvicorn's
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
         return self.client.post(path, json={"model": MODEL} | body, **options)
@@ -84,7 +85,7 @@ class RunningServer:
     def unanswered(self, path: str, body: dict[str, Any]) -> Iterator[None]:
         """A request whose client does not read; it leaves at the end, and at no other time."""
         content = json.dumps({"model": MODEL} | body).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         address = urlsplit(self.url)
         with socket.create_connection((address.hostname, address.port)) as connection:
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
@@ -187,7 +188,9 @@ def run_server(
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         client = httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, verify=False)
-        running = RunningServer(url, client, app.state.services, worker_log, orders, loop)
+        running = RunningServer(
+            url, client, app.state.services, worker_log, orders, loop, server.server_state.connections
+        )
         try:
             wait_for(lambda: server.started, "the port")
             if wait:

@@ -225,7 +225,7 @@ def test_client_that_leaves_while_it_sends(server: RunningServer) -> None:
     num_before = len(server.messages_to_worker("Generate"))
     url = httpx.URL(server.url)
     with socket.create_connection((url.host, url.port)) as client:
-        head = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 1000"
+        head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000"
         client.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\n{head}\r\n\r\n{{".encode())
     assert server.post(COMPLETIONS, {"prompt": [-1]}).status_code == 400
     assert server.messages_to_worker("Generate")[num_before:] == []

@@ -29,7 +29,7 @@ def exchange(server: RunningServer, request: bytes, *, is_all: bool = False) -> 
 
 def request(headers: bytes, body: bytes = BODY, length: bytes | None = None) -> bytes:
     length = str(len(body)).encode() if length is None else length
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return head + b"Content-Length: " + length + b"\r\nConnection: close\r\n" + headers + b"\r\n" + body
 
 

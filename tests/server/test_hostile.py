@@ -160,7 +160,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
         return encode(text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(tokenizer, "encode", note)
-    longest = tokenizer.longest_token * 511
+    longest = next(n for n in range(10**6) if tokenizer.fewest_tokens("x" * n) == 512) - 1
     error = refused(server, COMPLETIONS, {"prompt": "x" * (longest + 1)})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert encoded == []
@@ -169,16 +169,48 @@ def test_a_text_that_cannot_fit_is_not_tokenized(
 
 
 def test_log_probabilities_of_an_answer_are_limited(start_server: StartServer) -> None:
-    with start_server(max_answer_logprobs=60) as server:
+    with start_server(max_answer_values=60) as server:
         body = {"prompt": ["abcd", "abcd"], "max_tokens": 1, "prompt_logprobs": 6}
         assert server.post(COMPLETIONS, body).status_code == 200  # 2 * 4 * 7
         error = refused(server, COMPLETIONS, body | {"prompt_logprobs": 7})
         assert error["param"] == "prompt_logprobs"
-        assert "64 log-probabilities" in error["message"]
-        assert "60 are allowed (max_answer_logprobs)" in error["message"]
+        assert "64 values" in error["message"]
+        assert "60 are allowed (max_answer_values)" in error["message"]
         generated = {"prompt": "a", "n": 2, "max_tokens": 10, "logprobs": 3}
         assert refused(server, COMPLETIONS, generated)["param"] == "logprobs"
         assert server.post(COMPLETIONS, generated | {"stream": True}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "num_values"),
+    [
+        ({"echo": True, "max_tokens": 0}, "echo", 40),
+        ({"return_token_ids": True, "max_tokens": 0}, "return_token_ids", 40),
+        ({"return_token_ids": True, "max_tokens": 5}, "return_token_ids", 90),
+        ({"echo": True, "return_token_ids": True, "max_tokens": 0}, "echo", 80),
+        ({"speculation": {"origins": "sources"}, "max_tokens": 2}, "speculation.origins", 20),
+        (
+            {"speculation": {"trace": True, "num_speculative_tokens": 2}, "max_tokens": 2},
+            "speculation.trace",
+            60,
+        ),
+        ({"speculation": {"trace": True}, "max_tokens": 2, "stream": True}, "speculation.trace", 660),
+        ({"logprobs": 1, "max_tokens": 2}, "logprobs", 40),
+        ({"logprobs": 1, "max_tokens": 2, "stream": True}, None, 0),
+        ({"logprobs": 1, "echo": True, "max_tokens": 0}, "prompt_logprobs", 120),
+    ],
+)
+def test_all_that_is_told_of_tokens_counts(
+    start_server: StartServer, fields: dict[str, Any], param: str | None, num_values: int
+) -> None:
+    body = {"prompt": ["abcd", "abcd"], "n": 5} | fields
+    with start_server(max_answer_values=max(num_values - 1, 1)) as server:
+        if param is not None:
+            error = refused(server, COMPLETIONS, body)
+            assert error["param"] == param
+            assert f"{num_values} values" in error["message"]
+        server.services.settings.max_answer_values = max(num_values, 1)
+        assert server.post(COMPLETIONS, body).status_code == 200
 
 
 def test_entries_of_logit_bias_are_limited(start_server: StartServer) -> None:

@@ -5,7 +5,7 @@ import pytest
 from tests.server.refusals import CHAT, COMPLETIONS, body, refused_raw
 from tests.server.running import MODEL, RunningServer
 from truedraft.server.errors import InvalidRequestError
-from truedraft.server.http.json_body import MAX_DEPTH, parse_json
+from truedraft.server.http.json_body import MAX_DEPTH, STRUCTURE, parse_json
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,34 @@ def test_deep_nesting(server: RunningServer, field: str, before: str, after: str
     error = refused_raw(server, content)
     assert error["code"] == "invalid_json"
     assert f"nested deeper than {MAX_DEPTH} levels" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("string", "is_closed"),
+    [
+        (b'"', False),
+        (b'"\\', False),
+        (b'"\\"', False),
+        (b'""', True),
+        (b'"\\\\"', True),
+        (b'"\\\\\\"', False),
+        (b'"[{:,\\"[{:,"', True),
+        (b'"[{:,\\"[{:,', False),
+    ],
+)
+def test_the_scan_never_starts_inside_a_string(string: bytes, is_closed: bool) -> None:
+    """Each place where it could, in a long string without an end, would cost a walk to the body's end."""
+    assert [match[0] for match in STRUCTURE.finditer(string)] == [string]
+    assert [match[0] for match in STRUCTURE.finditer(b"[" + string + b":,1")] == (
+        [b"[", string, b":", b","] if is_closed else [b"[", string + b":,1"]
+    )
+
+
+@pytest.mark.parametrize("piece", [b'\\"', b"\\\\", b"x", b'\\":'])
+def test_a_string_without_an_end_is_read_once(piece: bytes) -> None:
+    """A walk for each of its quotes would take minutes, and days with a body of 8 MB."""
+    with pytest.raises(InvalidRequestError, match="Unterminated string|Expecting"):
+        parse_json(b'"' + piece * (20_000 // len(piece)) + b":" * 200_000)
 
 
 def test_unclosed_brackets(server: RunningServer) -> None:

@@ -37,6 +37,11 @@ def worker(**fields: Any) -> Ready:
     return msgspec.structs.replace(WORKER, **fields)
 
 
+def test_the_way_is_said() -> None:
+    said = capacity(Settings(), worker(forward="transformers' layers"))[0]
+    assert said == "Ready on cuda:0 in bfloat16, transformers' layers."
+
+
 def test_capacity() -> None:
     assert capacity(Settings(), WORKER) == [
         "Ready on cuda:0 in bfloat16.",
@@ -45,6 +50,11 @@ def test_capacity() -> None:
         "  cache     2,000 blocks of 16 tokens: 32,000 tokens for each model",
         "  requests  up to 4,000 tokens, prompt and output together; 8 of that length at once",
     ]
+
+
+def test_a_quota_is_said() -> None:
+    limited = worker(num_threads=1, thread_limit="the CPU quota is 1.5 of 8 processors")
+    assert capacity(Settings(), limited)[1] == "  threads   1: the CPU quota is 1.5 of 8 processors"
 
 
 def test_cache_smaller_than_the_context() -> None:

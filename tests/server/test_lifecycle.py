@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,12 +27,20 @@ FOR_EVER = ("--drain-timeout", "1000")
 
 
 def children(serve: ServeProcess) -> list[str]:
+    """Of the server process, but those that help it with text and those that have just been forked."""
     process = serve.process.pid
-    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    own = Path(f"/proc/{process}/cmdline").read_bytes()
+    found = []
+    for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
+        with suppress(FileNotFoundError):
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if command != own and b"truedraft.server.text" not in command:
+                found.append(child)
+    return found
 
 
 def worker_pid(serve: ServeProcess) -> int:
-    """The only child of the server process."""
+    """The only one of them."""
     (pid,) = children(serve)
     return int(pid)
 
@@ -214,7 +223,7 @@ def test_half_a_body_is_not_waited_for(start_server: StartServer) -> None:
     with start_server(body_timeout=0.5) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"model"'.encode())
             answer = b""
             while piece := connection.recv(4096):
@@ -233,7 +242,7 @@ def test_a_client_that_reads_nothing_is_cut_off(model_folder: Path, tmp_path: Pa
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((address.hostname, address.port))
             content = json.dumps(body(prompt="x" * 2_000_000, return_token_strs=True)).encode()
-            head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             ports = f":{address.port:04X} 0100007F:{connection.getsockname()[1]:04X} 01"
 

@@ -1,5 +1,6 @@
 """``oneOf`` becomes ``anyOf`` where both mean the same, and stays otherwise."""
 
+import tracemalloc
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -60,6 +61,22 @@ def test_what_excludes_each_other(branches: list[Any], wrap: Any) -> None:
     for value in ("x", 1, None, {"t": "a"}, {"t": "b"}, {"t": "c"}, {"t": "d"}, {}, []):
         one, other = ({keyword: branches} | definitions for keyword in ("oneOf", "anyOf"))
         assert Draft202012Validator(one).is_valid(value) is Draft202012Validator(other).is_valid(value)
+
+
+def test_a_definition_that_is_referred_to_often_is_read_once() -> None:
+    """A small body with a thousand references to a long list of texts."""
+    texts = [f"{number:x}" for number in range(5200)]
+    schema = {
+        "oneOf": [{"$ref": "#/$defs/x"}] * 1000,
+        "$defs": {"x": tagged("a", properties={"t": {"enum": texts}})},
+    }
+    tracemalloc.start()
+    try:
+        assert as_any_of(schema) == schema
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5_000_000
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ JSON_HEADER = "Content-Type: application/json"
 
 
 def request(method: str, path: str, *headers: str, body: bytes = b"", version: str = "1.1") -> bytes:
-    head = [f"{method} {path} HTTP/{version}", "Host: x", *headers, "", ""]
+    head = [f"{method} {path} HTTP/{version}", "Host: localhost", *headers, "", ""]
     return "\r\n".join(head).encode() + body
 
 

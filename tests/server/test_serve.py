@@ -145,7 +145,7 @@ def test_a_full_disk_for_its_output(model_folder: Path) -> None:
         try:
             wait_for(lambda: path.is_socket() or process.poll() is not None, "its socket")
             assert process.poll() is None
-            with httpx.Client(transport=transport, base_url="http://server", timeout=None) as client:
+            with httpx.Client(transport=transport, base_url="http://localhost", timeout=None) as client:
                 wait_for(lambda: client.get("/ready").status_code == 200, "the worker")
                 assert client.post("/v1/completions", json=body(max_tokens=3)).status_code == 200
             process.terminate()

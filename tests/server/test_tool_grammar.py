@@ -308,3 +308,16 @@ def test_no_unsupported_keyword_is_ignored() -> None:
     assert is_error
     with pytest.raises(ValueError, match="format"):
         call_grammar([function], FORMATS["qwen_tags"], {}, required=True, parallel=True)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.arguments == "quoted"])
+def test_rules_of_nested_types_are_limited(name: str) -> None:
+    """Each level with two types would double the rules below it."""
+    schema: dict[str, Any] = {}
+    for _ in range(60):
+        schema = {"type": ["array", "array"], "items": schema}
+    function = FunctionDefinition(name="f", parameters={"type": "object", "properties": {"a": schema}})
+    form = FORMATS[name]
+    made = tokenizer(form, special=True)
+    with pytest.raises(ValueError, match="more than 5000 rules"):
+        call_grammar([function], form, token_ids(form, made), required=True, parallel=True)

@@ -6,16 +6,19 @@ Used by ``build``, so that the server does what ``check`` says.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from truedraft.engine.gguf_file import load_pretrained_tokenizer
 from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.proposers.translated.tokenizer import TextTokenizer, fast_form
 
 # More differing strings than this share, and it is another tokenizer rather than a few added tokens.
 DIFFERENT_SHARE = 0.01
 # Without tokenizers to compare: more than vocabularies are ever padded by.
 MAX_PADDING = 1024
+# A folder with one of them has a tokenizer.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "unk_token_id")
 
 
@@ -74,10 +77,13 @@ def _translator(tokenizer: Any, path: str) -> TextTokenizer:
 
 
 def load_tokenizer(path: str) -> Any | None:
-    """None where there is none: models without text can be checked with token ids."""
+    """None where there is none: models without text can be checked with token ids. ``ModelLoadError`` for one
+    that is damaged, which would otherwise be taken for none."""
     try:
         return load_pretrained_tokenizer(path)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if any(Path(path).expanduser().joinpath(name).is_file() for name in VOCABULARIES):
+            raise ModelLoadError(str(error)) from error
         return None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from truedraft.engine.batch import Span
 from truedraft.engine.core.block_pool import BlockPool, BlockTable
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.core.step import Kind, ScheduledSequence
 from truedraft.engine.messages import Source
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.known import known_drafts
@@ -190,7 +190,7 @@ class TranslatedDraftProposer:
         return known[: next(unknown, len(known))]
 
     def _is_mine(self, part: ScheduledSequence) -> bool:
-        plain_decoding = part.num_draft_tokens == 0 and part.num_tokens == 1
+        plain_decoding = part.num_draft_tokens == 0 and part.kind is Kind.DECODE
         return part.sequence.uses_draft_model and not plain_decoding
 
     def _follow(self, sequence: Sequence) -> _State:

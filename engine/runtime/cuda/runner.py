@@ -16,7 +16,7 @@ import torch
 
 from truedraft.engine.batch import Span
 from truedraft.engine.core.sequence import RowNeeds, Sequence
-from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.runtime.base import Runner
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
@@ -60,8 +60,9 @@ class CudaRunner:
 
     def _is_captured(self, part: ScheduledSequence) -> bool:
         sequence, rows = part.sequence, self.graphs.rows
-        is_decoding = part.num_tokens == 1 and part.completes and not sequence.wants_prompt_logprobs
-        if not is_decoding or sequence.matcher is not None or sequence.needs not in self.supports:
+        if part.kind is not Kind.DECODE or sequence.matcher is not None:
+            return False
+        if sequence.needs not in self.supports:
             return False
         if part.draft_ids or not part.num_draft_tokens + part.num_catch_up_tokens:
             return len(part.draft_ids) <= rows.max_drafts

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from truedraft.engine.core.planning import DraftChoice, Planner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import (
+    Kind,
     PhaseSeconds,
     Round,
     RowNeeds,
@@ -244,7 +245,7 @@ class Simulation:
         self.planner.forget(sequence)
 
     def _plan(self) -> StepPlan:
-        decoding = [sequence for sequence in self.running if sequence.num_uncomputed_tokens == 1]
+        decoding = [sequence for sequence in self.running if sequence.is_decoding]
         choices = self.planner.choose(decoding) if decoding else {}
         needs, budget = RowNeeds.NONE, MAX_BATCHED_TOKENS
         rows = []
@@ -254,9 +255,9 @@ class Simulation:
                 needs |= RowNeeds.PROMPT
                 prefills = self.planner.prefills_draft(sequence)
                 num_tokens = sequence.num_uncomputed_tokens
-                rows.append(ScheduledSequence(sequence, num_tokens, True, prefill_draft=prefills))
+                rows.append(ScheduledSequence(sequence, num_tokens, prefill_draft=prefills))
                 continue
-            part = ScheduledSequence(sequence, 1, True, choice.num_tokens, choice.source)
+            part = ScheduledSequence(sequence, 1, choice.num_tokens, choice.source)
             part.draft_ids = choice.draft_ids
             if choice.source == "draft_model" and choice.num_tokens:
                 part.num_catch_up_tokens = min(choice.num_missing, budget)
@@ -304,7 +305,7 @@ class Simulation:
             num_new = part.num_tokens if is_first else 1
             num_scored += num_new + kept
             emitted = self._emit(part, accepted)
-            if is_first and part.num_tokens > 1 and part.prefill_draft:
+            if is_first and part.kind is Kind.PROMPT and part.prefill_draft:
                 sequence.draft_blocks.num_computed_tokens = len(sequence)
                 num_caught_up += part.num_tokens
             one.num_drafted.append(kept)

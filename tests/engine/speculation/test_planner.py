@@ -5,6 +5,7 @@ Properties, with margins for noise; how well each choice is tuned is ``benchmark
 
 import math
 import random
+import re
 from functools import cache
 
 import pytest
@@ -254,6 +255,56 @@ def test_ngrams_are_hardly_read_where_texts_do_not(monkeypatch: pytest.MonkeyPat
     assert num_read * lookups.READ_SECONDS < 0.01 * simulation.now
 
 
+def late_repeats(rng: random.Random, number: int) -> list[int]:
+    """Ordinary texts, and then one that begins to repeat a sentence of 20 tokens after 100 others."""
+    ordinary = random_text(rng, number)
+    return ordinary if number < 6 else ordinary[:100] + ordinary[100:120] * 20
+
+
+@pytest.mark.parametrize("machine", [PACKED, SMALL], ids=lambda machine: machine.name)
+def test_ngrams_draft_from_texts_that_begin_to_repeat_themselves_late(machine: Machine) -> None:
+    """What came before has taught that nothing repeats itself, and 100 rounds of looking up brought nothing:
+    but that takes less than a hundredth of the rounds."""
+    planner = with_ngrams(machine)
+    simulation = Simulation(
+        machine, planner, always(0.0), lambda _: 1, sources=("ngram",), text=late_repeats, num_prompt_tokens=8
+    )
+    while simulation.num_started < 6 or len(simulation.running[0]) < 130:
+        simulation.step()
+    num_steps = len(simulation.steps)
+    while simulation.num_started == 6 and simulation.running:
+        simulation.step()
+    # 178 tokens, of which the first ones are still to be found.
+    assert sum(step.num_rounds for step in simulation.steps[num_steps:]) < 40
+
+
+def test_looking_up_for_many_rows_of_a_small_model_must_pay() -> None:
+    """There it takes more than a hundredth of a row's part of a step."""
+    planner = with_ngrams(SMALL)
+    options = {"sources": ("ngram",), "text": random_text, "num_prompt_tokens": 8}
+    Simulation(SMALL, planner, always(0.0), lambda _: 16, **options).run(2.0)  # type: ignore[arg-type]
+    assert planner.state()["on"] is False
+    assert "looking up n-grams takes 0.05 ms, more than the" in str(planner.state()["why"])
+
+
+def test_the_report_says_why_ngrams_draft_or_not() -> None:
+    words = {}
+    for text in (random_text, repeating):
+        planner = with_ngrams(PACKED)
+        options = {"sources": ("ngram",), "text": text, "num_prompt_tokens": 8}
+        Simulation(PACKED, planner, always(0.0), lambda _: 1, **options).run(3.0)  # type: ignore[arg-type]
+        words[text] = planner.state()["on"], str(planner.state()["why"])
+    assert words[random_text] == (
+        False,
+        "off: no row drafts with a draft model, and n-grams find nothing: the texts do not repeat themselves",
+    )
+    is_on, why = words[repeating]
+    assert is_on
+    assert re.fullmatch(
+        r"on: n-grams draft \d.* tokens for each row of a step, of which .*% are accepted", why
+    )
+
+
 def test_ngrams_still_draft_after_many_tokens() -> None:
     """The bound on what a step reads is of each step anew: it cannot be used up."""
     planner = with_ngrams(SMALL)
@@ -299,11 +350,20 @@ def test_a_row_that_only_catches_up_teaches_nothing() -> None:
     before = list(group.acceptance.reached)
     sequence.draft_blocks.num_computed_tokens = 0
     planner.choose([sequence])
-    part = ScheduledSequence(sequence, 1, True, 0, "draft_model", num_catch_up_tokens=1024)
+    part = ScheduledSequence(sequence, 1, 0, "draft_model", num_catch_up_tokens=1024)
     plan = StepPlan([part], [part], RowNeeds.CATCH_UP, 1, 0.0)
     one = Round([0], [0], [[7]], PhaseSeconds(0.1, 0.01, 0.0))
     planner.observe(plan, StepResult([one], host_seconds=0.001))
     assert group.acceptance.reached == before
+
+
+def test_a_pass_measured_at_a_busy_moment_makes_no_larger_one_free() -> None:
+    """One token took longer than five: the last slope must not go on below nothing."""
+    costs = Costs(PassCosts({1: 0.002, 5: 0.001}))
+    seconds = [costs.model_seconds(Shape(rows, 0)) for rows in (1, 5, 30, 500)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0
+    costs.observe(Shape(500, 0), 0.01)
 
 
 @pytest.mark.parametrize("machine", [PACKED, SMALL], ids=lambda machine: machine.name)

@@ -1,0 +1,294 @@
+"""The vocabulary of a GGUF file and its tokenizer, with what llama.cpp's loader adds to what the file says.
+
+That loader knows special tokens by their texts, and flags by the name of the rules that cut text. No torch:
+both processes read it.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from truedraft.engine.gguf_file import GgufError, GgufFile
+
+KEY = "tokenizer.ggml"
+# Values must be of these types; lists must hold such values.
+VALUES: dict[str, type] = {f"{KEY}.model": str, f"{KEY}.pre": str, "tokenizer.chat_template": str}
+VALUES |= {f"{KEY}.add_{name}": bool for name in ("bos_token", "eos_token", "sep_token", "space_prefix")}
+LISTS: dict[str, tuple[type, ...]] = {
+    f"{KEY}.tokens": (str,),
+    f"{KEY}.token_type": (int,),
+    f"{KEY}.scores": (int, float),
+    f"{KEY}.merges": (str,),
+}
+# Tokens have types, which are numbers in the file.
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+# Tokens of these texts end a generation and are control tokens, whatever type the file gives them.
+END_TEXTS = frozenset(
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
+        *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+        *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
+        "<｜end▁of▁sentence｜>",
+    }
+)
+# If a vocabulary has all tokens of a set, the token beside it ends no generation and is of that type.
+NO_END: tuple[tuple[frozenset[str], str, int], ...] = (
+    (frozenset({"<|return|>", "<|call|>"}), "<|end|>", USER_DEFINED),
+    (frozenset({"<|return|>", "<|calls|>"}), "<|end|>", USER_DEFINED),
+    (frozenset({"<|call|>", "<|flush|>"}), "<|end|>", USER_DEFINED),
+    (frozenset({"<|calls|>", "<|flush|>"}), "<|end|>", USER_DEFINED),
+    (frozenset({"<|tool_response>"}), "</s>", NORMAL),
+)
+SHOWN_TEXTS = frozenset({"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"})
+# Tokens that fill in the middle are known by text where the file names none; they are control tokens.
+FILL_TEXTS = {
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>")
+    + ("<|code_prefix|>", "<|prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>")
+    + ("<|code_suffix|>", "<|suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>")
+    + ("<|code_middle|>", "<|middle|>"),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+OLD_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+# These named tokens end a generation.
+ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+OTHER_NAMES = ("bos", "unknown", "padding", "seperator", "mask")  # spelt as in the files
+# A file that names none has these. In a byte-level vocabulary the default is Falcon's, and only ends.
+DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}, "gpt2": {"eos": 11}}
+
+# Under these rules a piece of text that is a token is that token, whatever its merges say, and every text
+# begins with the first token.
+WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"} | {
+    *("jina-v5-nano", "tekken"),
+}
+# Text is cut before tokens are looked for, by rules that a file only names. transformers knows most of the
+# names; these split digits one by one, and then as GPT-2 does.
+DIGIT_SPLITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+# A file without a name is cut by these expressions, one after the other.
+DEFAULT_NAMES = (None, "", "default")
+DEFAULT_SPLITS = (
+    r"[\p{P}\$\+<=>\^~\|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    r"[0-9][0-9][0-9]",
+)
+# A file of such a name has special tokens that swallow the blanks behind them, but for the second tuple.
+SWALLOWING, NOT_SWALLOWING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Holds what llama.cpp makes of the file: ``types`` of all tokens, ``ids`` of named ones, ``end_ids`` of
+    those that end a generation."""
+
+    kind: str
+    rules: str | None
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+    end_ids: frozenset[int]
+    add_bos: bool
+    add_eos: bool
+
+
+def read_vocabulary(file: GgufFile) -> Vocabulary | None:
+    """Returns None if the file has none; raises ``GgufError`` if it is damaged or not supported."""
+    metadata, path = file.metadata, file.path
+    _check_types(file)
+    tokens: list[str] | None = metadata.get(f"{KEY}.tokens")
+    if not tokens:
+        return None
+    kind, rules = metadata.get(f"{KEY}.model"), metadata.get(f"{KEY}.pre")
+    if kind not in DEFAULT_IDS:
+        raise GgufError(f"{path} has a tokenizer of the kind {kind}; gpt2 and llama are supported")
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+    by_text = {token: index for index, token in enumerate(tokens)}
+    if len(by_text) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if by_text[token] != index)
+        raise GgufError(f"{path} is damaged: its vocabulary has the token {twice} twice")
+    types = list(metadata.get(f"{KEY}.token_type", [NORMAL] * len(tokens)))
+    if len(types) < len(tokens):
+        raise GgufError(f"{path} is damaged: {len(types)} token types are too few for {len(tokens)} tokens")
+    for key in ("add_sep_token", "suppress_tokens"):
+        if metadata.get(f"{KEY}.{key}"):
+            raise GgufError(f"{path} asks for {KEY}.{key} = {metadata[f'{KEY}.{key}']}, which is not served")
+
+    ids = _named_ids(file, kind, by_text)
+    ends = {by_text[text] for text in END_TEXTS & by_text.keys()}
+    for index in ends:
+        types[index] = CONTROL
+    ends |= {ids[name] for name in ENDS if name in ids}
+    for name, texts in FILL_TEXTS.items():
+        if name in ids and tokens[ids[name]] in texts:
+            types[ids[name]] = CONTROL
+    for text in SHOWN_TEXTS & by_text.keys():
+        types[by_text[text]] = USER_DEFINED
+    end_texts = {tokens[index] for index in ends}
+    for company, text, kind_then in NO_END:
+        if company | {text} <= end_texts:
+            ends.discard(by_text[text])
+            types[by_text[text]] = kind_then
+
+    add_bos = bool(metadata.get(f"{KEY}.add_bos_token", kind == "llama" or rules in WHOLE_WORDS))
+    add_eos = bool(metadata.get(f"{KEY}.add_eos_token", False))
+    for name, is_added in (("bos", add_bos), ("eos", add_eos)):
+        if is_added and name not in ids:
+            raise GgufError(
+                f"{path} adds a token to texts that it does not name: it lacks {KEY}.{name}_token_id"
+            )
+    return Vocabulary(kind, rules, tokens, types, ids, frozenset(ends), add_bos, add_eos)
+
+
+def _check_types(file: GgufFile) -> None:
+    for key, value in file.metadata.items():
+        is_right = type(value) is VALUES.get(key, type(value))
+        if key in LISTS:
+            is_right = isinstance(value, list) and all(type(each) in LISTS[key] for each in value)
+        if not is_right:
+            raise GgufError(f"{file.path} is damaged: its {key} is of another type than it must be")
+
+
+def _named_ids(file: GgufFile, kind: str, by_text: dict[str, int]) -> dict[str, int]:
+    ids = {name: index for name, index in DEFAULT_IDS[kind].items() if index < len(by_text)}
+    for name in (*ENDS, *OTHER_NAMES, *OLD_NAMES):
+        for key in (name, OLD_NAMES.get(name, name)):
+            index = file.metadata.get(f"{KEY}.{key}_token_id")
+            if index is not None:
+                if not isinstance(index, int) or not 0 <= index < len(by_text):
+                    raise GgufError(f"{file.path} is damaged: its {key}_token_id {index} is no token")
+                ids[name] = index
+    for name, texts in FILL_TEXTS.items():
+        if found := [by_text[text] for text in texts if text in by_text]:
+            ids.setdefault(name, found[0])
+    return ids
+
+
+def gguf_tokenizer(file: GgufFile) -> Any:
+    """Returns transformers' tokenizer; raises ``GgufError``."""
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = read_vocabulary(file)
+    if vocabulary is None:
+        raise GgufError(f"{file.path} has no tokenizer ({KEY}.tokens)")
+    try:
+        build = _sentencepiece if vocabulary.kind == "llama" else _byte_level
+        fast = build(file, vocabulary)
+        _add_tokens(fast, vocabulary)
+        if any(name in str(file.metadata.get("general.name", "")).lower() for name in SWALLOWING):
+            fast = _swallowing(fast)
+    except GgufError:
+        raise
+    except Exception as error:  # of the Rust core, which has no other
+        reason = " ".join(str(error).split())[:200]
+        raise GgufError(f"the tokenizer in {file.path} is damaged: {reason}") from error
+    if missing := [token for token, index in fast.get_vocab().items() if index >= len(vocabulary.tokens)]:
+        raise GgufError(f"{file.path} lacks the token {min(missing)}, which its tokenizer needs")
+    named = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    # The default end of a byte-level vocabulary is an ordinary token in a text.
+    special = {
+        f"{ours}_token": vocabulary.tokens[vocabulary.ids[name]]
+        for name, ours in named.items()
+        if name in vocabulary.ids
+        and (vocabulary.kind == "llama" or f"{KEY}.{name}_token_id" in file.metadata)
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        add_bos_token=vocabulary.add_bos,
+        add_eos_token=vocabulary.add_eos,
+        **special,
+    )
+
+
+def _sentencepiece(file: GgufFile, vocabulary: Vocabulary) -> Any:
+    from tokenizers import decoders, pre_tokenizers
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+
+    metadata = file.metadata
+    named = mapping.GGUF_TOKENIZER_MAPPING["tokenizer"]
+    fields = {
+        ours: metadata[f"tokenizer.{key}"] for key, ours in named.items() if f"tokenizer.{key}" in metadata
+    }
+    build = mapping.select_tokenizer_builder(file.architecture, "llama")
+    fast = build(fields | {"tokens": vocabulary.tokens}).backend_tokenizer
+    if metadata.get(f"{KEY}.add_space_prefix") is False:
+        fast.normalizer = None
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        fast.decoder = decoders.Sequence(parts)
+    return fast
+
+
+def _byte_level(file: GgufFile, vocabulary: Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+
+    letters = _byte_letters()
+    alphabet = set(letters)
+
+    def spelt(token: str, kind: int) -> str:
+        """Tokens that stand for themselves in a text are spelt as they are, others in letters for bytes."""
+        if kind in (CONTROL, USER_DEFINED) or alphabet.issuperset(token):
+            return token
+        return "".join(letters[byte] for byte in token.encode())
+
+    numbered = zip(vocabulary.tokens, vocabulary.types, strict=False)
+    vocab = {spelt(token, kind): index for index, (token, kind) in enumerate(numbered)}
+    merges = []
+    for merge in file.metadata.get(f"{KEY}.merges", []):
+        cut = merge.find(" ", 1)
+        merges.append((merge[:cut], merge[cut + 1 :]))
+    fast = Tokenizer(BPE(vocab, merges, fuse_unk=False, ignore_merges=vocabulary.rules in WHOLE_WORDS))
+    fast.pre_tokenizer = _splits(file, vocabulary.rules)
+    fast.decoder = decoders.ByteLevel()
+    return fast
+
+
+def _splits(file: GgufFile, rules: str | None) -> Any:
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+
+    whole = ByteLevel(add_prefix_space=False, use_regex=True)
+    if rules == "gpt-2":
+        return whole
+    if rules in DIGIT_SPLITS:
+        return Sequence([Digits(individual_digits=True), whole])
+    expressions: tuple[str, ...] = DEFAULT_SPLITS
+    if rules not in DEFAULT_NAMES:
+        if rules not in mapping.GGUF_PRE_TOKENIZER_SPLITS:
+            raise GgufError(f"{file.path} cuts text by the rules {rules}, which are not supported")
+        expressions = (mapping.GGUF_PRE_TOKENIZER_SPLITS[rules],)
+    splits = [Split(Regex(expression), behavior="isolated") for expression in expressions]
+    return Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _byte_letters() -> list[str]:
+    """Returns what stands for each byte in a byte-level vocabulary: the byte itself where it can be seen."""
+    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+
+
+def _add_tokens(fast: Any, vocabulary: Vocabulary) -> None:
+    """Adds control tokens and those that users have defined: they are found whole in a text."""
+    from tokenizers import AddedToken
+
+    numbered = list(zip(vocabulary.tokens, vocabulary.types, strict=False))
+    for kind, add in ((CONTROL, fast.add_special_tokens), (USER_DEFINED, fast.add_tokens)):
+        # Gemma's runs of blanks are in its vocabulary under another spelling, which merges find.
+        found = [token for token, its in numbered if its == kind and fast.token_to_id(token) is not None]
+        add([AddedToken(token, normalized=False, special=kind == CONTROL) for token in found])
+
+
+def _swallowing(fast: Any) -> Any:
+    from tokenizers import Tokenizer
+
+    described = json.loads(fast.to_str())
+    for token in described["added_tokens"]:
+        token["rstrip"] = token["content"] not in NOT_SWALLOWING
+    return Tokenizer.from_str(json.dumps(described))

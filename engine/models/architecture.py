@@ -1,0 +1,201 @@
+"""What a checkpoint is and whether it can be served, decided from its config before weights are read.
+
+The module is built without weights, on torch's meta device, and its layers are probed there: attention that
+cannot be replaced, recurrent states and masks that are not causal are refused within a second.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationConfig,
+)
+
+from truedraft.engine.cache_memory import total_memory
+from truedraft.engine.models import cross_attention
+from truedraft.engine.models.attention import ATTENTION_NAME
+from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.checkpoint import has_file, stage
+from truedraft.engine.models.decoder_only import DecoderModel
+from truedraft.engine.models.encoder_decoder import check_served
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.layer_probe import NOT_REPLACEABLE
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.positions import choose_rotary_factors
+from truedraft.engine.models.text_part import (
+    PLAIN_INSIDE,
+    TextCheckpoint,
+    is_multimodal,
+    ordinary_decoder,
+    text_only,
+)
+from truedraft.engine.models.weights import Checkpoint
+
+GENERATION_CONFIG = "generation_config.json"
+# What config.json may say of sizes; 1 is the least.
+LARGEST = {
+    "num_hidden_layers": 1 << 12,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "num_experts": 1 << 16,
+    "num_local_experts": 1 << 16,
+    "n_routed_experts": 1 << 16,
+    "hidden_size": 1 << 24,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 31,
+    "max_position_embeddings": 1 << 40,
+}
+# Bytes of a weight in memory at the least, by the setting ``quantize``.
+SMALLEST = {"int8": 1.0, "int4": 0.5}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """``module_class`` is transformers' class, or an auto class where the checkpoint brings its own code."""
+
+    path: str
+    config: Any
+    module_class: Any
+    has_own_code: bool = False
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return bool(self.config.is_encoder_decoder)
+
+    def attention(self, name: str) -> str | dict[str, str]:
+        """The attention implementation ``name`` for this model's text."""
+        if self.is_encoder_decoder and name == ATTENTION_NAME:
+            return cross_attention.ATTENTION_NAME
+        if self.has_own_code or not is_multimodal(self.config):
+            return name
+        others = (part for part in self.config.sub_configs if part != "text_config")
+        return {"": name, "text_config": name} | dict.fromkeys(others, "eager")
+
+    @cached_property
+    def fused_config(self) -> Any:
+        """The config of the plain text model that the fused forward may compute in this one's place; None if
+        it is not known to be the same."""
+        if self.has_own_code or self.is_encoder_decoder:
+            return None
+        if not is_multimodal(self.config):
+            return self.config
+        if self.config.model_type not in PLAIN_INSIDE:
+            return None
+        config = ordinary_decoder(self.config)
+        config.tie_word_embeddings = bool(self._text_part.all_tied_weights_keys)
+        return config
+
+    @cached_property
+    def _text_part(self) -> Any:
+        return self.skeleton(torch.float32)
+
+    def checkpoint(self, allow_pickle: bool) -> Checkpoint | None:
+        """The tensors under the names of the model of ``fused_config``; None if transformers has to find them
+        or to convert them."""
+        found = Checkpoint.find(self.path, allow_pickle)
+        if found is None or not is_multimodal(self.config):
+            return found
+        return TextCheckpoint.of(found, self._text_part)
+
+    def skeleton(self, dtype: torch.dtype, attention: str = "eager") -> Any:
+        """The module on the meta device."""
+        return skeleton(self.module_class, self.config, dtype, self.attention(attention))
+
+    def generation_config(self) -> Any:
+        """That of the checkpoint; what config.json says of generation where there is no such file."""
+        with stage(self.path, GENERATION_CONFIG):
+            if has_file(self.path, GENERATION_CONFIG):
+                return GenerationConfig.from_pretrained(self.path)
+            return GenerationConfig.from_model_config(self.config)
+
+
+def plain_skeleton(config: Any, dtype: torch.dtype) -> Any:
+    """transformers' plain text model of ``config``, without weights, on the meta device."""
+    return skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, dtype)
+
+
+def skeleton(
+    module_class: Any, config: Any, dtype: torch.dtype, attention: str | dict[str, str] = "eager"
+) -> Any:
+    """A module without weights, on the meta device."""
+    try:
+        with torch.device("meta"):
+            module = module_class._from_config(config, dtype=dtype, attn_implementation=attention)
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        raise ModelLoadError(NOT_REPLACEABLE.format(config.model_type)) from error
+    return module.eval().requires_grad_(False)
+
+
+def read_architecture(path: str, options: LoadOptions) -> Architecture:
+    """``ModelLoadError`` if the config is not one, or of a model that does not write text."""
+    with stage(path, "config.json"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+        choose_rotary_factors(config, options.max_model_len)
+        has_own_code = options.trust_remote_code and bool(getattr(config, "auto_map", None))
+        if has_own_code:
+            auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            return Architecture(path, config, auto_class, has_own_code)
+        _check_sizes(path, config.get_text_config(decoder=True))
+        return Architecture(path, config, _module_class(path, config))
+
+
+def _check_sizes(path: str, config: Any) -> None:
+    """``ModelLoadError`` for numbers that no model has: layers without number would be built for ever."""
+    for name, largest in LARGEST.items():
+        value = None
+        with suppress(RuntimeError):  # where every layer has a value of its own
+            value = getattr(config, name, None)
+        if isinstance(value, int) and not 1 <= value <= largest:
+            raise ModelLoadError(f"{path} cannot be loaded: its config.json has {name} {value}")
+
+
+def _module_class(path: str, config: Any) -> Any:
+    if config.is_encoder_decoder:
+        check_served(config)
+        return MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)]
+    if is_multimodal(config):
+        return text_only(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(f"{path} cannot be served: {config.model_type} models do not write text")
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def check_memory(path: str, module: Any, options: LoadOptions) -> None:
+    """``ModelLoadError`` if the weights alone are more than the device can ever hold; ``module`` may be on
+    the meta device."""
+    if options.device_map is not None:
+        return
+    size = SMALLEST.get(options.quantize, 2.0 if options.narrow else float(options.dtype.itemsize))
+    if options.device.type != "cpu":
+        size = float(options.dtype.itemsize)
+    if getattr(module.config, "quantization_config", None):
+        size = min(size, 0.5)
+    needed = int(size * sum(parameter.numel() for parameter in module.parameters()))
+    total = total_memory(options.device)
+    if needed > total:
+        raise ModelLoadError(
+            f"{path} needs at least {needed / 1e9:.1f} GB for its weights, and {options.device} has "
+            f"{total / 1e9:.1f} GB: take a smaller model or fewer bits (quantize, a GGUF file)"
+        )
+
+
+def check_layers(module: Any) -> None:
+    """``ModelLoadError`` if a ``module`` on the meta device has layers that cannot be served. What cannot be
+    decided without weights is decided with them."""
+    facts = ModelFacts(module.config, None, 0, module.dtype, torch.device("meta"))
+    try:
+        DecoderModel(module, facts)
+    except ModelLoadError as error:
+        # torch says so where it would have to look at values.
+        if not isinstance(error.__cause__, NotImplementedError | RuntimeError):
+            raise

@@ -1,0 +1,292 @@
+"""A GGUF file's metadata as transformers' config. Every key of its architecture is used or refused.
+
+What a key means, and what counts where it is missing, is as in llama.cpp. Three exceptions follow the models'
+makers: the windows of Mistral and Phi-3, which llama.cpp leaves out, and Phi-3's long factors.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig
+
+from truedraft.engine.gguf_file import GgufError, GgufFile
+from truedraft.engine.gguf_tokenizer import Vocabulary
+from truedraft.engine.models.account import Account
+
+# Architectures have a name in each of both worlds.
+MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+}
+GEMMA = ("gemma2", "gemma3")
+# Gemmas of so many layers scale scores by hidden size / heads; the others scale them by the head size.
+SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}
+# A file that has none of them has these: the distance between layers without a window, the rotary base of
+# the others, and Gemma 2's window.
+PATTERNS, GEMMA3_LOCAL_BASE, GEMMA2_WINDOW = {"gemma2": 2, "gemma3": 6}, 10000.0, 4096
+ROPE_BASE = 10000.0
+# A file must have these keys; the architecture is left out in front.
+NEEDED = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+}
+OPTIONAL = {"attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim"}
+# These keys are served only with values that ask for nothing.
+NEUTRAL: dict[str, Sequence[Any]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.output_scale": (0.0, 1.0),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_chunk_feed_forward_length": (0,),
+    "expert_count": (0,),
+    "expert_feed_forward_length": (0,),
+    "expert_gating_func": (0,),
+    "expert_group_count": (0,),
+    "expert_group_used_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_norm": (False,),
+    "expert_weights_scale": (0.0, 1.0),
+    "final_logit_softcapping": (0.0,),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (0.0, 1.0),
+    "rope.dimension_sections": ([0, 0, 0, 0], [0, 0, 0]),
+    "rope.scaling.alpha": (0.0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "router_logit_softcapping": (0.0,),
+    "use_parallel_residual": (False,),
+}
+# These keys tell of the file, not of the model.
+INFORMATION = ("tensor_data_layout", "rope.scaling.finetuned")
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+
+
+class _Keys:
+    """Reads the keys of the architecture off the account."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.prefix = f"{file.architecture}."
+        self.path = file.path
+        said = {key: value for key, value in file.metadata.items() if key.startswith(self.prefix)}
+        self.account = Account(file.path, said)
+
+    def says(self, key: str, default: Any = None) -> Any:
+        """Returns the value; a list of one value for every layer is that value."""
+        value = self.account.take(self.prefix + key, default)
+        if isinstance(value, list) and key != "attention.sliding_window_pattern":
+            if not value or any(other != value[0] for other in value):
+                raise GgufError(
+                    f"{self.path} has {self.prefix}{key} that differ from layer to layer, which is not served"
+                )
+            return value[0]
+        return value
+
+    def number(self, key: str, kind: type, default: Any = None) -> Any:
+        """Returns a number above zero; ``default`` if there is none."""
+        value = self.says(key)
+        if value is None:
+            return default
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if not fits or not 0 < value < math.inf:
+            raise GgufError(f"{self.path} has {self.prefix}{key} {value}, which is not supported")
+        return value
+
+    def needed(self, key: str, kind: type) -> Any:
+        value = self.number(key, kind)
+        if value is None:
+            raise GgufError(f"{self.path} does not say its model's {self.prefix}{key}")
+        return value
+
+    def expect(self, key: str, *neutral: Any) -> None:
+        self.account.expect(self.prefix + key, *neutral)
+
+
+def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
+    """Raises ``GgufError`` or ``ModelLoadError`` for what cannot be served."""
+    keys, architecture = _Keys(file), file.architecture
+    found: dict[str, Any] = {
+        name: keys.needed(key, float if key.endswith("epsilon") else int) for key, name in NEEDED.items()
+    }
+    found |= {name: value for key, name in OPTIONAL.items() if (value := keys.number(key, int)) is not None}
+    heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads")
+    found.setdefault("head_dim", found["hidden_size"] // heads)
+    if heads % (kv_heads or heads) or found["head_dim"] < 2:
+        raise GgufError(f"{file.path} is damaged: {heads} heads cannot share {kv_heads}")
+    if found["num_hidden_layers"] > len(file.tensors):
+        layers, tensors = found["num_hidden_layers"], len(file.tensors)
+        raise GgufError(f"{file.path} is damaged: it has {tensors} tensors for {layers} layers")
+    found["vocab_size"] = _vocab_size(file, keys, vocabulary)
+    found["tie_word_embeddings"] = "output.weight" not in file.tensors
+    for name in ("bos", "eos"):
+        found[f"{name}_token_id"] = None if vocabulary is None else vocabulary.ids.get(name)
+    found["pad_token_id"] = None  # nothing is padded
+    found["rope_parameters"] = _rope(keys, found)
+    model_type = MODEL_TYPES[architecture]
+    if architecture == "phi3":
+        found |= _phi3(file, keys, found)
+    elif architecture in GEMMA:
+        found |= _gemma(keys, architecture, found)
+    elif architecture == "llama":
+        found["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        found["mlp_bias"] = any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down"))
+        if window := keys.says("attention.sliding_window"):
+            model_type, found["sliding_window"] = "mistral", window
+    else:
+        window = keys.says("attention.sliding_window") or math.inf
+        if window < found["max_position_embeddings"]:
+            raise GgufError(
+                f"{file.path} has a sliding window of {window}, which {architecture} does not use"
+            )
+    _close(keys, found)
+    return AutoConfig.for_model(model_type, **found)
+
+
+def _close(keys: _Keys, found: dict[str, Any]) -> None:
+    """Refuses what is left and would change the text."""
+    size, rope = found["head_dim"], found["rope_parameters"]
+    for key in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+        keys.expect(key, size)
+    for key in ("rope.dimension_count", "rope.dimension_count_swa"):
+        keys.expect(key, size)
+    keys.expect("rope.freq_base_swa", rope.get("rope_theta"))
+    keys.expect("attention.scale", 0.0, found.get("query_pre_attn_scalar", size) ** -0.5)
+    for key, neutral in NEUTRAL.items():
+        keys.expect(key, *neutral)
+    for key in INFORMATION:
+        keys.says(key)
+    keys.account.close("has {name} = {value}, which is not known for this architecture")
+
+
+def _vocab_size(file: GgufFile, keys: _Keys, vocabulary: Vocabulary | None) -> int:
+    place = file.tensors.get("token_embd.weight")
+    if place is None:
+        raise GgufError(f"{file.path} lacks weights of the model: token_embd.weight")
+    rows = place.shape[0]
+    keys.expect("vocab_size", rows)
+    if vocabulary is not None and len(vocabulary.tokens) != rows:
+        tokens = len(vocabulary.tokens)
+        raise GgufError(f"{file.path} has {tokens} tokens in its vocabulary, but {rows} rows of embeddings")
+    return rows
+
+
+def _rope(keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", float, ROPE_BASE)}
+    kind = keys.says("rope.scaling.type", "linear")
+    old = keys.says("rope.scale_linear")
+    factor = keys.says("rope.scaling.factor", old) or 1.0
+    original = keys.number("rope.scaling.original_context_length", int)
+    if kind not in ("none", "linear", "yarn", "longrope") or not isinstance(factor, float) or factor < 0:
+        raise GgufError(f"{keys.path} scales its positions by {kind} and {factor}, which is not supported")
+    if kind == "yarn":
+        # The factor of the angles' size comes on top of the one that belongs to YaRN.
+        more = keys.number("rope.scaling.attn_factor", float, 1.0)
+        rope["attention_factor"] = (1 + 0.1 * math.log(max(factor, 1.0))) * more
+        rope["original_max_position_embeddings"] = original or found["max_position_embeddings"]
+        return rope | {"rope_type": "yarn", "factor": factor}
+    if kind == "longrope" and (keys.prefix != "phi3." or factor != 1):
+        raise GgufError(f"{keys.path} scales its positions by longrope, which is not supported")
+    if kind == "linear" and factor != 1:
+        return rope | {"rope_type": "linear", "factor": factor}
+    return rope | {"rope_type": "default"}
+
+
+def _phi3(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(found["rope_parameters"])
+    more = {"rope_parameters": rope, "sliding_window": keys.says("attention.sliding_window") or None}
+    size = keys.number("rope.dimension_count", int, found["head_dim"])
+    if found["head_dim"] * found["num_attention_heads"] != found["hidden_size"]:
+        raise GgufError(f"{file.path} has heads that do not make up its phi3.embedding_length")
+    if size > found["head_dim"] or size % 2:
+        raise GgufError(f"{file.path} rotates {size} numbers of a head of {found['head_dim']}")
+    rope["partial_rotary_factor"] = size / found["head_dim"]
+    if int(found["head_dim"] * rope["partial_rotary_factor"]) != size:
+        raise GgufError(f"{file.path} rotates {size} of {found['head_dim']} numbers, which is not supported")
+    if rope["rope_type"] != "default":
+        raise GgufError(f"{file.path} scales its positions by {rope['rope_type']}, which phi3 does not use")
+    if LONG_FACTORS not in file.tensors or SHORT_FACTORS not in file.tensors:
+        return more
+    original = keys.number("rope.scaling.original_context_length", int)
+    if original is None or original < 2:
+        raise GgufError(f"{file.path} does not say its phi3.rope.scaling.original_context_length")
+    rope |= {
+        "rope_type": "longrope",
+        "long_factor": rotary_factors(file, LONG_FACTORS, size // 2),
+        "short_factor": rotary_factors(file, SHORT_FACTORS, size // 2),
+        "original_max_position_embeddings": original,
+        "attention_factor": keys.number("rope.scaling.attn_factor", float, 1.0),
+    }
+    # Beyond it every position rotates by other angles, those in the cache included.
+    more["max_position_embeddings"] = min(original, found["max_position_embeddings"])
+    return more
+
+
+def _gemma(keys: _Keys, architecture: str, found: dict[str, Any]) -> dict[str, Any]:
+    layers = found["num_hidden_layers"]
+    window = keys.number("attention.sliding_window", int, GEMMA2_WINDOW if architecture == "gemma2" else None)
+    if window is None:
+        raise GgufError(f"{keys.path} does not say its model's {architecture}.attention.sliding_window")
+    scalar = found["head_dim"]
+    if layers == SCALED_BY_HIDDEN_SIZE[architecture]:
+        scalar = found["hidden_size"] // found["num_attention_heads"]
+    more: dict[str, Any] = {"sliding_window": window, "query_pre_attn_scalar": scalar}
+    names = ["final_logit_softcapping"] + (["attn_logit_softcapping"] if architecture == "gemma2" else [])
+    for name in names:
+        if (cap := keys.number(name, float)) is not None:
+            more[name] = cap
+    pattern = keys.says("attention.sliding_window_pattern", PATTERNS[architecture])
+    if isinstance(pattern, list):
+        slides = [bool(each) for each in pattern]
+    else:
+        slides = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
+    if len(slides) != layers:
+        raise GgufError(
+            f"{keys.path} says of {len(slides)} layers whether they have a window, not of {layers}"
+        )
+    more["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+    if architecture == "gemma3":
+        if found["rope_parameters"]["rope_type"] == "yarn":
+            raise GgufError(f"{keys.path} scales its positions by yarn, which gemma3 does not use")
+        base = keys.number("rope.freq_base_swa", float, GEMMA3_LOCAL_BASE)
+        local = {"rope_type": "default", "rope_theta": base}
+        more["rope_parameters"] = {
+            "full_attention": found["rope_parameters"],
+            "sliding_attention": local,
+        }
+    return more
+
+
+def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
+    """Returns divisors of the rotary frequencies."""
+    place = file.tensors[name]
+    if place.type != 0 or place.shape != (count,):
+        raise GgufError(
+            f"{file.path} has {name} of type {place.type} and shape {place.shape}, not F32 and {(count,)}"
+        )
+    numbers: list[float] = np.frombuffer(place.data, "<f4", count, place.offset).tolist()
+    if not all(0 < number < math.inf for number in numbers):
+        raise GgufError(f"{file.path} is damaged: {name} has numbers that nothing can be divided by")
+    return numbers

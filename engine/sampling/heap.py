@@ -1,0 +1,41 @@
+"""How much memory the C library has handed out, to bound what native code keeps and cannot weigh itself."""
+
+import ctypes
+from functools import cache
+
+
+class _Mallinfo(ctypes.Structure):
+    """The fields of glibc's ``struct mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+@cache
+def _mallinfo() -> "ctypes._NamedFuncPointer | None":
+    read = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if read is not None:
+        read.restype = _Mallinfo
+    return read
+
+
+def heap_in_use() -> int | None:
+    """Bytes that the main thread has allocated and not freed; None where the C library does not tell."""
+    read = _mallinfo()
+    if read is None:
+        return None
+    counts = read()
+    return int(counts.uordblks) + int(counts.hblkhd)

@@ -1,0 +1,32 @@
+"""How processes that help the front end are started: those that check grammars and render chat templates.
+
+They run what comes from clients and checkpoints, within limits, and may end at any moment.
+"""
+
+import os
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from truedraft.server.settings import ENV_PREFIX
+
+# Of the processor, that a chat template may take for one conversation.
+TEMPLATE_SECONDS = 5.0
+
+
+def helper_command(module: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", f"truedraft.server.text.{module}")
+
+
+def helper_environment() -> dict[str, str]:
+    """Without the server's settings, keys among them."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Of this process, from now on: that much address space beside what is there."""
+    with suppress(ValueError, OSError):  # a system that has no such limit, or a lower one
+        before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (before + num_bytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,0 +1,287 @@
+"""Checkpoints with one thing changed: transformers' logits of the same files, or a refusal in one sentence.
+
+Each tensor is removed, reshaped or joined by another; each field of config.json gets other values.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from tests.families import save_random
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.models import loader
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.llama import FAMILIES
+from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
+
+VOCAB_SIZE, HIDDEN, HEAD_SIZE, INNER, WINDOW = 24, 32, 16, 40, 6
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": HEAD_SIZE,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    "gemma3_text": {
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mistral": {"sliding_window": WINDOW},
+    "phi3": {"sliding_window": WINDOW},
+}
+BOTH = ("sliding_attention", "full_attention")
+ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+# Values of each field that a family's config may have.
+VALUES: dict[str, list[Any]] = {
+    "vocab_size": [VOCAB_SIZE + 2, VOCAB_SIZE - 2],
+    "hidden_size": [64],
+    "intermediate_size": [INNER // 2],
+    "num_hidden_layers": [1, 3],
+    "num_attention_heads": [4],
+    "num_key_value_heads": [2],
+    "head_dim": [8],
+    "hidden_act": ["relu", "no_such_thing"],
+    "hidden_activation": ["silu"],
+    "max_position_embeddings": [32, -1],
+    "rms_norm_eps": [0.5],
+    "pad_token_id": [VOCAB_SIZE, -1],
+    "bos_token_id": [VOCAB_SIZE],
+    "eos_token_id": [VOCAB_SIZE, [2, -1], "2"],
+    "tie_word_embeddings": [True],
+    "rope_parameters": [
+        ROTARY | {"rope_theta": 100.0},
+        ROTARY | {"rope_type": "linear", "factor": 4.0},
+        ROTARY | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ROTARY | {"partial_rotary_factor": 0.5},
+        ROTARY | {"rope_type": "no_such_thing"},
+    ],
+    "attention_bias": [True],
+    "attention_out_bias": [True],
+    "mlp_bias": [True],
+    "sliding_window": [3, None],
+    "use_sliding_window": [True],
+    "layer_types": [["full_attention", "sliding_attention"], ["full_attention"], ["no_such_thing"] * 2],
+    "query_pre_attn_scalar": [3],
+    "attn_logit_softcapping": [0.5, None],
+    "final_logit_softcapping": [0.5, None],
+    "use_bidirectional_attention": [True],
+    "original_max_position_embeddings": [8],
+    "pretraining_tp": [2],
+}
+# What other families' configs say, and this one's class does not read.
+STRAY: dict[str, Any] = {
+    "final_logit_softcapping": 0.5,
+    "attn_logit_softcapping": 0.5,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 3,
+    "mlp_bias": True,
+    "attention_out_bias": True,
+    "residual_multiplier": 0.5,
+    "logit_scale": 3.0,
+    "attention_chunk_size": 4,
+    "no_rope_layers": [1, 0],
+}
+
+Weights = dict[str, torch.Tensor]
+Changed = tuple[dict[str, Any], Weights]
+
+
+def config_mutations(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
+    for key, values in VALUES.items():
+        if key in config:
+            yield from ((config | {key: value}, weights) for value in values if config[key] != value)
+    yield {key: value for key, value in STRAY.items() if key not in config} | config, weights
+    yield config | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}, weights
+
+
+def removed_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
+    for name in weights:
+        if "layers.1" not in name:
+            yield config, {other: tensor for other, tensor in weights.items() if other != name}
+    tied = config | {"tie_word_embeddings": True}
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        yield tied, {other: tensor for other, tensor in weights.items() if other != name}
+
+
+def reshaped_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
+    for name, tensor in weights.items():
+        if "layers.1" not in name:
+            yield config, weights | {name: tensor[:-4].contiguous()}
+
+
+def added_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]:
+    generator = torch.Generator().manual_seed(2)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    layer = "model.layers.0"
+    added: dict[str, torch.Tensor] = {
+        f"{layer}.self_attn.o_proj.bias": drawn(HIDDEN),
+        f"{layer}.mlp.down_proj.bias": drawn(HIDDEN),
+        f"{layer}.self_attn.q_norm.weight": drawn(HEAD_SIZE),
+        f"{layer}.self_attn.sinks": drawn(2),
+        f"{layer}.mlp.down_proj.weight_scale_inv": drawn(1, 1),
+        "model.layers.2.input_layernorm.weight": drawn(HIDDEN),
+        "lm_head.bias": drawn(VOCAB_SIZE),
+        "a_tensor_of_tomorrow": drawn(2),
+    }
+    for name, tensor in added.items():
+        if name not in weights:
+            yield config, weights | {name: tensor}
+    # These change nothing.
+    yield config, weights | {f"{layer}.mlp.down_proj.bias": torch.zeros(HIDDEN)}
+    yield config, weights | {f"{layer}.self_attn.rotary_emb.inv_freq": drawn(HEAD_SIZE // 2)}
+    # An output layer of its own, and the same as the embeddings.
+    tied = config | {"tie_word_embeddings": True}
+    yield tied, weights
+    yield tied, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+
+
+MUTATIONS: dict[str, Callable[[dict[str, Any], Weights], Iterator[Changed]]] = {
+    "config changed": config_mutations,
+    "tensor removed": removed_tensors,
+    "tensor reshaped": reshaped_tensors,
+    "tensor added": added_tensors,
+}
+
+
+# Checkpoints served as by transformers, and refused, by kind of mutation.
+COUNTS: dict[str, list[tuple[int, int]]] = {
+    "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],
+    "gemma2": [(22, 17), (2, 14), (0, 14), (4, 8)],
+    "gemma3_text": [(20, 17), (2, 16), (0, 16), (4, 7)],
+    "llama": [(15, 16), (2, 12), (0, 12), (4, 8)],
+    "mistral": [(16, 14), (2, 12), (0, 12), (4, 8)],
+    "phi3": [(15, 16), (2, 9), (0, 9), (4, 8)],
+    "qwen2": [(16, 17), (2, 15), (0, 15), (4, 8)],
+    "qwen3": [(16, 18), (2, 14), (0, 14), (4, 7)],
+    "seed_oss": [(15, 16), (2, 15), (0, 15), (4, 8)],
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family, made once."""
+    root = tmp_path_factory.mktemp("families")
+
+    def folder(family: str) -> Path:
+        if not (root / family).exists():
+            save_random(root / family, family, SHAPE | MORE.get(family, {}))
+            (root / family / "generation_config.json").unlink(missing_ok=True)
+        return root / family
+
+    return folder
+
+
+def served(folder: Path) -> Any:
+    """Logits, or the sentence of the refusal."""
+    try:
+        model = load_model(str(folder), LoadOptions(narrow=False))
+    except ModelLoadError as error:
+        return str(error)
+    runner = ModelRunner.build(model, num_blocks=4, block_size=4)
+    table = BlockTable()
+    table.block_ids = [2, 0, 3, 1]
+    return runner.forward([Span(table, IDS, len(IDS))]).logits
+
+
+@torch.inference_mode()
+def reference(folder: Path) -> Any:
+    """transformers' logits; None where it fails or makes weights up."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        return None if info["missing_keys"] else model(input_ids=torch.tensor([IDS])).logits[0]
+    except Exception:  # whatever a config makes it do
+        return None
+
+
+def outcome(folder: Path, changed: Changed) -> str:
+    config, weights = changed
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    ours = served(folder)
+    if isinstance(ours, str):
+        assert "\n" not in ours
+        assert str(folder) in ours or config["model_type"] in ours
+        return "refused"
+    expected = reference(folder)
+    if expected is None:
+        return "served, though transformers fails"
+    return "equal" if torch.allclose(ours, expected, atol=2e-3, rtol=1e-3) else "another text"
+
+
+@pytest.mark.parametrize("kind", MUTATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mutated_checkpoints_are_transformers_or_refused(
+    family: str, kind: str, original: Callable[[str], Path], tmp_path: Path
+) -> None:
+    logging.disable_progress_bar()
+    folder = tmp_path / "changed"
+    shutil.copytree(original(family), folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    if kind == "config changed":
+        assert outcome(folder, (config, weights)) == "equal"
+    found: Counter[str] = Counter()
+    for changed in MUTATIONS[kind](config, weights):
+        result = outcome(folder, changed)
+        fields = {key: value for key, value in changed[0].items() if config.get(key) != value}
+        names = [
+            name
+            for name in weights.keys() | changed[1].keys()
+            if weights.get(name) is not changed[1].get(name)
+        ]
+        assert result in ("equal", "refused"), (fields, names)
+        found[result] += 1
+    assert (found["equal"], found["refused"]) == COUNTS[family][list(MUTATIONS).index(kind)]
+
+
+def test_the_table_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    for family, counts in COUNTS.items():
+        cells = " | ".join(f"{equal}, {refused}" for equal, refused in counts)
+        assert f"| {family} | {cells} |" in page
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_without_the_account_others_would_be_served(
+    family: str, original: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(original(family), folder)
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    monkeypatch.setattr(loader, "untie", lambda module, checkpoint: None)
+    monkeypatch.setattr(loader, "has_all", lambda module, checkpoint: True)
+    assert outcome(folder, (config | {"tie_word_embeddings": True}, weights)) == "another text"
+    assert (
+        outcome(folder, (config | {"vocab_size": VOCAB_SIZE + 2}, weights))
+        == "served, though transformers fails"
+    )

@@ -1,0 +1,409 @@
+"""GGUF files with one thing changed: what llama.cpp computes from them, or a refusal in one sentence.
+
+Each tensor is removed, reshaped or joined by another; each key of the architecture gets other values.
+``tests/llama_cpp_graph.py`` says what is right. Nothing may be served that it refuses or computes otherwise.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from tests.llama_cpp_graph import Graph, RefusedError
+from truedraft.engine.batch import Span
+from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.models.account import Account
+from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.gguf_config import MODEL_TYPES
+from truedraft.engine.models.loader import load_model
+from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.models.options import LoadOptions
+
+VOCAB_SIZE, HIDDEN, HEAD_SIZE, INNER, LAYERS, CONTEXT = 24, 32, 16, 40, 2, 64
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
+
+
+@dataclass
+class Content:
+    """``metadata`` without the architecture in front of its keys."""
+
+    architecture: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> "Content":
+        return Content(self.architecture, dict(self.metadata), dict(self.tensors))
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        return {f"{self.architecture}.{key}": value for key, value in self.metadata.items()}
+
+    def write(self, path: Path) -> None:
+        writer = GGUFWriter(path, self.architecture)
+        for key, value in self.keys.items():
+            _add(writer, key, value)
+        for name, tensor in self.tensors.items():
+            writer.add_tensor(name, tensor)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    kinds: dict[type, Callable[..., None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    kinds[type(value)](key, value)
+
+
+def base(architecture: str) -> Content:
+    """A file as converters write it."""
+    draws = np.random.default_rng(1)
+
+    def matrix(rows: int, columns: int) -> Any:
+        return draws.normal(0, 0.25, (rows, columns)).astype(np.float32)
+
+    def vector(size: int, mean: float) -> Any:
+        return (mean + draws.normal(0, 0.3, size)).astype(np.float32)
+
+    # Heads of Phi-3 make up the hidden size.
+    heads, kv_heads = (2, 1) if architecture == "phi3" else (4, 2)
+    queries, keys = heads * HEAD_SIZE, kv_heads * HEAD_SIZE
+    shapes = {
+        "attn_q": (queries, HIDDEN),
+        "attn_k": (keys, HIDDEN),
+        "attn_v": (keys, HIDDEN),
+        "attn_output": (HIDDEN, queries),
+        "ffn_gate": (INNER, HIDDEN),
+        "ffn_up": (INNER, HIDDEN),
+        "ffn_down": (HIDDEN, INNER),
+    }
+    if architecture == "phi3":
+        shapes = {name: shapes[name] for name in ("attn_output", "ffn_down")}
+        shapes |= {"attn_qkv": (queries + 2 * keys, HIDDEN), "ffn_up": (2 * INNER, HIDDEN)}
+    norms = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN}
+    if architecture in ("gemma2", "gemma3"):
+        norms |= {"post_attention_norm": HIDDEN, "post_ffw_norm": HIDDEN}
+    if architecture in ("qwen3", "gemma3"):
+        norms |= {"attn_q_norm": HEAD_SIZE, "attn_k_norm": HEAD_SIZE}
+    tensors = {"token_embd.weight": matrix(VOCAB_SIZE, HIDDEN), "output_norm.weight": vector(HIDDEN, 1)}
+    if architecture != "gemma2":
+        tensors["output.weight"] = matrix(VOCAB_SIZE, HIDDEN)
+    for layer in range(LAYERS):
+        tensors |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        tensors |= {f"blk.{layer}.{name}.weight": vector(size, 1) for name, size in norms.items()}
+        if architecture == "qwen2":
+            biases = {name: shapes[name][0] for name in ("attn_q", "attn_k", "attn_v")}
+            tensors |= {f"blk.{layer}.{name}.bias": vector(size, 0) for name, size in biases.items()}
+    metadata: dict[str, Any] = {
+        "block_count": LAYERS,
+        "context_length": CONTEXT,
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INNER,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": HEAD_SIZE,
+        "attention.value_length": HEAD_SIZE,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 1e4,
+        "rope.dimension_count": HEAD_SIZE,
+        "vocab_size": VOCAB_SIZE,
+    }
+    if architecture in ("gemma2", "gemma3", "phi3"):
+        metadata["attention.sliding_window"] = 6
+    if architecture == "gemma2":
+        metadata |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+    if architecture == "gemma3":
+        metadata["attention.sliding_window_pattern"] = 2
+    return Content(architecture, metadata, tensors)
+
+
+# Values of keys beside those that the file has; None removes it.
+VALUES: dict[str, list[Any]] = {
+    "block_count": [1, 3, 1 << 30],
+    "context_length": [32, None],
+    "embedding_length": [16, 64],
+    "feed_forward_length": [INNER // 2, [INNER, INNER // 2]],
+    "attention.head_count": [1, 3, [4, 2]],
+    "attention.head_count_kv": [4, None, [2, 1]],
+    "attention.key_length": [8, None],
+    "attention.value_length": [8],
+    "attention.layer_norm_rms_epsilon": [0.5, None, 0.0],
+    "attention.layer_norm_epsilon": [0.5],
+    "attention.sliding_window": [3, 0, None],
+    "attention.sliding_window_pattern": [0, 1, 3, [False, True], [True]],
+    "attention.causal": [False],
+    "attention.clamp_kqv": [0.1],
+    "attention.max_alibi_bias": [8.0],
+    "attention.scale": [0.7],
+    "attention.output_scale": [0.3],
+    "attention.temperature_length": [4],
+    "attention.temperature_scale": [0.1],
+    "attention.shared_kv_layers": [1],
+    "attention.q_lora_rank": [8],
+    "attention.key_length_swa": [8],
+    "attn_logit_softcapping": [0.5, None],
+    "final_logit_softcapping": [0.5, None],
+    "router_logit_softcapping": [3.0],
+    "embedding_scale": [12.0],
+    "residual_scale": [0.2],
+    "logit_scale": [8.0],
+    "expert_count": [2],
+    "expert_used_count": [2],
+    "expert_weights_scale": [2.0],
+    "expert_feed_forward_length": [8],
+    "nextn_predict_layers": [1],
+    "leading_dense_block_count": [1],
+    "pooling_type": [1],
+    "rope.freq_base": [100.0, None],
+    "rope.freq_base_swa": [50.0],
+    "rope.dimension_count": [8, 7, None],
+    "rope.dimension_count_swa": [8],
+    "rope.dimension_sections": [[2, 3, 3, 0]],
+    "rope.scaling.type": ["su"],
+    "rope.scaling.factor": [4.0],
+    "rope.scale_linear": [4.0],
+    "rope.scaling.attn_factor": [1.5],
+    "rope.scaling.alpha": [50.0],
+    "rope.scaling.yarn_ext_factor": [0.5],
+    "rope.scaling.yarn_attn_factor": [0.5],
+    "rope.scaling.yarn_beta_fast": [2.0],
+    "rope.scaling.yarn_beta_slow": [2.0],
+    "rope.scaling.yarn_log_multiplier": [0.1],
+    "ssm.state_size": [8],
+    "use_parallel_residual": [True],
+    "vocab_size": [VOCAB_SIZE + 2, None],
+    "a_key_of_tomorrow": [1],
+}
+# Values that ask for nothing, and keys that tell of nothing that is computed.
+NEUTRAL: dict[str, Any] = {
+    "feed_forward_length": [INNER, INNER],
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.scale": HEAD_SIZE**-0.5,
+    "attention.shared_kv_layers": 0,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "nextn_predict_layers": 0,
+    "pooling_type": 0,
+    "rope.freq_base_swa": 1e4,
+    "rope.dimension_sections": [0, 0, 0, 0],
+    "rope.scaling.type": "linear",
+    "rope.scaling.factor": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.original_context_length": 16,
+    "rope.scaling.finetuned": True,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+    "tensor_data_layout": "reference",
+    "use_parallel_residual": False,
+}
+# Values that mean something to llama.cpp which its graph here leaves out: never served.
+MEANINGFUL = {
+    "attention.causal": [False],
+    "expert_count": [2],
+    "expert_used_count": [2],
+    "nextn_predict_layers": [1],
+    "pooling_type": [1],
+    "rope.dimension_sections": [[2, 3, 3, 0]],
+    "vocab_size": [VOCAB_SIZE + 2],
+}
+TOGETHER: list[dict[str, Any]] = [
+    NEUTRAL,
+    {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+    {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0},
+    {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+    {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+    {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.attn_factor": 1.3,
+        "rope.scaling.original_context_length": 16,
+    },
+]
+
+
+def key_mutations(content: Content) -> Iterator[Content]:
+    changes = [{key: value} for key, values in VALUES.items() for value in values]
+    for key in ("attention.head_count", "attention.head_count_kv"):
+        changes.append({key: [content.metadata[key]] * LAYERS})
+    for change in changes + TOGETHER:
+        changed = content.copy()
+        for key, value in change.items():
+            if value is None:
+                changed.metadata.pop(key, None)
+            else:
+                changed.metadata[key] = value
+        if changed.metadata != content.metadata:
+            yield changed
+
+
+def removed_tensors(content: Content) -> Iterator[Content]:
+    for name in content.tensors:
+        if not name.startswith("blk.1"):
+            changed = content.copy()
+            del changed.tensors[name]
+            yield changed
+
+
+def reshaped_tensors(content: Content) -> Iterator[Content]:
+    for name, tensor in content.tensors.items():
+        if name.startswith("blk.1"):
+            continue
+        for other in (tensor[:-4], tensor.T):
+            if other.shape != tensor.shape:
+                changed = content.copy()
+                changed.tensors[name] = np.ascontiguousarray(other)
+                yield changed
+
+
+def added_tensors(content: Content) -> Iterator[Content]:
+    draws = np.random.default_rng(2)
+
+    def drawn(*shape: int) -> Any:
+        return (1.5 + draws.normal(0, 0.4, shape)).astype(np.float32)
+
+    half = HEAD_SIZE // 2
+    linears = [name for name, tensor in content.tensors.items() if tensor.ndim == 2 and name[:4] == "blk."]
+    changes: list[dict[str, Any]] = [
+        {"output.bias": drawn(VOCAB_SIZE)},
+        {"output.weight": drawn(VOCAB_SIZE, HIDDEN)},
+        {"cls.output.weight": drawn(2, HIDDEN)},
+        {"rope_freqs.weight": drawn(half)},
+        {"rope_freqs.weight": drawn(half - 1)},
+        {"rope_factors_long.weight": drawn(half)},
+        {"rope_factors_short.weight": drawn(half)},
+        {"blk.0.attn_q_norm.weight": drawn(HEAD_SIZE), "blk.0.attn_k_norm.weight": drawn(HEAD_SIZE)},
+        {"blk.0.attn_sinks.weight": drawn(4)},
+        {"blk.0.attn_norm.bias": drawn(HIDDEN)},
+        {f"blk.{LAYERS}.attn_norm.weight": drawn(HIDDEN)},
+        {"v.patch_embd.weight": drawn(4, 4)},
+        {"a_tensor_of_tomorrow.weight": drawn(4)},
+    ]
+    for name in linears:
+        if name.startswith("blk.0"):
+            stem = name.removesuffix(".weight")
+            changes += [
+                {f"{stem}.bias": drawn(len(content.tensors[name]))},
+                {f"{stem}.scale": drawn(1)},
+            ]
+    for parts in (("attn_q", "attn_k", "attn_v", "attn_output"), ("ffn_gate", "ffn_up", "ffn_down")):
+        chosen = [name for name in linears if name.split(".")[2] in parts]
+        biases = {
+            f"{name.removesuffix('.weight')}.bias": drawn(len(content.tensors[name])) for name in chosen
+        }
+        changes += [biases, {name: bias for name, bias in biases.items() if name.startswith("blk.0")}]
+    for change in changes:
+        changed = content.copy()
+        changed.tensors |= change
+        yield changed
+    if content.architecture == "phi3":
+        changed = content.copy()
+        changed.tensors |= {f"rope_factors_{length}.weight": drawn(half) for length in ("long", "short")}
+        for more in ({}, {"rope.scaling.attn_factor": 1.2}, {"rope.scaling.type": "longrope"}):
+            scaled = changed.copy()
+            scaled.metadata |= {"rope.scaling.original_context_length": 32} | more
+            yield scaled
+        yield changed
+
+
+MUTATIONS: dict[str, Callable[[Content], Iterator[Content]]] = {
+    "key changed": key_mutations,
+    "tensor removed": removed_tensors,
+    "tensor reshaped": reshaped_tensors,
+    "tensor added": added_tensors,
+}
+
+
+# Files served as by llama.cpp, and refused, by kind of mutation.
+COUNTS = {
+    "llama": [(18, 66), (1, 11), (0, 19), (4, 27)],
+    "qwen2": [(17, 67), (1, 14), (0, 22), (4, 27)],
+    "qwen3": [(17, 67), (1, 13), (0, 21), (2, 29)],
+    "phi3": [(15, 70), (1, 8), (0, 14), (4, 25)],
+    "gemma2": [(26, 61), (0, 13), (0, 19), (0, 31)],
+    "gemma3": [(20, 65), (1, 15), (0, 23), (2, 29)],
+}
+
+
+def served(content: Content, path: Path) -> Any:
+    """Logits, or the sentence of the refusal."""
+    content.write(path)
+    try:
+        model = load_model(str(path), LoadOptions(narrow=False))
+    except ModelLoadError as error:
+        return str(error)
+    runner = ModelRunner.build(model, num_blocks=4, block_size=4)
+    table = BlockTable()
+    table.block_ids = [2, 0, 3, 1]
+    return runner.forward([Span(table, IDS, len(IDS))]).logits.numpy()
+
+
+def reference(content: Content) -> Any:
+    """Logits, or None where llama.cpp refuses or does what the graph leaves out."""
+    if any(content.metadata.get(key) in values for key, values in MEANINGFUL.items()):
+        return None
+    try:
+        return Graph(content.architecture, content.keys, content.tensors).logits(IDS)
+    except (RefusedError, ValueError, IndexError, ZeroDivisionError):  # sizes that do not fit
+        return None
+
+
+def outcome(content: Content, path: Path) -> str:
+    ours, expected = served(content, path), reference(content)
+    if isinstance(ours, str):
+        assert "\n" not in ours
+        assert ours.startswith((str(path), f"cannot load {path}"))
+        return "refused"
+    if expected is None:
+        return "served, though llama.cpp refuses"
+    return "equal" if np.allclose(ours, expected, atol=2e-3, rtol=1e-3) else "another text"
+
+
+@pytest.mark.parametrize("kind", MUTATIONS)
+@pytest.mark.parametrize("architecture", MODEL_TYPES)
+def test_mutated_files_are_the_reference_or_refused(architecture: str, kind: str, tmp_path: Path) -> None:
+    content = base(architecture)
+    if kind == "key changed":
+        assert outcome(content, tmp_path / "whole.gguf") == "equal"
+    found: Counter[str] = Counter()
+    for number, changed in enumerate(MUTATIONS[kind](content)):
+        result = outcome(changed, tmp_path / f"{number}.gguf")
+        change = {key: value for key, value in changed.metadata.items() if content.metadata.get(key) != value}
+        names = [name for name in changed.tensors if changed.tensors[name] is not content.tensors.get(name)]
+        assert result in ("equal", "refused"), (change, names)
+        found[result] += 1
+    assert (found["equal"], found["refused"]) == COUNTS[architecture][list(MUTATIONS).index(kind)]
+
+
+def test_without_the_account_other_texts_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Account, "close", lambda account, sentence: None)
+    content = base("llama")
+    changed = content.copy()
+    changed.tensors["blk.0.attn_output.bias"] = np.ones(HIDDEN, dtype=np.float32)
+    assert outcome(changed, tmp_path / "a.gguf") == "another text"
+    changed = content.copy()
+    changed.tensors["output.bias"] = np.ones(VOCAB_SIZE, dtype=np.float32)
+    assert outcome(changed, tmp_path / "b.gguf") == "served, though llama.cpp refuses"
+
+
+def test_the_table_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    for architecture, counts in COUNTS.items():
+        cells = " | ".join(f"{equal}, {refused}" for equal, refused in counts)
+        assert f"| {architecture} | {cells} |" in page

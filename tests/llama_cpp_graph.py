@@ -1,0 +1,208 @@
+"""What llama.cpp computes from a GGUF file, in numpy, from the file's own names and keys alone.
+
+Written from the architectures' definitions and sharing nothing with the product: a text at once, no cache.
+``RefusedError`` is what llama.cpp says to tensors that are missing, left over or of another shape. Windows of
+``llama`` and ``phi3`` are their makers', which llama.cpp leaves out.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+GEMMA = ("gemma2", "gemma3")
+PATTERNS = {"gemma2": 2, "gemma3": 6}
+# Linear layers whose biases are optional, by architecture.
+OPTIONAL_BIASES = {
+    "llama": ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+    "qwen2": ("attn_output",),
+}
+
+
+class RefusedError(Exception):
+    pass
+
+
+class Graph:
+    def __init__(self, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        self.architecture = architecture
+        self.metadata = metadata
+        self.left = dict(tensors)
+        self.all = tensors
+        self.hidden_size, self.num_layers = self.says("embedding_length"), self.says("block_count")
+        self.head_size = self.says("attention.key_length", self.hidden_size // self.heads(0))
+        self.rotated = self.says("rope.dimension_count", self.head_size)
+        if architecture != "phi3" and self.rotated != self.head_size:
+            raise RefusedError("rope.dimension_count")
+        if self.says("attention.value_length", self.head_size) != self.head_size:
+            raise RefusedError("attention.value_length")
+
+    def says(self, key: str, default: Any = None) -> Any:
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise RefusedError(key)
+        return value
+
+    def of_layer(self, key: str, layer: int, default: Any = None) -> Any:
+        value = self.says(key, default)
+        return value[layer] if isinstance(value, list) else value
+
+    def heads(self, layer: int) -> int:
+        return int(self.of_layer("attention.head_count", layer))
+
+    def kv_heads(self, layer: int) -> int:
+        return int(self.of_layer("attention.head_count_kv", layer, self.heads(layer)))
+
+    def tensor(self, name: str, *shape: int) -> Array:
+        if name not in self.all or self.all[name].shape != shape:
+            raise RefusedError(name)
+        self.left.pop(name, None)
+        return np.asarray(self.all[name], dtype=np.float64)
+
+    def linear(self, x: Array, layer: int, name: str, size: int) -> Array:
+        y: Array = x @ self.tensor(f"blk.{layer}.{name}.weight", size, x.shape[-1]).T
+        needed = self.architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v")
+        bias = f"blk.{layer}.{name}.bias"
+        if needed or (bias in self.all and name in OPTIONAL_BIASES.get(self.architecture, ())):
+            y = y + self.tensor(bias, size)
+        return y
+
+    def norm(self, x: Array, name: str) -> Array:
+        eps = self.says("attention.layer_norm_rms_epsilon")
+        scale = np.sqrt((x**2).mean(-1, keepdims=True) + eps)
+        return x / scale * self.tensor(f"{name}.weight", x.shape[-1])
+
+    def logits(self, ids: list[int]) -> Array:
+        if "token_embd.weight" not in self.all:
+            raise RefusedError("token_embd.weight")
+        x = self.tensor("token_embd.weight", len(self.all["token_embd.weight"]), self.hidden_size)[ids]
+        if self.architecture in GEMMA:
+            x = x * math.sqrt(self.hidden_size)
+        for layer in range(self.num_layers):
+            x = self.layer(x, layer)
+        x = self.norm(x, "output_norm")
+        has_head = "output.weight" in self.all and self.architecture != "gemma2"
+        head = "output.weight" if has_head else "token_embd.weight"
+        logits: Array = x @ self.tensor(head, *self.all["token_embd.weight"].shape).T
+        cap = self.says("final_logit_softcapping", {"gemma2": 30.0}.get(self.architecture, 0.0))
+        if self.architecture in GEMMA and cap:
+            logits = np.tanh(logits / cap) * cap
+        self.factors()
+        if self.left:
+            raise RefusedError(f"wrong number of tensors: {min(self.left)}")
+        return logits
+
+    def layer(self, x: Array, layer: int) -> Array:
+        name = f"blk.{layer}"
+        attended = self.attention(self.norm(x, f"{name}.attn_norm"), layer)
+        if self.architecture in GEMMA:
+            attended = self.norm(attended, f"{name}.post_attention_norm")
+        x = x + attended
+        size = int(self.of_layer("feed_forward_length", layer))
+        inputs = self.norm(x, f"{name}.ffn_norm")
+        if self.architecture == "phi3":
+            gate, up = np.split(self.linear(inputs, layer, "ffn_up", 2 * size), 2, axis=-1)
+        else:
+            gate, up = (self.linear(inputs, layer, part, size) for part in ("ffn_gate", "ffn_up"))
+        if self.architecture in GEMMA:
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            gate = 0.5 * gate * (1 + np.tanh(inner))
+        else:
+            gate = gate / (1 + np.exp(-gate))
+        out = self.linear(gate * up, layer, "ffn_down", self.hidden_size)
+        return x + (self.norm(out, f"{name}.post_ffw_norm") if self.architecture in GEMMA else out)
+
+    def attention(self, x: Array, layer: int) -> Array:
+        heads, kv_heads, size, name = self.heads(layer), self.kv_heads(layer), self.head_size, f"blk.{layer}"
+        sizes = [heads * size, kv_heads * size, kv_heads * size]
+        if self.architecture == "phi3":
+            parts = np.split(self.linear(x, layer, "attn_qkv", sum(sizes)), np.cumsum(sizes)[:2], axis=-1)
+        else:
+            parts = [self.linear(x, layer, f"attn_{p}", n) for p, n in zip("qkv", sizes, strict=True)]
+        query, key, value = (part.reshape(len(x), -1, size) for part in parts)
+        if self.architecture in ("qwen3", "gemma3"):
+            query, key = self.norm(query, f"{name}.attn_q_norm"), self.norm(key, f"{name}.attn_k_norm")
+        query, key = self.rotate(query, layer), self.rotate(key, layer)
+        key, value = (np.repeat(part, heads // kv_heads, axis=1) for part in (key, value))
+        scores = np.einsum("qhd,khd->hqk", query, key) * self.scale()
+        if self.architecture == "gemma2":
+            cap = self.says("attn_logit_softcapping", 50.0)
+            scores = np.tanh(scores / cap) * cap
+        places = np.arange(len(x))
+        hidden = places[None] > places[:, None]
+        if window := self.window(layer):
+            hidden |= places[None] <= places[:, None] - window
+        scores = np.where(hidden, -np.inf, scores)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        attended = np.einsum("hqk,khd->qhd", weights, value).reshape(len(x), -1)
+        return self.linear(attended, layer, "attn_output", self.hidden_size)
+
+    def scale(self) -> float:
+        if (self.architecture, self.num_layers) in (("gemma2", 46), ("gemma3", 62)):
+            return float((self.hidden_size // self.heads(0)) ** -0.5)
+        return float(self.head_size**-0.5)
+
+    def window(self, layer: int) -> int:
+        window = int(self.says("attention.sliding_window", 4096 if self.architecture == "gemma2" else 0))
+        if self.architecture in GEMMA:
+            return window if self.slides(layer) else 0
+        return window if self.architecture in ("llama", "phi3") else 0
+
+    def slides(self, layer: int) -> bool:
+        pattern = self.says("attention.sliding_window_pattern", PATTERNS[self.architecture])
+        if isinstance(pattern, list):
+            return bool(pattern[layer])
+        return bool(pattern == 0 or layer % pattern < pattern - 1)
+
+    def factors(self) -> Array:
+        """Divisors of the frequencies."""
+        count = self.rotated // 2
+        if self.architecture == "llama" and "rope_freqs.weight" in self.all:
+            return self.tensor("rope_freqs.weight", count)
+        if self.architecture == "phi3" and "rope_factors_short.weight" in self.all:
+            if "rope_factors_long.weight" in self.all:
+                self.tensor("rope_factors_long.weight", count)
+            return self.tensor("rope_factors_short.weight", count)  # texts are short here
+        return np.ones(count)
+
+    def rotate(self, x: Array, layer: int) -> Array:
+        """``x`` [tokens, heads, size]."""
+        base, count = float(self.says("rope.freq_base", 10000.0)), self.rotated // 2
+        kind = self.says("rope.scaling.type", "linear")
+        if kind not in ("none", "linear", "yarn", "longrope"):
+            raise RefusedError(kind)
+        factor = self.says("rope.scaling.factor", self.says("rope.scale_linear", 0.0)) or 1.0
+        factor = 1.0 if kind == "none" else factor
+        size = float(self.says("rope.scaling.attn_factor", 1.0))
+        if self.architecture == "gemma3" and self.slides(layer):
+            base, factor = float(self.says("rope.freq_base_swa", 10000.0)), 1.0
+        elif self.architecture == "gemma2" and self.slides(layer):
+            base = float(self.says("rope.freq_base_swa", base))
+        frequencies = base ** (-np.arange(count) / count) / self.factors()
+        if kind == "yarn":
+            original = self.says("rope.scaling.original_context_length", self.says("context_length"))
+            ends = [
+                2 * count * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(base))
+                for beta in (32.0, 1.0)
+            ]
+            low, high = max(0, math.floor(ends[0])), min(2 * count - 1, math.ceil(ends[1]))
+            ramp = 1 - np.clip((np.arange(count) - low) / max(0.001, high - low), 0, 1)
+            frequencies = frequencies / factor * (1 - ramp) + frequencies * ramp
+            size *= 1 + 0.1 * math.log(factor)
+        else:
+            frequencies = frequencies / factor
+        angles = np.arange(len(x))[:, None, None] * frequencies
+        cos, sin = np.cos(angles) * size, np.sin(angles) * size
+        turned, rest = x[..., : 2 * count], x[..., 2 * count :]
+        if self.architecture == "llama":  # pairs of neighbours
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            pairs = np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(turned.shape)
+        else:
+            a, b = np.split(turned, 2, axis=-1)
+            pairs = np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        return np.concatenate([pairs, rest], axis=-1)
