@@ -312,7 +312,10 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     for tensors, words in (
         ({}, f"{base}.weight has 8 bits, but not one tensor of scales"),
         ({name: scales, f"{base}.weight_scale": scales.clone()}, "but not one tensor of scales"),
-        ({name: scales, f"{base}.weight_zero_point": scales.clone()}, "has a tensor model.layers.1.mlp.down_proj.weight_zero_point"),
+        (
+            {name: scales, f"{base}.weight_zero_point": scales.clone()},
+            "has a tensor model.layers.1.mlp.down_proj.weight_zero_point",
+        ),
         ({name: scales[:-1].clone()}, f"it is damaged: {base}.weight [64, 96] has scales [3, 6]"),
         ({name: scales.flatten()}, "has scales [24]"),
         ({name: scales[:0].clone()}, "has scales [0, 6]"),
