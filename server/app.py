@@ -96,7 +96,13 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_methods=["*"],
             allow_headers=["*"],
             allow_private_network=True,  # a page of these origins may call a server of its user's network
-            expose_headers=["x-request-id", "x-truedraft-ignored", "x-truedraft-adjusted", "retry-after"],
+            expose_headers=[
+                "x-request-id",
+                "x-truedraft-ignored",
+                "x-truedraft-adjusted",
+                "x-truedraft-tool-form",
+                "retry-after",
+            ],
         )
     if hosts := allowed_hosts(settings):
         app.add_middleware(AllowedHostsMiddleware, hosts=hosts, count_error=metrics.count_error)

@@ -40,5 +40,8 @@ class ChunkWriter(ABC):
 
 async def respond(request: Request, context: GenerationContext, writer: AnswerWriter) -> Response:
     request.scope["state"][SUMMARY] = context.generation.summary
+    headers, message = context.leniency.headers(), context.generation.job.message
+    if message is not None and message.calls is not None:
+        headers["x-truedraft-tool-form"] = message.calls.name
     send = respond_stream if context.body.stream else respond_whole
-    return await send(request, context.generation, writer, context.leniency.headers())
+    return await send(request, context.generation, writer, headers)

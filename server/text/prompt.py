@@ -26,6 +26,8 @@ from truedraft.server.schemas.response_items import (
     OtherInput,
 )
 from truedraft.server.schemas.responses import InputMessage, ResponsesRequest
+from truedraft.server.text.families import GENERIC
+from truedraft.server.text.generic_tools import as_plain_messages
 from truedraft.server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
@@ -117,14 +119,14 @@ def render_chat(
     messages: Sequence[Message], tokenizer: Tokenizer, *, param: str, options: Mapping[str, Any]
 ) -> str:
     """The conversation as the model's template writes it; ``param`` is the request's field at fault."""
-    for position, message in enumerate(messages):
-        if message.tool_calls and "tool_calls" not in tokenizer.templates.source:
-            where = f".{position}.tool_calls" if param == "messages" else ""
-            raise UnsupportedParameterError(
-                "This model's chat template does not write tool calls.", param=param + where
-            )
+    templates = tokenizer.templates
     written = _template_messages(_joined_system(messages))
-    if ".thinking" in tokenizer.templates.source:  # as gpt-oss's calls it
+    if templates.call_format is GENERIC:
+        written = as_plain_messages(written, options.get("tools"), has_system=templates.has_system)
+        options = {name: value for name, value in options.items() if name != "tools"}
+    elif "tool_calls" not in templates.source:
+        _refuse_calls(messages, param)
+    if ".thinking" in templates.source:  # as gpt-oss's calls it
         for fields in written:
             if "reasoning_content" in fields:
                 fields["thinking"] = fields["reasoning_content"]
@@ -132,6 +134,15 @@ def render_chat(
         return tokenizer.apply_chat_template(written, options)
     except ChatTemplateError as error:
         raise InvalidRequestError(str(error), param=param) from error
+
+
+def _refuse_calls(messages: Sequence[Message], param: str) -> None:
+    for position, message in enumerate(messages):
+        if message.tool_calls:
+            where = f".{position}.tool_calls" if param == "messages" else ""
+            raise UnsupportedParameterError(
+                "This model's chat template does not write tool calls.", param=param + where
+            )
 
 
 def template_options(request: TemplateFields, tokenizer: Tokenizer, leniency: Leniency) -> dict[str, Any]:
