@@ -8,7 +8,7 @@ from fastapi.responses import Response
 
 from truedraft.server.errors import ApiError
 from truedraft.server.http.access_log import SUMMARY
-from truedraft.server.http.sse import DONE, chunk_event, error_event
+from truedraft.server.http.sse import DONE, PING, chunk_event, error_event
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.responding import AnswerWriter, respond_stream, respond_whole
 from truedraft.server.schemas.answer import Answer
@@ -20,6 +20,7 @@ class ChunkWriter(ABC):
     """An ``AnswerWriter`` of chunks: what completions and chats have in common on the wire."""
 
     end = DONE
+    ping = PING
 
     def __init__(self, context: GenerationContext) -> None:
         self._context = context
