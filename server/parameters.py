@@ -319,6 +319,13 @@ def _check_extra_output(request: SamplingRequest, leniency: Leniency) -> None:
             if request.best_of is not None and request.best_of != (request.n or 1):
                 raise _unsupported("best_of", "use 'n', and choose yourself")
         case MessagesRequest():
+            if "thread" in (request.model_extra or {}):
+                # By this code Anthropic's SDK knows that it has to send the whole conversation.
+                raise UnsupportedParameterError(
+                    "'thread' is not supported: nothing is stored here; send the whole conversation.",
+                    param="thread",
+                    code="thread_unsupported_request",
+                )
             if request.speculation is not None and request.speculation.origins is not False:
                 raise _unsupported("speculation.origins", IN_CHATS)
         case ResponsesRequest():
