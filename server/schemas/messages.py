@@ -135,9 +135,11 @@ class ToolChoice(RequestPart):
 
 
 class Thinking(RequestPart):
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    """Clients have new ways of it with each release, none of which costs the answer: it is reported."""
+
+    type: str = Field(description="`enabled`, `disabled`, or `adaptive`: as the model does.")
     budget_tokens: int | None = Field(None, ge=0)
-    display: Literal["summarized", "omitted"] | None = None
+    display: str | None = Field(None, description="`omitted` leaves out what was thought.")
 
 
 class JsonFormat(RequestPart):
@@ -146,7 +148,7 @@ class JsonFormat(RequestPart):
 
 
 class OutputConfig(RequestPart):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
     format: JsonFormat | None = None
 
 

@@ -39,6 +39,9 @@ from truedraft.server.text.tokenizer import Tokenizer
 
 CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 
+# How thoughts may be shown: all of them, or none.
+DISPLAYS = (None, "summarized", "omitted")
+
 # Whose messages have a block of a type.
 ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
 
@@ -57,7 +60,7 @@ class MessagesChat(ChatRequest):
 
 def as_chat(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> MessagesChat:
     shared = request.model_fields_set & SamplingRequest.model_fields.keys()
-    messages = chat_messages(request)
+    messages = chat_messages(request, writes_later_system=tokenizer.templates.has_later_system)
     is_continued = messages[-1].role == "assistant"
     choice = request.tool_choice
     output = request.output_config
@@ -80,14 +83,20 @@ def as_chat(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> 
     )
 
 
-def chat_messages(request: Conversation) -> list[Message]:
-    """Messages of one role in a row are one. A last one of the assistant that says nothing begins nothing."""
+def chat_messages(request: Conversation, *, writes_later_system: bool) -> list[Message]:
+    """Messages of one role in a row are one. A last one of the assistant that says nothing begins nothing.
+
+    Many chat templates write a system message in the first place only; elsewhere the user says it.
+    """
     messages: list[Message] = []
     if request.system:
         messages.append(Message(role="system", content=_text(request.system)))
     called: set[str] = set()
     for number, message in enumerate(request.messages):
         for each in _messages_of(message, called, f"messages.{number}.content"):
+            is_later = any(known.role != "system" for known in messages)
+            if each.role == "system" and is_later and not writes_later_system:
+                each.role = "user"
             _append(messages, each)
     if messages and messages[-1].role == "assistant" and _is_empty(messages[-1]):
         messages.pop()
@@ -212,6 +221,8 @@ def _template_variables(request: Conversation, tokenizer: Tokenizer, leniency: L
         asked["thinking.budget_tokens"] = "thinking_budget", thinking.budget_tokens
         if thinking.type in ("enabled", "disabled"):
             asked["thinking.type"] = "enable_thinking", thinking.type == "enabled"
-        elif thinking.type == "between_tools":
+        elif thinking.type != "adaptive":
             leniency.ignore("thinking.type")
+        if thinking.display not in DISPLAYS:
+            leniency.ignore("thinking.display")
     return template_variables(asked, tokenizer, leniency)

@@ -140,10 +140,19 @@ class ChatTemplates:
     @cached_property
     def has_system(self) -> bool:
         """Whether it writes system messages: some templates refuse them or leave them out."""
-        system, user = "A system message.", "A user's message."
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        return self._writes_system(["system", "user"])
+
+    @cached_property
+    def has_later_system(self) -> bool:
+        """The same within a conversation."""
+        return self._writes_system(["user", "system", "assistant", "user"])
+
+    def _writes_system(self, roles: Sequence[str]) -> bool:
+        said = {role: f"What the {role} says." for role in roles}
         try:
-            return system in self.render(messages, {})
+            return said["system"] in self.render(
+                [{"role": role, "content": said[role]} for role in roles], {}
+            )
         except ChatTemplateError:
             return False
 

@@ -238,6 +238,19 @@ def test_results_that_say_nothing(speaking: RunningServer) -> None:
         assert prompt_of(speaking, {"messages": messages}).endswith(f"tool:{said}=add;a:")
 
 
+def test_system_messages_within_a_conversation(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Claude Code sends one after what the user says first; not every template can write it there."""
+    said = [USER, {"role": "system", "content": "s"}, {"role": "assistant", "content": "b"}, USER]
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}"
+    )
+    strict += "{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    with saying(tmp_path_factory.mktemp, "x", strict) as server:
+        assert prompt_of(server, {"messages": said}) == "user:x\ns;assistant:b;user:x;"
+        with_system = prompt_of(server, {"messages": said, "system": "t"})
+        assert with_system == "system:t;user:x\ns;assistant:b;user:x;"
+
+
 def test_a_last_message_of_the_assistant_goes_on(speaking: RunningServer) -> None:
     def begun(content: Any) -> dict[str, Any]:
         return {"messages": [USER, {"role": "assistant", "content": content}]}
@@ -313,7 +326,7 @@ def test_what_is_left_out_is_reported(speaking: RunningServer) -> None:
             USER | {"mood": 1},
         ],
         "tools": [ADD | {"defer_loading": True}, {"type": "web_search_20250305", "name": "web_search"}],
-        "thinking": {"type": "between_tools"},
+        "thinking": {"type": "between_tools", "display": "updates"},
         "bogus": 1,
     }
     response = speaking.post(PATH, body)
@@ -326,6 +339,7 @@ def test_what_is_left_out_is_reported(speaking: RunningServer) -> None:
         "tools.0.defer_loading",
         "tools.1",
         "thinking.type",
+        "thinking.display",
     ]
     assert response.headers["x-truedraft-tool-form"] == "hermes"
 

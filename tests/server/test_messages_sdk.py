@@ -77,8 +77,8 @@ def test_an_answer_goes_back_with_its_results(sdk: Any) -> None:
 
 
 def test_the_tool_runner(sdk: Any) -> None:
-    """It runs the tools, and asks again with what they returned. It wants the server to keep the conversation,
-    and sends all of it where the server says that it does not."""
+    """It runs the tools, and asks again with what they returned. First it wants the server to keep the
+    conversation, and it sends all of it where the server says that it does not."""
     ran = []
 
     @anthropic.beta_tool
