@@ -1,5 +1,6 @@
 """``POST /v1/messages`` and its count of tokens: Anthropic's form of a chat, answered as chats are."""
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -66,7 +67,7 @@ async def create_message(
     of the assistant is continued. Errors have Anthropic's shape on this path."""
     leniency = await in_thread_if_long(request, check_request, body, services)
     tokenizer = services.model().tokenizer
-    chat = await in_thread_if_long(request, as_chat, body, tokenizer, leniency)
+    chat = await asyncio.to_thread(as_chat, body, tokenizer, leniency)  # may try the chat template out
     try:
         context = await start_chat("messages", chat, request, services, leniency)
     except InvalidRequestError as error:
@@ -88,7 +89,7 @@ async def count_tokens(
     """The tokens that the same conversation would have as the input of `/v1/messages`."""
     check_model(body.model, services)
     leniency = Leniency(strict=services.settings.strict_fields)
-    num_tokens = await in_thread_if_long(request, _count, body, services, leniency)
+    num_tokens = await asyncio.to_thread(_count, body, services, leniency)
     answer = TokenCount(input_tokens=num_tokens).model_dump_json()
     return Response(answer, headers=leniency.headers(), media_type="application/json")
 

@@ -60,7 +60,7 @@ class MessagesChat(ChatRequest):
 
 def as_chat(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> MessagesChat:
     shared = request.model_fields_set & SamplingRequest.model_fields.keys()
-    messages = chat_messages(request, writes_later_system=tokenizer.templates.has_later_system)
+    messages = chat_messages(request, tokenizer)
     is_continued = messages[-1].role == "assistant"
     choice = request.tool_choice
     output = request.output_config
@@ -83,7 +83,7 @@ def as_chat(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> 
     )
 
 
-def chat_messages(request: Conversation, *, writes_later_system: bool) -> list[Message]:
+def chat_messages(request: Conversation, tokenizer: Tokenizer) -> list[Message]:
     """Messages of one role in a row are one. A last one of the assistant that says nothing begins nothing.
 
     Many chat templates write a system message in the first place only; elsewhere the user says it.
@@ -94,8 +94,8 @@ def chat_messages(request: Conversation, *, writes_later_system: bool) -> list[M
     called: set[str] = set()
     for number, message in enumerate(request.messages):
         for each in _messages_of(message, called, f"messages.{number}.content"):
-            is_later = any(known.role != "system" for known in messages)
-            if each.role == "system" and is_later and not writes_later_system:
+            is_later = each.role == "system" and any(known.role != "system" for known in messages)
+            if is_later and not tokenizer.templates.has_later_system:
                 each.role = "user"
             _append(messages, each)
     if messages and messages[-1].role == "assistant" and _is_empty(messages[-1]):
