@@ -98,6 +98,7 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_private_network=True,  # a page of these origins may call a server of its user's network
             expose_headers=[
                 "x-request-id",
+                "request-id",
                 "x-truedraft-ignored",
                 "x-truedraft-adjusted",
                 "x-truedraft-tool-form",

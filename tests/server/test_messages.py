@@ -539,7 +539,7 @@ def test_a_full_queue(start_server: StartServer) -> None:
     with start_server(max_queued_sequences=1) as server:
         server.worker.at_most(0)
         with server.unanswered(PATH, ASK):
-            server.wait_for_requests(1)
+            server.wait_for_messages("Generate", 1)
             error = refused(server, ASK, status=429)
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
 
