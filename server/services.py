@@ -120,7 +120,7 @@ class Services:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None until it is loaded, and if it could not be."""
+        """It is None until it is loaded, and if it could not be."""
         loaded = self._tokenizer
         if loaded is None or not loaded.done() or loaded.cancelled() or loaded.exception():
             return None

@@ -274,7 +274,7 @@ class FakeWorker:
             self.send(StepOutput([], self.stats()))
 
     def reply_to(self, request: Generate) -> str:
-        """What the file pairs with the first of its marks that the prompt has; else what every one says."""
+        """Returns what the file pairs with the first of its marks in the prompt, or what every one says."""
         text = str(self.options.text)
         if not self.options.replies:
             return text

@@ -1,4 +1,4 @@
-"""Authentication by keys as ASGI middleware, so that it answers before a body is read.
+"""This middleware asks for API keys, before a body is read.
 
 Knows nothing of routes but the few that stay open for probes and scrapers. Installed by ``server.app``
 when ``api_keys`` is set.
@@ -49,7 +49,7 @@ class KeyAuthMiddleware:
         await error_answer(error, scope)(scope, receive, send)
 
     def _number_of(self, headers: Headers) -> int | None:
-        """Which of the keys the request has, in OpenAI's header or in Anthropic's."""
+        """Returns which of the keys the request has, in OpenAI's header or in Anthropic's."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         bearer = key.strip() if scheme.lower() == "bearer" else ""
         for given in (bearer, headers.get("x-api-key", "").strip()):

@@ -1,4 +1,4 @@
-"""An error as an answer: in OpenAI's shape, or in Anthropic's where clients of Anthropic's API call.
+"""Errors become answers here: in OpenAI's shape, or in Anthropic's on the paths of Anthropic's API.
 
 Everything that answers with an error does it here, from the middleware to the routes.
 """
@@ -10,10 +10,10 @@ from fastapi.responses import JSONResponse
 
 from truedraft.server.errors import ApiError, ContextLengthError
 
-# Where errors have Anthropic's shape.
+# Errors have Anthropic's shape on this path and below it.
 MESSAGES = "/v1/messages"
 
-# Statuses as Anthropic names them. Others are the client's fault below 500, and ours from there on.
+# Anthropic names these statuses. Others are the client's fault below 500, and ours from there on.
 MESSAGES_ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -39,7 +39,7 @@ def error_answer(
 
 
 def messages_error(error: ApiError, status: int, request_id: str) -> dict[str, Any]:
-    """The error in Anthropic's shape; our own code stands where its clients look for codes."""
+    """Returns the error in Anthropic's shape, with our own code where its clients look for codes."""
     ours = error.body()["error"]
     message = ours["message"]
     if isinstance(error, ContextLengthError):
@@ -59,6 +59,6 @@ def is_messages(scope: Mapping[str, Any]) -> bool:
 
 
 def path_below_root(scope: Mapping[str, Any]) -> str:
-    """Below ``root_path``, with which a proxy may or may not have sent it."""
+    """Returns the path without ``root_path``, which a proxy may or may not have taken away."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path

@@ -61,7 +61,7 @@ GENERATION_ERRORS: Responses = BODY_ERRORS | {
 
 
 def body_errors(error: type[BaseModel]) -> Responses:
-    """Those of a route with a body whose errors have a shape of their own."""
+    """Returns the errors of a route with a body, in a shape of its own."""
     return {status: response | {"model": error} for status, response in BODY_ERRORS.items()}
 
 

@@ -32,7 +32,7 @@ def chunk_event(chunk: Answer, *, with_usage: bool) -> bytes:
 
 
 def typed_event(fields: dict[str, Any]) -> bytes:
-    """An event of ``/v1/responses`` or ``/v1/messages``: named by the type that its data also has."""
+    """Returns an event of ``/v1/responses`` or ``/v1/messages``, named by the type that its data also has."""
     data = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
     return _event(data, str(fields["type"]))
 

@@ -1,4 +1,4 @@
-"""The blocks of an answer of ``/v1/messages`` as its parts come, and the events that tell clients of them."""
+"""An answer of ``/v1/messages`` grows here block by block, with the events that tell clients of them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from pydantic_core import from_json
 from truedraft.server.schemas.messages import AnswerBlock, Text, Thought, ToolUse
 from truedraft.server.text.message_reader import Arguments, CallStart, Part, TextPart
 
-# Type and fields.
+# An event is its type and its fields.
 Event = tuple[str, dict[str, Any]]
 
 # Clients give a thought back only if it has one.
@@ -16,7 +16,7 @@ SIGNATURE = "unsigned"
 
 
 class MessageBlocks:
-    """``add`` the parts, then ``close``. One block at most is open: the last one."""
+    """Takes the parts by ``add``, and the end by ``close``. One block at most is open: the last one."""
 
     def __init__(self, *, shows_thoughts: bool) -> None:
         self.blocks: list[AnswerBlock] = []
@@ -46,7 +46,7 @@ class MessageBlocks:
                 yield self._delta("input_json_delta", partial_json=part.text)
 
     def close(self) -> Iterator[Event]:
-        """End the last block, if there is one."""
+        """Ends the last block, if there is one."""
         match self._last:
             case None:
                 return
@@ -54,7 +54,7 @@ class MessageBlocks:
                 thought.signature = SIGNATURE
                 yield self._delta("signature_delta", signature=SIGNATURE)
             case ToolUse() as call:
-                # Those of a call that is cut are what they begin with.
+                # A call that is cut has what its arguments begin with.
                 call.input = from_json(self._arguments or "{}", allow_partial="trailing-strings")
         yield "content_block_stop", {"index": len(self.blocks) - 1}
 

@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` and its count of tokens: Anthropic's form of a chat, answered as chats are."""
+"""These routes take chats in Anthropic's form: they answer them, or count their tokens."""
 
 import asyncio
 from collections import deque
@@ -44,7 +44,7 @@ EVENT_STREAM = (
 )
 STOP_REASONS: dict[str | None, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
 
-# Fields of the chat that a request asks for, by which errors name them -> what they are here.
+# Errors name fields of the chat that a request asks for; these are their names here.
 NAMES = {
     "response_format.json_schema.schema": "output_config.format.schema",
     "response_format": "output_config.format",
@@ -63,8 +63,8 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute)
 async def create_message(
     body: Annotated[MessagesRequest, Body(openapi_examples=MESSAGES)], request: Request, services: ServicesDep
 ) -> Response:
-    """The same as a chat, for clients of Anthropic's API: text, tools and reasoning as blocks. A last message
-    of the assistant is continued. Errors have Anthropic's shape on this path."""
+    """This is the same as a chat, for clients of Anthropic's API: text, tools and reasoning as blocks. A last
+    message of the assistant is continued. Errors have Anthropic's shape on this path."""
     leniency = await in_thread_if_long(request, check_request, body, services)
     tokenizer = services.model().tokenizer
     chat = await asyncio.to_thread(as_chat, body, tokenizer, leniency)  # may try the chat template out
@@ -86,7 +86,7 @@ async def count_tokens(
     request: Request,
     services: ServicesDep,
 ) -> Response:
-    """The tokens that the same conversation would have as the input of `/v1/messages`."""
+    """This counts the tokens that the same conversation would have as the input of `/v1/messages`."""
     check_model(body.model, services)
     leniency = Leniency(strict=services.settings.strict_fields)
     num_tokens = await asyncio.to_thread(_count, body, services, leniency)
@@ -95,7 +95,7 @@ async def count_tokens(
 
 
 def _count(body: TokenCountRequest, services: Services, leniency: Leniency) -> int:
-    """A conversation that is too long for the model has a length, too."""
+    """Returns the number of tokens, also of a conversation that is too long for the model."""
     check_parameters(body, leniency)
     model = services.model()
     chat = as_chat(body, model.tokenizer, leniency)
@@ -106,7 +106,7 @@ def _count(body: TokenCountRequest, services: Services, leniency: Leniency) -> i
 
 
 def _renamed(error: InvalidRequestError) -> InvalidRequestError:
-    """The same error, in the words of the request."""
+    """Returns the same error in the words of the request."""
     for name, ours in NAMES.items():
         error.message = error.message.replace(name, ours)
     return error
@@ -172,7 +172,7 @@ class MessagesWriter:
 
 
 def _stop(choice: FinishedChoice) -> dict[str, Any]:
-    """Why it ends. A stop token of the request's own is an end like the model's."""
+    """Returns why it ends. A stop token of the request's own is an end like the model's."""
     sequence = choice.stop_reason if isinstance(choice.stop_reason, str) else None
     reason = STOP_REASONS.get(choice.finish_reason, "end_turn" if sequence is None else "stop_sequence")
     return {"stop_reason": reason, "stop_sequence": sequence if reason == "stop_sequence" else None}

@@ -38,7 +38,7 @@ class AnswerWriter(Protocol):
 
     @property
     def ping(self) -> bytes:
-        """What keeps a silent stream open."""
+        """Returns what keeps a silent stream open."""
         ...
 
     def whole(self, choices: list[FinishedChoice]) -> BaseModel: ...

@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``, in Anthropic's form: requests and answers.
+"""These are the requests and answers of ``/v1/messages`` and its ``count_tokens``, in Anthropic's form.
 
 ``server.text.messages_as_chat`` makes a chat of a request; nothing else here knows how answers come about.
 """
@@ -22,14 +22,14 @@ class TextBlock(RequestPart):
 
 
 class ThinkingBlock(RequestPart):
-    """What the model thought before an earlier answer, given back as it was."""
+    """It holds what the model thought before an earlier answer, given back as it was."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class ToolUseBlock(RequestPart):
-    """A call of an earlier answer, given back as it was."""
+    """An earlier answer made this call, which is given back as it was."""
 
     type: Literal["tool_use"]
     id: str
@@ -38,7 +38,7 @@ class ToolUseBlock(RequestPart):
 
 
 class SealedThought(RequestPart):
-    """Written by another server, for itself only: it is left out."""
+    """Another server wrote it for itself only, so it is left out."""
 
     type: Literal["redacted_thinking"]
 
@@ -76,7 +76,7 @@ TextContent = Annotated[
 
 
 class ToolResultBlock(RequestPart):
-    """What a tool returned."""
+    """It holds what a tool returned."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -153,7 +153,7 @@ class OutputConfig(RequestPart):
 
 
 class Conversation(RequestPart):
-    """What the model reads."""
+    """It is all that the model reads."""
 
     model: str = Field(description="The served name; `GET /v1/models` tells it.")
     messages: Annotated[list[InputMessage], Field(fail_fast=True)] = Field(
@@ -180,7 +180,7 @@ class Conversation(RequestPart):
 
 
 class MessagesRequest(Conversation, SamplingRequest):
-    """Anthropic's form of a chat. Every sampling parameter of chats works here too."""
+    """This is Anthropic's form of a chat. Every sampling parameter of chats works here too."""
 
     prompt_field: ClassVar[str] = "messages"
 
@@ -194,7 +194,7 @@ class MessagesRequest(Conversation, SamplingRequest):
 
 
 class TokenCountRequest(Conversation):
-    """The same conversation, to be counted."""
+    """This is the same conversation, to be counted."""
 
 
 class TokenCount(BaseModel):
@@ -238,7 +238,7 @@ class MessagesUsage(BaseModel):
 
 
 class MessagesAnswer(BaseModel):
-    """Anthropic's ``Message``. In the first event of a stream it is empty, and the reason null."""
+    """This is Anthropic's ``Message``. In a stream's first event it is empty, and the reason null."""
 
     id: str
     type: Literal["message"] = "message"
@@ -258,7 +258,7 @@ class MessagesErrorDetails(BaseModel):
 
 
 class MessagesErrorAnswer(BaseModel):
-    """Every error of these paths, whatever its status."""
+    """Every error of these paths has this shape."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorDetails

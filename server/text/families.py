@@ -68,7 +68,7 @@ HERMES = CallFormat(
     end="}\n</tool_call>",
 )
 
-# The form of every other model: its template writes no tools, so ``server.text.generic_tools`` writes them.
+# Every other model has this form: its template writes no tools, so ``server.text.generic_tools`` does.
 GENERIC = replace(HERMES, name="generic", template_marks=())
 
 # The first format applies that has all of its marks in the template.

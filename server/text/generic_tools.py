@@ -1,4 +1,4 @@
-"""Tools for a model whose chat template writes none: as plain text in messages that any template can write.
+"""Models whose chat template writes no tools get them as plain text, which any template can write.
 
 The functions stand in the system message, calls in the assistant's, results in the user's. Calls have a form
 like any family's, ``families.GENERIC``, so that grammars and readers need to know nothing of this.
@@ -24,7 +24,7 @@ Its arguments match the schema of its parameters. Several calls may follow each 
 def as_plain_messages(
     messages: Sequence[Fields], tools: Sequence[Fields] | None, *, has_system: bool
 ) -> list[Fields]:
-    """The messages without tools. ``has_system``: the template writes system messages; otherwise the
+    """Returns the messages without tools. ``has_system``: the template writes system messages; otherwise the
     functions stand in front of what the user says first."""
     written = _without_calls(messages)
     if not tools:
@@ -44,8 +44,8 @@ def as_plain_messages(
 
 
 def _without_calls(messages: Sequence[Fields]) -> list[Fields]:
-    """Results next to each other, and what the user says after them, are one message: some templates want
-    users and assistants to take turns."""
+    """Returns the messages with calls and results as text. Results next to each other are one message with
+    what the user says after them: some templates want users and assistants to take turns."""
     written: list[Fields] = []
     is_result = False
     for message in messages:

@@ -1,4 +1,4 @@
-"""A request of ``/v1/messages`` as the chat that it asks for, which is then answered like any other chat.
+"""Requests of ``/v1/messages`` become chats here, and are then answered like any other chat.
 
 Anthropic's form has calls, their results and thoughts as blocks of a message's content; chats have calls and
 thoughts beside the content, and results as messages of their own.
@@ -39,15 +39,15 @@ from truedraft.server.text.tokenizer import Tokenizer
 
 CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 
-# How thoughts may be shown: all of them, or none.
+# Thoughts can be shown or left out.
 DISPLAYS = (None, "summarized", "omitted")
 
-# Whose messages have a block of a type.
+# Blocks of these types stand in messages of one role only.
 ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
 
 
 class MessagesChat(ChatRequest):
-    """A chat whose tools a request of ``/v1/messages`` has defined."""
+    """This chat has the tools of a request of ``/v1/messages``, which defines them in another place."""
 
     @property
     def tool_places(self) -> list[str]:
@@ -84,7 +84,7 @@ def as_chat(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> 
 
 
 def chat_messages(request: Conversation, tokenizer: Tokenizer) -> list[Message]:
-    """Messages of one role in a row are one. A last one of the assistant that says nothing begins nothing.
+    """Returns the messages, those of one role in a row as one, without a last one that says nothing.
 
     Many chat templates write a system message in the first place only; elsewhere the user says it.
     """
@@ -138,7 +138,7 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _append(messages: list[Message], message: Message) -> None:
-    """As one with the last one, if both are of one role; every result stays a message of its own."""
+    """Joins it with the last one, if both are of one role; every result stays a message of its own."""
     last = messages[-1] if messages else None
     if last is None or last.role != message.role or message.role == "tool":
         messages.append(message)
@@ -160,7 +160,7 @@ def _text(content: str | Sequence[AnyText]) -> str:
 
 
 def _is_empty(last: Message) -> bool:
-    """Of the message that the answer goes on with, which must be text as chat templates write it."""
+    """Returns whether it leaves the answer nothing to go on with. What it has must be text."""
     assert isinstance(last.content, str)
     if last.tool_calls:
         raise InvalidRequestError(
@@ -212,7 +212,7 @@ def _tool_choice(request: Conversation) -> ToolChoice | None:
 
 
 def _template_variables(request: Conversation, tokenizer: Tokenizer, leniency: Leniency) -> dict[str, Any]:
-    """What the chat template is told of reasoning."""
+    """Returns what the chat template is told of reasoning."""
     asked: dict[str, tuple[str, Any]] = {}
     thinking, output = request.thinking, request.output_config
     if output is not None:

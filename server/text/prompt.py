@@ -169,7 +169,7 @@ def _variables(
     tokenizer: Tokenizer,
     leniency: Leniency,
 ) -> dict[str, Any]:
-    """Of the request's fields about reasoning, and of those that are the template's own."""
+    """Returns what the request's fields about reasoning and the template's own variables come to."""
     given = request.chat_template_kwargs or {}
     asked = {f"chat_template_kwargs.{name}": (name, value) for name, value in given.items()}
     asked[effort_field] = "reasoning_effort", effort

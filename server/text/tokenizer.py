@@ -134,17 +134,17 @@ class ChatTemplates:
 
     @cached_property
     def call_format(self) -> CallFormat:
-        """How the template writes tool calls; the generic form if it writes none, or in an unknown way."""
+        """Returns how the template writes tool calls: generically if it writes none, or in an unknown way."""
         return find_call_format(self.source) if "tools" in self.variables else GENERIC
 
     @cached_property
     def has_system(self) -> bool:
-        """Whether it writes system messages: some templates refuse them or leave them out."""
+        """Returns whether it writes system messages: some templates refuse them or leave them out."""
         return self._writes_system(["system", "user"])
 
     @cached_property
     def has_later_system(self) -> bool:
-        """The same within a conversation."""
+        """Returns whether it writes them within a conversation, too."""
         return self._writes_system(["user", "system", "assistant", "user"])
 
     def _writes_system(self, roles: Sequence[str]) -> bool:

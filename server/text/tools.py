@@ -47,7 +47,7 @@ class ToolUse:
 def tool_use(
     request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, leniency: Leniency
 ) -> ToolUse | None:
-    """None where nothing can be called. ``InvalidRequestError`` for a choice that there is not."""
+    """Returns None where nothing can be called, and refuses a choice that there is not."""
     functions, choice = request.functions, request.tool_choice or "auto"
     if not functions:
         if choice not in ("none", "auto"):

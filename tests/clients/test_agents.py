@@ -1,4 +1,4 @@
-"""Agents and the libraries under them: one streamed turn with a tool each, to its end.
+"""Agents and the libraries under them go through a streamed turn with a tool, to its end.
 
 The server is the real front end; its worker says what a script wants, so that each client gets a call of a
 tool that it offers, and then an answer. A client has understood the call if it comes back with what the tool
@@ -40,16 +40,16 @@ class Scripted:
     replies: Path
 
     def say(self, *replies: tuple[str, str]) -> None:
-        """Pairs of a mark in the prompt and the answer to it; the first one counts."""
+        """Takes pairs of a mark in the prompt and the answer to it; the first one counts."""
         self.replies.write_text(json.dumps(replies))
 
     def call(self, name: str, **arguments: Any) -> None:
-        """Call a tool, and end the turn once it has returned."""
+        """Calls a tool, and ends the turn once it has returned."""
         call = json.dumps({"name": name, "arguments": arguments})
         self.say((PROOF, "Done."), ("", f"I call.\n<tool_call>\n{call}\n</tool_call>"))
 
     def answered(self, route: str) -> dict[str, float]:
-        """How many requests of a route had which status."""
+        """Returns how many requests of a route had which status."""
         name = "truedraft_http_requests_total"
         statuses = ("200", "400", "404", "500")
         return {status: self.server.metric(name, route=route, status=status) for status in statuses}
@@ -57,7 +57,7 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
-    """With a context that is long enough for what agents say of themselves; a token is a byte here."""
+    """Its context is long enough for what agents say of themselves; a token is a byte here."""
     template = (TARGET / "chat_template.jinja").read_text()
     folder = write_tokenizer(tmp_path_factory.mktemp("models") / MODEL, chat_template=template)
     log = tmp_path_factory.mktemp("log")
@@ -70,7 +70,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A user who has never used any of them, in a repository of her own."""
+    """Its user has never used any of them, and has a repository of her own."""
     if shutil.which("git") is None:
         pytest.skip("there is no git")
     (tmp_path / "project").mkdir()
@@ -79,7 +79,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def run(home: Path, program: Path, *arguments: str, **environment: str) -> str:
-    """What it prints. ``pytest.skip`` if it is not installed."""
+    """Returns what it prints. The test is skipped if it is not installed."""
     if not program.exists():
         pytest.skip(f"{program.name} is not installed in {program.parent}")
     path = os.pathsep.join([str(NODE), os.environ.get("PATH", "")])

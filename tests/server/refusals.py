@@ -10,7 +10,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """In OpenAI's shape, whichever the path's errors have; Anthropic's has no field for the parameter."""
+    """Returns the error in OpenAI's shape; Anthropic's has no field for the parameter."""
     answer = response.json()
     error = dict(answer["error"])
     if "/v1/messages" not in response.request.url.path:

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template writes none: what the template gets, how calls are forced and read."""
+"""Models whose template writes no tools have them: what it gets instead, how calls are forced and read."""
 
 import ast
 import json
@@ -75,7 +75,7 @@ CONVERSATION = [
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """The tiny tokenizer with a template."""
+    """Returns what loads the tiny tokenizer with a template."""
 
     def load(template: str) -> Tokenizer:
         folder = write_tokenizer(tmp_path_factory.mktemp("models") / MODEL, chat_template=template)
@@ -104,7 +104,7 @@ def test_any_template_writes_a_conversation_with_tools(tiny: Load, template: str
 
 @each_template
 def test_nothing_is_added_without_tools(tiny: Load, template: str) -> None:
-    """Neither to a conversation without any nor where none may be called."""
+    """A conversation without tools stays as it is, and so does one where none may be called."""
     said: list[dict[str, Any]] = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]
     assert written(tiny(template), said) == "<user>Hi.</><assistant>Ho.</>"
     assert (
@@ -122,7 +122,7 @@ def test_functions_follow_the_system_message(tiny: Load, template: str) -> None:
 
 @pytest.mark.parametrize("template", [UNKNOWN, GEMMA_3, CHATML])
 def test_templates_of_unknown_families_have_the_generic_form(template: str) -> None:
-    """Also one that writes tools in a way that is not known here: it does not get them."""
+    """So has one that writes tools in a way that is not known here."""
     tokenizer = tokenizer_of(template)
     for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
         request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": choice})
@@ -203,7 +203,7 @@ def test_no_template_has_no_form(tmp_path: Path) -> None:
 
 
 def test_the_prompt_over_http(server: RunningServer) -> None:
-    """The same over every door."""
+    """Every endpoint writes the same."""
     tools = [tool()]
     messages = CONVERSATION[4:]
     prompt = prompt_of(server, CHAT, {"messages": messages, "tools": tools, "max_tokens": 1})

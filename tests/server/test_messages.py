@@ -1,4 +1,4 @@
-"""``/v1/messages`` over the raw wire: what the model gets, what comes back, what is refused or reported.
+"""These tests read ``/v1/messages`` off the wire: what the model gets, what comes back, what is refused.
 
 The official SDK reads the same in ``test_messages_sdk``.
 """
@@ -37,7 +37,7 @@ def result(call_id: str = "toolu_1", **fields: Any) -> dict[str, Any]:
 
 
 def read(body: str) -> list[dict[str, Any]]:
-    """Events off the wire: named by their type, and nothing else."""
+    """Returns the events off the wire, which are named by their type, and nothing else."""
     *blocks, end = body.split("\n\n")
     assert end == ""
     found = []
@@ -50,7 +50,7 @@ def read(body: str) -> list[dict[str, Any]]:
 
 
 def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream makes up. Blocks come one after the other, each opened and closed."""
+    """Returns the message that a stream makes up. Blocks come one after the other, each opened and closed."""
     start, *rest = events
     assert start["type"] == "message_start"
     message = dict(start["message"])
@@ -112,7 +112,7 @@ def refused(
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose model thinks, speaks and calls twice."""
+    """This server's model thinks, speaks and calls twice."""
     with saying(tmp_path_factory.mktemp, SAID, TEMPLATE) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""``/v1/messages`` through Anthropic's official SDK: messages, streams, tools, counts, errors."""
+"""Anthropic's official SDK uses ``/v1/messages``: messages, streams, tools, counts, errors."""
 
 from collections.abc import Iterator
 from typing import Any

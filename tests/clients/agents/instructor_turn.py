@@ -1,4 +1,4 @@
-"""An object by a forced tool through instructor: ``python instructor_turn.py URL KIND``."""
+"""An object comes by a forced tool through instructor: ``python instructor_turn.py URL KIND``."""
 
 import json
 import sys

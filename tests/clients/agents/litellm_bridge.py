@@ -1,4 +1,4 @@
-"""A call of a tool through LiteLLM's provider of Anthropic's API: ``python litellm_bridge.py URL KIND``."""
+"""A tool is called through LiteLLM's provider of Anthropic's API: ``python litellm_bridge.py URL KIND``."""
 
 import asyncio
 import json

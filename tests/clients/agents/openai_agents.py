@@ -1,4 +1,4 @@
-"""One streamed turn with a tool through OpenAI's Agents SDK: ``python openai_agents.py URL KIND``."""
+"""OpenAI's Agents SDK goes through a streamed turn with a tool: ``python openai_agents.py URL KIND``."""
 
 import asyncio
 import json

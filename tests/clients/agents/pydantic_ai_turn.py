@@ -1,4 +1,4 @@
-"""One streamed turn with a tool through pydantic-ai: ``python pydantic_ai_turn.py URL KIND``."""
+"""pydantic-ai goes through a streamed turn with a tool: ``python pydantic_ai_turn.py URL KIND``."""
 
 import asyncio
 import json

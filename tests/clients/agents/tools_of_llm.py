@@ -1,4 +1,4 @@
-"""The tool of ``llm --functions``."""
+"""This tool is given to ``llm --functions``."""
 
 
 def add(a: int) -> str:
