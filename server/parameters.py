@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
+from truedraft.server.errors import (
+    InvalidRequestError,
+    ThreadUnsupportedError,
+    UnsupportedParameterError,
+)
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import OtherPart, SamplingRequest, TextPart
@@ -320,11 +324,9 @@ def _check_extra_output(request: SamplingRequest, leniency: Leniency) -> None:
                 raise _unsupported("best_of", "use 'n', and choose yourself")
         case MessagesRequest():
             if "thread" in (request.model_extra or {}):
-                # By this code Anthropic's SDK knows that it has to send the whole conversation.
-                raise UnsupportedParameterError(
+                raise ThreadUnsupportedError(
                     "'thread' is not supported: nothing is stored here; send the whole conversation.",
                     param="thread",
-                    code="thread_unsupported_request",
                 )
             if request.speculation is not None and request.speculation.origins is not False:
                 raise _unsupported("speculation.origins", IN_CHATS)
