@@ -1,6 +1,5 @@
 """These routes take chats in Anthropic's form: they answer them, or count their tokens."""
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -10,10 +9,11 @@ from fastapi.responses import Response
 
 from truedraft.server.errors import ApiError, InvalidRequestError
 from truedraft.server.http.error_answer import messages_error
-from truedraft.server.http.json_route import JsonRoute, in_thread_if_long
+from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream, body_errors
 from truedraft.server.http.request_id import request_id_of
 from truedraft.server.http.sse import typed_event
+from truedraft.server.http.work import in_thread, in_thread_if_long
 from truedraft.server.leniency import Leniency
 from truedraft.server.parameters import check_parameters
 from truedraft.server.routes.checks import check_model, check_request, prompt_limits
@@ -67,7 +67,7 @@ async def create_message(
     message of the assistant is continued. Errors have Anthropic's shape on this path."""
     leniency = await in_thread_if_long(request, check_request, body, services)
     tokenizer = services.model().tokenizer
-    chat = await asyncio.to_thread(as_chat, body, tokenizer, leniency)  # may try the chat template out
+    chat = await in_thread(request, as_chat, body, tokenizer, leniency)  # may try the chat template out
     try:
         context = await start_chat("messages", chat, request, services, leniency)
     except InvalidRequestError as error:
@@ -89,7 +89,7 @@ async def count_tokens(
     """This counts the tokens that the same conversation would have as the input of `/v1/messages`."""
     check_model(body.model, services)
     leniency = Leniency(strict=services.settings.strict_fields)
-    num_tokens = await asyncio.to_thread(_count, body, services, leniency)
+    num_tokens = await in_thread(request, _count, body, services, leniency)
     answer = TokenCount(input_tokens=num_tokens).model_dump_json()
     return Response(answer, headers=leniency.headers(), media_type="application/json")
 
