@@ -26,7 +26,7 @@ serve: install ## Install if needed, then serve on 127.0.0.1:8000 (settings: TRU
 test: install-dev ## Install if needed, then run all tests (PYTEST_ARGS="-k name" narrows them)
 	@exec $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_ARGS)
 
-test-clients: $(CLIENTS_VENV)/.installed ## Install third-party clients into an environment of their own, then test with them
+test-clients: $(CLIENTS_VENV)/.installed-agents ## Install third-party clients into environments of their own, then test with them
 	@exec $(CLIENTS_VENV)/bin/python -m pytest tests/clients --ignore tests/clients/test_fuzz.py $(PYTEST_ARGS)
 
 fuzz: $(CLIENTS_VENV)/.installed ## In the same environment, send thousands of requests generated from the OpenAPI description
@@ -107,6 +107,21 @@ $(CLIENTS_VENV)/.installed: pyproject.toml constraints.txt tests/clients/require
 	@grep -E '^(torch|transformers)==' constraints.txt > $(CLIENTS_VENV)/constraints.txt
 	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install \
 		-c $(CLIENTS_VENV)/constraints.txt -r tests/clients/requirements.txt -e .
+	@touch $@
+
+# What agents and libraries need excludes each other, so each group has an environment inside of the clients' one. Those
+# of Node.js are left out where there is no npm; their tests are skipped. `npm ci` would refuse the lock file, which
+# has the binaries of Linux on x86-64 only of one agent.
+AGENTS := tests/clients/agents
+$(CLIENTS_VENV)/.installed-agents: $(CLIENTS_VENV)/.installed $(wildcard $(AGENTS)/requirements*.txt $(AGENTS)/package*.json)
+	@echo "==> Installing agents into $(CLIENTS_VENV) (the first time takes minutes)"
+	$(CLIENTS_VENV)/bin/python -m venv $(CLIENTS_VENV)/agents
+	$(CLIENTS_VENV)/agents/bin/python -m pip --disable-pip-version-check install -r $(AGENTS)/requirements.txt
+	$(CLIENTS_VENV)/bin/python -m venv $(CLIENTS_VENV)/aider
+	$(CLIENTS_VENV)/aider/bin/python -m pip --disable-pip-version-check install -r $(AGENTS)/requirements-aider.txt
+	@mkdir -p $(CLIENTS_VENV)/node && cp $(AGENTS)/package.json $(AGENTS)/package-lock.json $(CLIENTS_VENV)/node
+	@if command -v npm > /dev/null; then npm install --no-audit --no-fund --prefix $(CLIENTS_VENV)/node; \
+		else echo "==> There is no npm: Codex, Claude Code, opencode and ai are left out"; fi
 	@touch $@
 
 $(RAY_VENV)/.installed: pyproject.toml constraints.txt | $(RAY_VENV)/bin/python

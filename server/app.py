@@ -17,13 +17,13 @@ from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.errors import kinds_of_errors
 from truedraft.server.http.access_log import AccessLogMiddleware
 from truedraft.server.http.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
-from truedraft.server.http.auth import BearerAuthMiddleware
+from truedraft.server.http.auth import KeyAuthMiddleware
 from truedraft.server.http.body_limit import BodyLimitMiddleware
 from truedraft.server.http.error_handlers import install_error_handlers
 from truedraft.server.http.openapi import DESCRIPTION, TAGS, install_openapi
 from truedraft.server.http.request_id import RequestIdMiddleware
 from truedraft.server.metrics import Metrics
-from truedraft.server.routes import chat, completions, models, ops, page, responses, tokenize
+from truedraft.server.routes import chat, completions, messages, models, ops, page, responses, tokenize
 from truedraft.server.services import Services, TokenizerLoader
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import load_tokenizer
@@ -64,7 +64,7 @@ def create_app(
     )
     app.state.services = services
     app.state.work = services.work
-    for route in (completions, chat, responses, tokenize, models, ops, page):
+    for route in (completions, chat, responses, messages, tokenize, models, ops, page):
         app.include_router(route.router)
         _add_series(route.router, metrics)
     install_error_handlers(app, metrics.count_error)
@@ -88,7 +88,7 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
     app.add_middleware(BodyLimitMiddleware, settings=settings, count_error=metrics.count_error)
     if settings.api_keys:
         keys = [key.get_secret_value() for key in settings.api_keys]
-        app.add_middleware(BearerAuthMiddleware, api_keys=keys, count_error=metrics.count_error)
+        app.add_middleware(KeyAuthMiddleware, api_keys=keys, count_error=metrics.count_error)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -96,7 +96,14 @@ def _add_middleware(app: FastAPI, settings: Settings, metrics: Metrics) -> None:
             allow_methods=["*"],
             allow_headers=["*"],
             allow_private_network=True,  # a page of these origins may call a server of its user's network
-            expose_headers=["x-request-id", "x-truedraft-ignored", "x-truedraft-adjusted", "retry-after"],
+            expose_headers=[
+                "x-request-id",
+                "request-id",
+                "x-truedraft-ignored",
+                "x-truedraft-adjusted",
+                "x-truedraft-tool-form",
+                "retry-after",
+            ],
         )
     if hosts := allowed_hosts(settings):
         app.add_middleware(AllowedHostsMiddleware, hosts=hosts, count_error=metrics.count_error)

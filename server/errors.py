@@ -56,6 +56,12 @@ class UnsupportedParameterError(InvalidRequestError):
     code = "unsupported_parameter"
 
 
+class ThreadUnsupportedError(InvalidRequestError):
+    """Nothing keeps a conversation here. By this code Anthropic's SDK knows that it has to send all of it."""
+
+    code = "thread_unsupported_request"
+
+
 class UnknownParameterError(InvalidRequestError):
     code = "unknown_parameter"
 

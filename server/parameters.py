@@ -10,11 +10,25 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
+from truedraft.server.errors import (
+    InvalidRequestError,
+    ThreadUnsupportedError,
+    UnsupportedParameterError,
+)
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest, Message
 from truedraft.server.schemas.common import OtherPart, SamplingRequest, TextPart
 from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.messages import (
+    MessagesRequest,
+    SealedThought,
+    TextBlock,
+    ThinkingBlock,
+    TokenCountRequest,
+    ToolDefinition,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from truedraft.server.schemas.response_items import (
     InputCall,
     InputCallOutput,
@@ -163,6 +177,24 @@ REFUSED_IN: Mapping[type[BaseModel], Mapping[str, Refused]] = {
         "return_token_ids": Refused(IN_CHATS, (False,)),
         "truncation": Refused("use 'truncate_prompt_tokens'", ("disabled",)),
     },
+    MessagesRequest: {
+        **UNSUPPORTED,
+        **_CHAT_FIELDS,
+        "enable_thinking": Refused("use 'thinking'"),
+        "logprobs": Refused(IN_CHATS, (False,)),
+        "max_completion_tokens": Refused("use 'max_tokens'"),
+        "n": Refused(IN_CHATS, (1,)),
+        "output_format": Refused("use output_config.format"),
+        "prediction": Refused(IN_CHATS),
+        "prompt": Refused("use 'messages', or /v1/completions"),
+        "prompt_logprobs": Refused(IN_CHATS),
+        "reasoning_effort": Refused("use output_config.effort", ("none",)),
+        "response_format": Refused("use output_config.format", ({"type": "text"},)),
+        "return_token_ids": Refused(IN_CHATS, (False,)),
+        "stop": Refused("use 'stop_sequences'", ([],)),
+        "top_logprobs": Refused(IN_CHATS, (0,)),
+    },
+    TokenCountRequest: {},
     TokenizeRequest: UNSUPPORTED,
     DetokenizeRequest: {},
     Message: {
@@ -193,6 +225,10 @@ HARMLESS_IN: Mapping[type[BaseModel], frozenset[str]] = {
         ),
         frozenset({"id", "phase", "status", "summary", "encrypted_content"}),
     ),
+    **dict.fromkeys(
+        (TextBlock, ThinkingBlock, ToolUseBlock, ToolResultBlock, ToolDefinition),
+        frozenset({"cache_control", "caller", "citations", "eager_input_streaming", "signature"}),
+    ),
 }
 
 # These are traces of what another server's tools did; without them the conversation says the same.
@@ -207,6 +243,7 @@ INSTEAD_OF_PARTS: dict[str, str] = {
     "compaction": "nothing is stored here; send the conversation itself",
 }
 INSTEAD_OF_PARTS |= {"input_image": INSTEAD_OF_PARTS["image_url"], "image": INSTEAD_OF_PARTS["image_url"]}
+INSTEAD_OF_PARTS |= {"document": INSTEAD_OF_PARTS["file"], "search_result": INSTEAD_OF_PARTS["file"]}
 INSTEAD_OF_PARTS |= {"input_file": INSTEAD_OF_PARTS["file"], "audio": INSTEAD_OF_PARTS["input_audio"]}
 
 
@@ -234,7 +271,7 @@ def _check_keys(model: BaseModel, prefix: str, leniency: Leniency) -> None:
             leniency.ignore(prefix + name, "unknown_parameter")
     for name, inner in _objects_in(model):
         match inner:
-            case OtherTool():
+            case OtherTool() | SealedThought():
                 leniency.ignore(prefix + name)
             case OtherInput(type=kind_of_item) if kind_of_item in TRACES:
                 leniency.ignore(prefix + name)
@@ -277,7 +314,7 @@ def _check_extra_output(request: SamplingRequest, leniency: Leniency) -> None:
     """Reports declared fields that ask for more than an answer has here."""
     if request.store:
         leniency.ignore("store")
-    if request.service_tier not in (None, "auto", "default"):
+    if request.service_tier not in (None, "auto", "default", "standard_only"):
         leniency.ignore("service_tier")
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         leniency.ignore("stream_options.include_obfuscation")
@@ -285,6 +322,14 @@ def _check_extra_output(request: SamplingRequest, leniency: Leniency) -> None:
         case CompletionRequest():
             if request.best_of is not None and request.best_of != (request.n or 1):
                 raise _unsupported("best_of", "use 'n', and choose yourself")
+        case MessagesRequest():
+            if "thread" in (request.model_extra or {}):
+                raise ThreadUnsupportedError(
+                    "'thread' is not supported: nothing is stored here; send the whole conversation.",
+                    param="thread",
+                )
+            if request.speculation is not None and request.speculation.origins is not False:
+                raise _unsupported("speculation.origins", IN_CHATS)
         case ResponsesRequest():
             for number, included in enumerate(request.include or []):
                 if included != INCLUDE_LOGPROBS:

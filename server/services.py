@@ -118,6 +118,14 @@ class Services:
             return "The tokenizer could not be loaded; the log says why."
         return None
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """It is None until it is loaded, and if it could not be."""
+        loaded = self._tokenizer
+        if loaded is None or not loaded.done() or loaded.cancelled() or loaded.exception():
+            return None
+        return loaded.result()
+
     def fingerprint(self, worker: Ready) -> str:
         return system_fingerprint(
             self.settings.public_target, worker.fingerprint, self.settings.generation_config

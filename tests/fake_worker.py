@@ -8,6 +8,7 @@ tests.
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from os.path import commonprefix
+from pathlib import Path
 
 from tests.server.orders import DIE, HANG
 from truedraft.engine.connection import Connection
@@ -61,6 +63,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--config", required=True)
     parser.add_argument("--text", default="Hello, wörld 😀! ", help="what every sequence says")
+    parser.add_argument("--replies", default="", help="JSON file of pairs; see FakeWorker.reply_to")
+    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     parser.add_argument("--once", action="store_true", help="say it once, then end with the eos token")
     parser.add_argument("--tokens-per-step", type=int, default=4)
     parser.add_argument("--fail-at-start", default="", help="message of a failed load")
@@ -238,7 +242,7 @@ class FakeWorker:
                     index,
                     request.params,
                     request.prompt_token_ids,
-                    self.script(ignore_eos=request.params.ignore_eos),
+                    self.script(self.reply_to(request), ignore_eos=request.params.ignore_eos),
                     self.take_over(request),
                     request.priority,
                     prediction=_cursor(request),
@@ -269,9 +273,18 @@ class FakeWorker:
         if was_busy and not self.sequences:
             self.send(StepOutput([], self.stats()))
 
-    def script(self, *, ignore_eos: bool) -> Iterator[int]:
+    def reply_to(self, request: Generate) -> str:
+        """Returns what the file pairs with the first of its marks in the prompt, or what every one says."""
+        text = str(self.options.text)
+        if not self.options.replies:
+            return text
+        prompt = bytes(token for token in request.prompt_token_ids if token < 256).decode(errors="replace")
+        replies = json.loads(Path(self.options.replies).read_text())
+        return str(next((reply for mark, reply in replies if mark in prompt), text))
+
+    def script(self, text: str, *, ignore_eos: bool) -> Iterator[int]:
         while True:
-            yield from self.options.text.encode()
+            yield from text.encode()
             if self.options.once and not ignore_eos:
                 yield EOS_TOKEN_ID
                 return
@@ -334,6 +347,7 @@ def main() -> None:
         sys.exit(3)
     if not worker.load():
         return
+    num_blocks = max(64, options.max_model_len // BLOCK_SIZE)
     worker.send(
         Ready(
             target="fake-target",
@@ -341,9 +355,9 @@ def main() -> None:
             device="cpu",
             dtype="float32",
             vocab_size=VOCAB_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            num_target_blocks=64,
-            num_draft_blocks=64,
+            max_model_len=options.max_model_len,
+            num_target_blocks=num_blocks,
+            num_draft_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             methods=["draft_model", "ngram", "prediction"],
             method="draft_model",

@@ -8,11 +8,11 @@ elsewhere, so addresses are fine. Installed by ``server.app``.
 import ipaddress
 from collections.abc import Callable, Sequence
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from truedraft.server.errors import WrongHostError
+from truedraft.server.http.error_answer import error_answer
 from truedraft.server.settings import Settings
 
 LOOPBACK_NAMES = ("localhost", "*.localhost")
@@ -49,7 +49,7 @@ class AllowedHostsMiddleware:
             "have the proxy send one that is allowed."
         )
         self._count_error("wrong_host")
-        await JSONResponse(error.body(), error.status)(scope, receive, send)
+        await error_answer(error, scope)(scope, receive, send)
 
     def _is_allowed(self, name: str) -> bool:
         if _is_address(name):

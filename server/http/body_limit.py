@@ -9,13 +9,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from truedraft.server.errors import QueueFullError, TooManyRequestsError
 from truedraft.server.http.auth import api_key_of
+from truedraft.server.http.error_answer import error_answer
 from truedraft.server.settings import RequestSettings
 
 # Of a declared length that are read; Python refuses to read thousands of them.
@@ -43,7 +43,7 @@ class BodyLimitMiddleware:
                 "(max_concurrent_per_key). Try again when one has ended."
             )
             self._count_error(error.code or error.type)
-            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send)
+            await error_answer(error, scope)(scope, receive, send)
             return
         body = _Body(receive, scope, self._max_body_size, self._timeout, self._held, key)
         self._num_open[key] += 1

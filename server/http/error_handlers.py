@@ -16,6 +16,7 @@ from truedraft.server.errors import (
     InvalidRequestError,
     code_of,
 )
+from truedraft.server.http.error_answer import error_answer
 
 # Statuses that the framework itself raises, as codes.
 _FRAMEWORK_CODES = {
@@ -35,27 +36,27 @@ _VALIDATION_CODES = {
 
 def install_error_handlers(app: FastAPI, count_error: Callable[[str], None]) -> None:
     def respond(
-        error: ApiError, status: int | None = None, headers: dict[str, str] | None = None
+        request: Request, error: ApiError, status: int | None = None, headers: dict[str, str] | None = None
     ) -> JSONResponse:
         count_error(code_of(error))
-        return JSONResponse(error.body(), status or error.status, headers or error.headers())
+        return error_answer(error, request.scope, status, headers)
 
-    async def on_api_error(_: Request, error: Exception) -> JSONResponse:
+    async def on_api_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
         if isinstance(error, ClientDisconnectedError):
             return JSONResponse(error.body(), error.status)
-        return respond(error)
+        return respond(request, error)
 
-    async def on_validation_error(_: Request, error: Exception) -> JSONResponse:
+    async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         first: dict[str, Any] = error.errors()[0]
-        return respond(_from_validation(first, first["loc"][1:], error.body))
+        return respond(request, _from_validation(first, first["loc"][1:], error.body))
 
     async def on_http_exception(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         message = _framework_message(error, request)
         translated = InvalidRequestError(message, code=_FRAMEWORK_CODES.get(error.status_code))
-        return respond(translated, error.status_code, dict(error.headers or {}))
+        return respond(request, translated, error.status_code, dict(error.headers or {}))
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)

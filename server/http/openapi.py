@@ -18,8 +18,8 @@ only asks for extra output, is metadata or is unknown is ignored and listed in t
 header (or refused, with the setting `strict_fields`).
 
 Every answer has an `x-request-id`: the request's own, if it sent a sane one. Every error is
-`{"error": {"message", "type", "param", "code"}}`. A stream has its HTTP status decided before its first byte;
-an error after that is its last event.
+`{"error": {"message", "type", "param", "code"}}`; those of `/v1/messages` have Anthropic's shape. A stream
+has its HTTP status decided before its first byte; an error after that is its last event.
 """
 
 TAGS = [
@@ -60,15 +60,21 @@ GENERATION_ERRORS: Responses = BODY_ERRORS | {
 }
 
 
-def answer_or_stream(answer: type[BaseModel], stream: str) -> Responses:
+def body_errors(error: type[BaseModel]) -> Responses:
+    """Returns the errors of a route with a body, in a shape of its own."""
+    return {status: response | {"model": error} for status, response in BODY_ERRORS.items()}
+
+
+def answer_or_stream(answer: type[BaseModel], stream: str, error: type[BaseModel] = ErrorAnswer) -> Responses:
     """The responses of a generating route: ``stream`` says what its server-sent events are."""
+    errors = {status: response | {"model": error} for status, response in GENERATION_ERRORS.items()}
     events = {"schema": {"type": "string", "description": stream}}
     success = {
         "model": answer,
         "description": "The answer; with `stream: true`, server-sent events.",
         "content": {"text/event-stream": events},
     }
-    return {200: success, **GENERATION_ERRORS}
+    return {200: success, **errors}
 
 
 def install_openapi(app: FastAPI, settings: Settings) -> None:
@@ -81,7 +87,8 @@ def install_openapi(app: FastAPI, settings: Settings) -> None:
             if settings.api_keys:
                 schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
                 schemes["key"] = {"type": "http", "scheme": "bearer"}
-                document["security"] = [{"key": []}]
+                schemes["x-api-key"] = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+                document["security"] = [{"key": []}, {"x-api-key": []}]
             app.openapi_schema = document
         return app.openapi_schema
 

@@ -10,16 +10,17 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from truedraft.server.errors import internal_error
+from truedraft.server.http.error_answer import error_answer, is_messages
 from truedraft.server.logs import current_request_id
 
 logger = logging.getLogger("truedraft.request")
 
 HEADER = "x-request-id"
+MESSAGES_HEADER = "request-id"  # as clients of Anthropic's API read it
 # It stands in the log between brackets, so it has neither those nor spaces.
 SANE = re.compile(r"[!#-'*-Z^-z|~]{1,128}")
 
@@ -62,7 +63,10 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 has_started = True
                 self._count_answer(_route_of(scope), message["status"])
-                MutableHeaders(scope=message)[HEADER] = request_id
+                headers = MutableHeaders(scope=message)
+                headers[HEADER] = request_id
+                if is_messages(scope):
+                    headers[MESSAGES_HEADER] = request_id
             await send(message)
 
         try:
@@ -73,7 +77,7 @@ class RequestIdMiddleware:
                 raise  # the status is out; only closing the connection can tell the client
             error = internal_error(request_id)
             self._count_error("internal_error")
-            await JSONResponse(error.body(), error.status)(scope, receive, send_with_id)
+            await error_answer(error, scope)(scope, receive, send_with_id)
 
 
 def _route_of(scope: Scope) -> str:

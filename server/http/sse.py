@@ -1,7 +1,8 @@
 """Server-sent events as OpenAI frames them: ``data:`` lines, ``: ping`` comments, ``data: [DONE]``.
 
 Frames and keeps alive; what an event says is the routes' business. Completions and chats have no named
-events, as clients would take them for chunks; ``/v1/responses`` has nothing else, and no ``[DONE]``.
+events, as clients would take them for chunks; ``/v1/responses`` and ``/v1/messages`` have nothing else, and
+no ``[DONE]``.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from truedraft.server.errors import ApiError
 from truedraft.server.schemas.answer import Answer
 
 DONE = format_sse_event(data_str="[DONE]")
-PING = {"type": "http.response.body", "body": KEEPALIVE_COMMENT, "more_body": True}
+PING = KEEPALIVE_COMMENT
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -31,7 +32,7 @@ def chunk_event(chunk: Answer, *, with_usage: bool) -> bytes:
 
 
 def typed_event(fields: dict[str, Any]) -> bytes:
-    """An event of ``/v1/responses``: named, as OpenAI does there, by the type that its data also has."""
+    """Returns an event of ``/v1/responses`` or ``/v1/messages``, named by the type that its data also has."""
     data = json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
     return _event(data, str(fields["type"]))
 
@@ -45,7 +46,7 @@ def _event(data: str, name: str | None = None) -> bytes:
 
 
 class EventStreamResponse(EventSourceResponse):
-    """Streams events; sends a comment whenever ``ping_seconds`` went by without one, so that proxies wait on.
+    """Streams events; sends ``ping`` whenever ``ping_seconds`` went by without one, so that proxies wait on.
 
     Always calls ``on_close``, also when the client has gone away.
     """
@@ -57,8 +58,10 @@ class EventStreamResponse(EventSourceResponse):
         headers: dict[str, str],
         *,
         ping_seconds: float,
+        ping: bytes = PING,
     ) -> None:
         super().__init__(events, headers=STREAM_HEADERS | headers)
+        self._ping = {"type": "http.response.body", "body": ping, "more_body": True}
         self._on_close = on_close
         self._ping_seconds = ping_seconds
 
@@ -85,7 +88,7 @@ class EventStreamResponse(EventSourceResponse):
                 silence = clock() - last_sent
                 if silence >= self._ping_seconds:
                     silence = 0.0
-                    await send_and_note(PING)
+                    await send_and_note(self._ping)
                 await asyncio.sleep(self._ping_seconds - silence)
 
         pinging = asyncio.create_task(ping())

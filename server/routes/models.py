@@ -23,6 +23,10 @@ class ModelCard(BaseModel):
     max_model_len: int | None = Field(
         description="Tokens of prompt and output together; null until the model is loaded."
     )
+    tool_form: str | None = Field(
+        description="How the model writes tool calls: its family's way, or `generic` for a chat template "
+        "without tools. Null without a chat template, and until the model is loaded."
+    )
 
 
 class ModelList(BaseModel):
@@ -52,10 +56,12 @@ async def get_model(model_id: str, services: ServicesDep) -> ModelCard:
 
 
 def _card(name: str, services: Services) -> ModelCard:
-    worker = services.engine.state.worker
+    worker, tokenizer = services.engine.state.worker, services.tokenizer
+    templates = tokenizer.templates if tokenizer is not None else None
     return ModelCard(
         id=name,
         created=services.started,
         root=services.settings.public_target,
         max_model_len=longest_request(worker) if worker else None,
+        tool_form=templates.call_format.name if templates is not None and templates.source else None,
     )

@@ -36,6 +36,11 @@ class AnswerWriter(Protocol):
         """What follows the last event of a stream, failed or not."""
         ...
 
+    @property
+    def ping(self) -> bytes:
+        """Returns what keeps a silent stream open."""
+        ...
+
     def whole(self, choices: list[FinishedChoice]) -> BaseModel: ...
 
     def events(self) -> AsyncIterator[bytes]:
@@ -86,7 +91,7 @@ async def respond_stream(
         raise
     count_error = get_services(request).metrics.count_error
     stream = _until_done(first, events, writer, request_id_of(request.scope), count_error)
-    return EventStreamResponse(stream, close, headers, ping_seconds=PING_SECONDS)
+    return EventStreamResponse(stream, close, headers, ping_seconds=PING_SECONDS, ping=writer.ping)
 
 
 async def _until_done(

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from truedraft.server.errors import ApiError
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.openapi import answer_or_stream
-from truedraft.server.http.sse import typed_event
+from truedraft.server.http.sse import PING, typed_event
 from truedraft.server.http.work import in_thread_if_long
 from truedraft.server.routes.checks import check_request
 from truedraft.server.routes.context import GenerationContext
@@ -65,6 +65,7 @@ async def create_response(
 
 class ResponsesWriter:
     end = b""
+    ping = PING
 
     def __init__(self, context: GenerationContext, body: ResponsesRequest) -> None:
         self._context = context

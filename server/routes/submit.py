@@ -26,11 +26,16 @@ from truedraft.server.text.prompt import TokenPrompt, chat_prompt, predicted_tok
 from truedraft.server.text.tools import find_reasoning, message_format, tool_use
 
 # Endpoint, as metrics name it -> prefix of its ids.
-ID_PREFIXES = {"completions": "cmpl-", "chat.completions": "chatcmpl-", "responses": "resp_"}
+ID_PREFIXES = {
+    "completions": "cmpl-",
+    "chat.completions": "chatcmpl-",
+    "responses": "resp_",
+    "messages": "msg_",
+}
 
 
 async def start_chat(
-    endpoint: Literal["chat.completions", "responses"],
+    endpoint: Literal["chat.completions", "responses", "messages"],
     body: ChatRequest | ResponsesRequest,
     request: Request,
     services: Services,
@@ -62,7 +67,7 @@ async def start_chat(
 
 
 def start_generation(
-    endpoint: Literal["completions", "chat.completions", "responses"],
+    endpoint: Literal["completions", "chat.completions", "responses", "messages"],
     body: SamplingRequest,
     prompts: list[TokenPrompt],
     model: Model,

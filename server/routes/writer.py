@@ -8,7 +8,7 @@ from fastapi.responses import Response
 
 from truedraft.server.errors import ApiError
 from truedraft.server.http.access_log import SUMMARY
-from truedraft.server.http.sse import DONE, chunk_event, error_event
+from truedraft.server.http.sse import DONE, PING, chunk_event, error_event
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.responding import AnswerWriter, respond_stream, respond_whole
 from truedraft.server.schemas.answer import Answer
@@ -20,6 +20,7 @@ class ChunkWriter(ABC):
     """An ``AnswerWriter`` of chunks: what completions and chats have in common on the wire."""
 
     end = DONE
+    ping = PING
 
     def __init__(self, context: GenerationContext) -> None:
         self._context = context
@@ -40,5 +41,8 @@ class ChunkWriter(ABC):
 
 async def respond(request: Request, context: GenerationContext, writer: AnswerWriter) -> Response:
     request.scope["state"][SUMMARY] = context.generation.summary
+    headers, message = context.leniency.headers(), context.generation.job.message
+    if message is not None and message.calls is not None:
+        headers["x-truedraft-tool-form"] = message.calls.name
     send = respond_stream if context.body.stream else respond_whole
-    return await send(request, context.generation, writer, context.leniency.headers())
+    return await send(request, context.generation, writer, headers)

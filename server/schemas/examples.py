@@ -116,6 +116,38 @@ RESPONSES: Examples = {
     },
 }
 
+MESSAGES: Examples = {
+    "text": {
+        "summary": "Answer a message",
+        "value": MODEL
+        | {
+            "system": "You tell short stories.",
+            "messages": [{"role": "user", "content": "Tell me a story about a dog."}],
+            "max_tokens": 60,
+        },
+    },
+    "stream": {
+        "summary": "As named events, which go on with what the assistant has begun to say",
+        "value": MODEL
+        | {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Tell me a story about a dog."}]},
+                {"role": "assistant", "content": "Once there was"},
+            ],
+            "max_tokens": 40,
+            "stop_sequences": ["The end"],
+            "stream": True,
+        },
+    },
+}
+
+TOKEN_COUNTS: Examples = {
+    "messages": {
+        "summary": "A conversation",
+        "value": MODEL | {"messages": [{"role": "user", "content": "Tell me a story about a dog."}]},
+    }
+}
+
 TOKENIZE: Examples = {
     "prompt": {
         "summary": "A text",

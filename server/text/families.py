@@ -5,7 +5,7 @@
 
 import secrets
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -58,6 +58,19 @@ class ReasoningMarks:
 HEADER_END, MESSAGE_END, NEXT_MESSAGE = "<|message|>", "<|end|>", "<|start|>assistant"
 FINAL_HEADER = f"<|channel|>final{HEADER_END}"
 
+HERMES = CallFormat(
+    name="hermes",  # Hermes, Qwen2.5, Qwen3
+    template_marks=("<tool_call>", '"arguments"'),
+    trigger="<tool_call>",
+    first='<tool_call>\n{"name": "',
+    later='\n<tool_call>\n{"name": "',
+    before_arguments='", "arguments": ',
+    end="}\n</tool_call>",
+)
+
+# Every other model has this form: its template writes no tools, so ``server.text.generic_tools`` does.
+GENERIC = replace(HERMES, name="generic", template_marks=())
+
 # The first format applies that has all of its marks in the template.
 CALL_FORMATS = (
     CallFormat(
@@ -70,15 +83,7 @@ CALL_FORMATS = (
         end="</function>\n</tool_call>",
         arguments="tags",
     ),
-    CallFormat(
-        name="hermes",  # Hermes, Qwen2.5, Qwen3
-        template_marks=("<tool_call>", '"arguments"'),
-        trigger="<tool_call>",
-        first='<tool_call>\n{"name": "',
-        later='\n<tool_call>\n{"name": "',
-        before_arguments='", "arguments": ',
-        end="}\n</tool_call>",
-    ),
+    HERMES,
     CallFormat(
         name="llama3",
         template_marks=("<|start_header_id|>", '"parameters": '),
@@ -158,9 +163,9 @@ REASONING_MARKS = (
 )
 
 
-def find_call_format(template: str) -> CallFormat | None:
+def find_call_format(template: str) -> CallFormat:
     found = (each for each in CALL_FORMATS if all(mark in template for mark in each.template_marks))
-    return next(found, None)
+    return next(found, GENERIC)
 
 
 def find_reasoning_marks(template: str) -> ReasoningMarks | None:

@@ -26,6 +26,8 @@ from truedraft.server.schemas.response_items import (
     OtherInput,
 )
 from truedraft.server.schemas.responses import InputMessage, ResponsesRequest
+from truedraft.server.text.families import GENERIC
+from truedraft.server.text.generic_tools import as_plain_messages
 from truedraft.server.text.tokenizer import ChatTemplateError, Tokenizer
 
 # Fields of a message that templates get. An undeclared one is reported as ignored, so it must not matter.
@@ -117,14 +119,14 @@ def render_chat(
     messages: Sequence[Message], tokenizer: Tokenizer, *, param: str, options: Mapping[str, Any]
 ) -> str:
     """The conversation as the model's template writes it; ``param`` is the request's field at fault."""
-    for position, message in enumerate(messages):
-        if message.tool_calls and "tool_calls" not in tokenizer.templates.source:
-            where = f".{position}.tool_calls" if param == "messages" else ""
-            raise UnsupportedParameterError(
-                "This model's chat template does not write tool calls.", param=param + where
-            )
+    templates = tokenizer.templates
     written = _template_messages(_joined_system(messages))
-    if ".thinking" in tokenizer.templates.source:  # as gpt-oss's calls it
+    if templates.call_format is GENERIC:
+        written = as_plain_messages(written, options.get("tools"), has_system=templates.has_system)
+        options = {name: value for name, value in options.items() if name != "tools"}
+    elif "tool_calls" not in templates.source:
+        _refuse_calls(messages, param)
+    if ".thinking" in templates.source:  # as gpt-oss's calls it
         for fields in written:
             if "reasoning_content" in fields:
                 fields["thinking"] = fields["reasoning_content"]
@@ -134,9 +136,17 @@ def render_chat(
         raise InvalidRequestError(str(error), param=param) from error
 
 
+def _refuse_calls(messages: Sequence[Message], param: str) -> None:
+    for position, message in enumerate(messages):
+        if message.tool_calls:
+            where = f".{position}.tool_calls" if param == "messages" else ""
+            raise UnsupportedParameterError(
+                "This model's chat template does not write tool calls.", param=param + where
+            )
+
+
 def template_options(request: TemplateFields, tokenizer: Tokenizer, leniency: Leniency) -> dict[str, Any]:
-    asked = {"reasoning_effort": request.reasoning_effort, "enable_thinking": request.enable_thinking}
-    variables = _variables(asked, request.chat_template_kwargs, tokenizer, leniency)
+    variables = _variables(request, "reasoning_effort", request.reasoning_effort, tokenizer, leniency)
     return variables | request.template_options()
 
 
@@ -148,25 +158,39 @@ def response_options(request: ResponsesRequest, tokenizer: Tokenizer, leniency: 
         if request.tool_choice != "none"
     ]
     effort = request.reasoning.effort if request.reasoning is not None else None
-    asked = {"reasoning.effort": effort, "enable_thinking": request.enable_thinking}
-    variables = _variables(asked, request.chat_template_kwargs, tokenizer, leniency)
+    variables = _variables(request, "reasoning.effort", effort, tokenizer, leniency)
     return variables | {"tools": tools or None}
 
 
 def _variables(
-    asked: Mapping[str, Any], given: Mapping[str, Any] | None, tokenizer: Tokenizer, leniency: Leniency
+    request: TemplateFields | ResponsesRequest,
+    effort_field: str,
+    effort: str | None,
+    tokenizer: Tokenizer,
+    leniency: Leniency,
 ) -> dict[str, Any]:
-    """Returns the template's variables. ``asked`` are fields about reasoning, ``given`` the template's own.
+    """Returns what the request's fields about reasoning and the template's own variables come to."""
+    given = request.chat_template_kwargs or {}
+    asked = {f"chat_template_kwargs.{name}": (name, value) for name, value in given.items()}
+    asked[effort_field] = "reasoning_effort", effort
+    asked["enable_thinking"] = "enable_thinking", request.enable_thinking
+    return template_variables(asked, tokenizer, leniency)
+
+
+def template_variables(
+    asked: Mapping[str, tuple[str, Any]], tokenizer: Tokenizer, leniency: Leniency
+) -> dict[str, Any]:
+    """Returns the template's variables. ``asked``: what a field of the request wants a variable to be.
 
     What the template does not use cannot change the prompt, so it is reported as ignored, unless the template
     has another variable for the same.
     """
-    fields = {f"chat_template_kwargs.{name}": value for name, value in (given or {}).items()}
-    fields |= {field: value for field, value in asked.items() if value is not None}
     own: dict[str, Any] = {}
     translated: dict[str, Any] = {}
-    for field, value in fields.items():
-        name = "reasoning_effort" if field == "reasoning.effort" else field.rpartition(".")[2]
+    for field, (name, value) in asked.items():
+        is_given = value is not None or field.startswith("chat_template_kwargs.")
+        if not is_given:
+            continue
         if name in tokenizer.templates.variables:
             own[name] = value
         elif (others := _translated(name, value, tokenizer)) is not None:
@@ -187,7 +211,9 @@ def _translated(name: str, value: Any, tokenizer: Tokenizer) -> dict[str, Any] |
         return {switch: not is_off}
     if "reasoning_effort" in variables:
         return {"reasoning_effort": "none"} if is_off else {}
-    return {} if is_off and tokenizer.templates.reasoning_marks is None else None
+    reasons = tokenizer.templates.reasoning_marks is not None
+    is_so = not reasons if is_off else reasons and name != "reasoning_effort"
+    return {} if is_so else None
 
 
 def input_messages(request: ResponsesRequest) -> list[Message]:

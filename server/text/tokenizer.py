@@ -13,7 +13,13 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.server.text.detokenizer import TextStream
-from truedraft.server.text.families import CallFormat, ReasoningMarks, find_call_format, find_reasoning_marks
+from truedraft.server.text.families import (
+    GENERIC,
+    CallFormat,
+    ReasoningMarks,
+    find_call_format,
+    find_reasoning_marks,
+)
 from truedraft.server.text.fewest_tokens import FewestTokens
 from truedraft.server.text.template_process import template_process
 from truedraft.server.text.text_stream import (
@@ -127,9 +133,28 @@ class ChatTemplates:
         return frozenset(found.get("variables", ()))  # where it fails, rendering says what is wrong
 
     @cached_property
-    def call_format(self) -> CallFormat | None:
-        """Of the tool calls that the template writes; None if that is not known."""
-        return find_call_format(self.source) if "tools" in self.variables else None
+    def call_format(self) -> CallFormat:
+        """Returns how the template writes tool calls: generically if it writes none, or in an unknown way."""
+        return find_call_format(self.source) if "tools" in self.variables else GENERIC
+
+    @cached_property
+    def has_system(self) -> bool:
+        """Returns whether it writes system messages: some templates refuse them or leave them out."""
+        return self._writes_system(["system", "user"])
+
+    @cached_property
+    def has_later_system(self) -> bool:
+        """Returns whether it writes them within a conversation, too."""
+        return self._writes_system(["user", "system", "assistant", "user"])
+
+    def _writes_system(self, roles: Sequence[str]) -> bool:
+        said = {role: f"What the {role} says." for role in roles}
+        try:
+            return said["system"] in self.render(
+                [{"role": role, "content": said[role]} for role in roles], {}
+            )
+        except ChatTemplateError:
+            return False
 
     @cached_property
     def reasoning_marks(self) -> ReasoningMarks | None:

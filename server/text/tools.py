@@ -47,8 +47,7 @@ class ToolUse:
 def tool_use(
     request: ChatRequest | ResponsesRequest, tokenizer: Tokenizer, leniency: Leniency
 ) -> ToolUse | None:
-    """None where nothing can be called. ``InvalidRequestError`` for a choice that there is not, and for a
-    model whose chat template does not write tools."""
+    """Returns None where nothing can be called, and refuses a choice that there is not."""
     functions, choice = request.functions, request.tool_choice or "auto"
     if not functions:
         if choice not in ("none", "auto"):
@@ -68,7 +67,7 @@ def tool_use(
         raise InvalidRequestError(
             f"tool_choice names '{named}', which is not among the functions.", param="tool_choice"
         )
-    calls = _call_format(tokenizer)
+    calls = tokenizer.templates.call_format
     if calls.before_content and getattr(request, "continue_final_message", None):
         raise UnsupportedParameterError(
             "continue_final_message is not supported with tools: calls are messages of their own here.",
@@ -124,14 +123,3 @@ def message_format(use: ToolUse | None, reasoning: Reasoning | None) -> MessageF
         schemas={each.name: arguments_schema(each) for each in use.functions} if use else {},
         token_ids=(use.token_ids if use else {}) | (reasoning.token_ids if reasoning else {}),
     )
-
-
-def _call_format(tokenizer: Tokenizer) -> CallFormat:
-    templates = tokenizer.templates
-    if "tools" not in templates.variables:
-        raise UnsupportedParameterError("This model's chat template does not write tools.", param="tools")
-    if templates.call_format is None:
-        raise UnsupportedParameterError(
-            "How this model's chat template writes tool calls is not known here.", param="tools"
-        )
-    return templates.call_format

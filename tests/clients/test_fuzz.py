@@ -34,6 +34,7 @@ from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.metrics import Metrics
 from truedraft.server.schemas.chat import ChatChunk
 from truedraft.server.schemas.completion import Completion
+from truedraft.server.schemas.messages import MessagesErrorAnswer
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import load_tokenizer
 
@@ -48,6 +49,7 @@ app = create_app(Settings(target="tiny-model"), pool, metrics)
 schema = schemathesis.openapi.from_dict(app.openapi())
 schema.config.max_stream_events = 10_000  # of its own accord it stops reading a stream long before its end
 CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatChunk}
+NAMED = ("/v1/responses", "/v1/messages")  # whose events have names
 answers: Counter[tuple[str, int]] = Counter()
 
 
@@ -66,10 +68,13 @@ def map_body(context: schemathesis.HookContext, body: Any) -> Any:
 
 
 def error_in_shape(context: Any, response: Any, case: schemathesis.Case) -> None:
-    """OpenAI's, with a text in it, whatever the status; probes have a shape of their own."""
+    """OpenAI's or Anthropic's, with a text in it, whatever the status; probes have a shape of their own."""
     if response.status_code < 400 or case.path == "/ready":
         return
     body = response.json()
+    if case.path.startswith("/v1/messages"):
+        MessagesErrorAnswer.model_validate(body, extra="forbid", strict=True)
+        return
     assert set(body) == {"error"}, body
     error = body["error"]
     assert set(error) == {"message", "type", "param", "code"}, error
@@ -80,24 +85,24 @@ def error_in_shape(context: Any, response: Any, case: schemathesis.Case) -> None
 
 
 def stream_in_shape(context: Any, response: Any, case: schemathesis.Case) -> None:
-    """``data:`` lines of JSON objects, ``event:`` lines on the responses route only, the right end."""
+    """``data:`` lines of JSON objects, ``event:`` lines on the routes of ``NAMED`` only, the right end."""
     if not is_stream(response):
         return
     text = response.content.decode("utf-8")
     blocks = text.split("\n\n")
     assert blocks.pop() == ""
-    is_responses = case.path == "/v1/responses"
+    is_named = case.path in NAMED
     datas = []
     for block in blocks:
         if block.startswith(":"):
             continue
         *names, data = block.split("\n")
         assert data.startswith("data: "), block
-        assert [name.startswith("event: ") for name in names] == ([True] if is_responses else []), block
+        assert [name.startswith("event: ") for name in names] == ([True] if is_named else []), block
         datas.append(data.removeprefix("data: "))
-    if not is_responses:
+    if not is_named:
         assert datas.pop() == "[DONE]"
-    if is_responses:
+    if is_named:
         assert all(isinstance(json.loads(data)["type"], str) for data in datas)
     else:
         for data in datas:  # none of them may be an error
@@ -111,8 +116,8 @@ def body_in_shape(context: Any, response: Any, case: schemathesis.Case) -> None:
 
 
 def bad_data_is_refused(context: Any, response: Any, case: schemathesis.Case) -> None:
-    """But for responses: kinds of input items overlap in the document, so that ``oneOf`` fits neither."""
-    if case.path != "/v1/responses":
+    """But for those whose kinds of input items overlap in the document, so that ``oneOf`` fits neither."""
+    if case.path not in (*NAMED, "/v1/messages/count_tokens"):
         negative_data_rejection(context, response, case)
 
 

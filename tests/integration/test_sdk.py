@@ -180,3 +180,19 @@ def test_speculation_says_everything(server: Server, sdk: openai.OpenAI) -> None
     assert set(state["phase_seconds"]) == {"draft", "score", "verify", "host"}
     assert state["policy"]["policy"] == "auto"
     assert server.metric("truedraft_request_queue_time_seconds_count") > 0
+
+
+def test_messages_say_what_chats_say(server: Server) -> None:
+    """Anthropic's form is another way to ask for the same."""
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    asked: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 30, "temperature": 0}
+    chat = server.post("/v1/chat/completions", asked).json()
+    message = server.post("/v1/messages", asked).json()
+    assert [block["text"] for block in message["content"]] == [chat["choices"][0]["message"]["content"]]
+    counted = server.post("/v1/messages/count_tokens", {"model": MODEL, "messages": messages}).json()
+    assert counted == {"input_tokens": chat["usage"]["prompt_tokens"]}
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}}
+    tools = [{"name": "add", "input_schema": schema | {"required": ["a"], "additionalProperties": False}}]
+    forced = {"tools": tools, "tool_choice": {"type": "tool", "name": "add"}, "max_tokens": 60}
+    (call,) = server.post("/v1/messages", asked | forced).json()["content"]
+    assert (call["type"], call["name"], call["input"]["a"] in range(10)) == ("tool_use", "add", True)

@@ -216,7 +216,7 @@ def test_chat_messages_reach_the_template(server: RunningServer, tokenizer: Any)
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\na\nb<|im_end|>\n"
         "<|im_start|>assistant\nc<|im_end|>\n"
-        "<|im_start|>tool\nd<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nd\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
 

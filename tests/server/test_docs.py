@@ -10,8 +10,9 @@ from truedraft.server import errors
 from truedraft.server.http import error_handlers
 from truedraft.server.metrics import Metrics
 from truedraft.server.schemas.chat import ChatRequest
-from truedraft.server.schemas.common import SpeculationOptions
+from truedraft.server.schemas.common import SamplingRequest, SpeculationOptions
 from truedraft.server.schemas.completion import CompletionRequest
+from truedraft.server.schemas.messages import MessagesRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -42,6 +43,14 @@ def test_routes(server: RunningServer) -> None:
 def test_fields(model: type) -> None:
     fields = set(model.model_fields) - ELSEWHERE - RELATIVES  # type: ignore[attr-defined]
     assert fields <= WORDS
+
+
+def test_fields_of_messages() -> None:
+    """Those that are not the same on every endpoint are on a page of their own."""
+    page = (Path(__file__).parents[2] / "docs" / "messages.md").read_text(encoding="utf-8")
+    fields = MessagesRequest.model_fields.items()
+    names = {field.alias or name for name, field in fields if name not in SamplingRequest.model_fields}
+    assert names | {"stop_sequences"} <= set(re.findall(r"[a-z0-9_]+", page))
 
 
 def test_error_codes() -> None:

@@ -97,7 +97,7 @@ def test_invalid_values(
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "invalid_type"),
         ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens", "invalid_value"),
         ({"messages": HELLO, "max_completion_tokens": 3, "max_tokens": 4}, "max_tokens", "invalid_value"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": ""}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x", "name": "nobody"}]}, "messages", "invalid_value"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content.0.type",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import StartServer
-from tests.server.refusals import refused_raw
+from tests.server.refusals import error_of, refused_raw
 from tests.server.running import MODEL, RunningServer
 from truedraft.server.app import create_app
 from truedraft.server.client.worker_client import WorkerClient
@@ -23,6 +23,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [120]},
 }
@@ -75,29 +77,29 @@ def test_large_bodies(server: RunningServer, path: str) -> None:
         content = b"x" * (10 << 20)
         sent: Any = iter([content]) if "transfer-encoding" in headers else content
         response = server.client.post(path, content=sent, headers=headers)
-        assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
+        assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
 
 
 @each_route
 def test_other_content_types_and_encodings(server: RunningServer, path: str) -> None:
     response = server.client.post(path, content=b"a=b", headers={"content-type": "text/plain"})
-    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert (response.status_code, error_of(response)["code"]) == (415, "unsupported_media_type")
     headers = JSON | {"content-encoding": "gzip"}
     response = server.client.post(path, content=gzip.compress(b'{"model": "x"}'), headers=headers)
-    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert (response.status_code, error_of(response)["code"]) == (415, "unsupported_media_type")
 
 
 @each_route
 def test_other_methods(server: RunningServer, path: str) -> None:
     response = server.get(path)
-    assert (response.status_code, response.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
 
 
 @each_route
 def test_unknown_model(server: RunningServer, path: str) -> None:
     response = server.post(path, VALID[path] | {"model": "gpt-9\u0000"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
-    assert response.json()["error"]["param"] == "model"
+    assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+    assert "'gpt-9\u0000'" in error_of(response)["message"]
 
 
 def test_keys_origins_and_limits(start_server: StartServer) -> None:
@@ -105,12 +107,12 @@ def test_keys_origins_and_limits(start_server: StartServer) -> None:
     with start_server(**settings, max_body_size=200) as server:
         for path, body in VALID.items():
             refused = server.post(path, body, headers={"origin": "https://a.example"})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
             assert refused.headers["access-control-allow-origin"] == "https://a.example"
             key = {"authorization": "Bearer one"}
             assert server.post(path, body, headers=key).status_code == 200
             large = server.post(path, body | {"user": "x" * 200}, headers=key)
-            assert (large.status_code, large.json()["error"]["code"]) == (413, "request_too_large")
+            assert (large.status_code, error_of(large)["code"]) == (413, "request_too_large")
 
 
 def test_while_loading(start_server: StartServer, tmp_path: Path) -> None:
@@ -118,4 +120,4 @@ def test_while_loading(start_server: StartServer, tmp_path: Path) -> None:
         for path, body in VALID.items():
             response = server.post(path, {"model": MODEL} | body)
             assert (response.status_code, response.headers["retry-after"]) == (503, "2")
-            assert response.json()["error"]["code"] == "not_ready"
+            assert error_of(response)["code"] == "not_ready"

@@ -15,7 +15,6 @@ from tests.server.refusals import CHAT, refused
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 from tests.server.wire import answers
-from truedraft.server.errors import UnsupportedParameterError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer, load_tokenizer
@@ -238,26 +237,6 @@ def test_refusals(speaking: RunningServer, fields: dict[str, Any], param: str, c
     assert (error["param"], error["code"]) == (param, code)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (CHAT, {"tools": [tool()]}, "tools"),
-        (CHAT, {"tools": [tool()], "tool_choice": "required"}, "tools"),
-        (
-            CHAT,
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", **tool(arguments="{}")}]}]},
-            "messages.0.tool_calls",
-        ),
-        (RESPONSES, {"tools": [flat()]}, "tools"),
-    ],
-)
-def test_a_template_that_writes_none_of_it(
-    server: RunningServer, path: str, fields: dict[str, Any], param: str
-) -> None:
-    error = refused(server, path, (ASK if path == CHAT else {"input": "x"}) | fields)
-    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
-
-
 # Excerpts of how templates write tools.
 UNKNOWN = "{{ tools }}<|action_start|>f(){}<|action_end|>"
 GEMMA_3 = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>{% endfor %}"
@@ -276,18 +255,12 @@ def tokenizer_of(template: str) -> Tokenizer:
     return Tokenizer(FastTokenizer(BPE()), ChatTemplates(Model()))
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"), [(UNKNOWN, "tool calls is not known"), (GEMMA_3, "does not write tools")]
-)
-def test_calls_of_unknown_families_are_refused(template: str, reason: str) -> None:
-    tokenizer = tokenizer_of(template)
-    for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
-        request = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": choice})
-        with pytest.raises(UnsupportedParameterError, match=reason) as raised:
-            tool_use(request, tokenizer, Leniency(strict=False))
-        assert raised.value.param == "tools"
-    off = ChatRequest.model_validate(ASK | {"model": "m", "tools": [tool()], "tool_choice": "none"})
-    assert tool_use(off, tokenizer, Leniency(strict=False)) is None
+def test_a_known_family_that_does_not_write_earlier_calls(tmp_path_factory: pytest.TempPathFactory) -> None:
+    template = "{{ tools }}" + KNOWN["gemma4"] + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    with saying(tmp_path_factory.mktemp, "x", template) as server:
+        error = refused(server, CHAT, {"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert (error["param"], error["code"]) == ("messages.0.tool_calls", "unsupported_parameter")
 
 
 @pytest.mark.parametrize(("name", "template"), KNOWN.items())

@@ -10,8 +10,8 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 CHAT_TEMPLATE = """\
 {% for document in documents or [] %}[{{ document.title }}]{% endfor %}\
 {% if enable_thinking is false %}<no thoughts>{% endif %}\
-{% for message in messages %}{% if message['role'] == 'tool' and not message['tool_call_id'] %}\
-{{ raise_exception('a tool message needs tool_call_id') }}{% endif %}\
+{% for message in messages %}{% if message['name'] == 'nobody' %}\
+{{ raise_exception('nobody may not speak') }}{% endif %}\
 <|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
