@@ -46,8 +46,11 @@ from truedraft.engine.speculation.planner import SpeculationPlanner
 MIN_PARAMETERS_FOR_TORCH_THREADS = 50_000_000
 
 
-def build_engine(config: EngineConfig) -> EngineCore:
-    """Load the models, allocate the caches, wire the engine. ``ModelLoadError`` if that cannot be."""
+def build_engine(config: EngineConfig, begin: Callable[[str], None] = lambda stage: None) -> EngineCore:
+    """Load the models, allocate the caches, wire the engine. ``ModelLoadError`` if that cannot be.
+
+    ``begin`` hears the name of each stage that takes long.
+    """
     options = load_options(config)
     device = options.device
     if device.type == "cuda":
@@ -58,6 +61,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         # cuDNN prepares an attention kernel for every new length of a prompt, which takes tenths of a second.
         torch.backends.cuda.enable_cudnn_sdp(False)
     assert config.target is not None  # filled in by EngineConfig
+    begin("the target model")
     target = load_model(config.target, options)
     num_threads = config.num_threads or _num_threads(target)
     if config.native_kernels and device.type == "cpu":
@@ -66,6 +70,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         torch.set_num_threads(num_threads)
     draft = pairing = None
     if config.draft is not None and config.num_speculative_tokens != 0 and config.method != "none":
+        begin("the draft model")
         source, draft_options = draft_source(config)
         draft = load_model(source, draft_options)
         _check_kinds(target, draft)
@@ -79,6 +84,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         )
     else:
         max_model_len = _max_model_len(config, target)
+    begin("caches and costs")
     planned = plan_graphs(config, target, draft, max_model_len)
     models = [target] if draft is None else [target, draft]
     num_blocks = _num_blocks(config, models, max_model_len, planned)

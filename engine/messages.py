@@ -266,6 +266,12 @@ class SpeculationState(msgspec.Struct, frozen=True, tag=True):
     state: dict[str, Any]
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """The worker has begun a stage of loading; ``stage`` names it for people."""
+
+    stage: str
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     """The worker lives; its loop has been in the same step for ``step_seconds``."""
 
@@ -273,7 +279,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = Generate | Abort | Shutdown
-FromWorker = Ready | StepOutput | SpeculationState | Failed | Heartbeat
+FromWorker = Loading | Ready | StepOutput | SpeculationState | Failed | Heartbeat
 
 LENGTH = struct.Struct("<Q")
 

@@ -30,6 +30,7 @@ from truedraft.engine.messages import (
     EncoderDecoderLengths,
     Failed,
     Generate,
+    Loading,
     Ready,
     Shutdown,
     SpeculationState,
@@ -194,7 +195,7 @@ def main() -> int:
     connection = Connection(args.socket)
     heartbeat.start(connection)
     try:
-        core = build_engine(config)
+        core = build_engine(config, lambda stage: connection.send(Loading(stage)))
         ready = describe(core, config)
     except ModelLoadError as error:
         print(f"truedraft worker: {error}", file=sys.stderr)

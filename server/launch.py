@@ -12,7 +12,9 @@ import signal
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 from pathlib import Path
 
 import uvicorn
@@ -48,6 +50,10 @@ MAX_DESCRIPTORS = 65536
 
 
 logger = logging.getLogger("truedraft.server")
+
+
+# When loading says what it is at, after the time before: soon at first, then every half minute.
+PROGRESS_SECONDS = (3, 5, 8, 14, *repeat(30, 200))
 
 
 class StartError(Exception):
@@ -238,10 +244,23 @@ async def _announce(services: Services, server: Server) -> None:
         await asyncio.sleep(0.01)
     log_format = services.settings.log_format
     _say(["Loading the models ..."], log_format)
-    worker = await services.wait_until_ready()
+    telling = asyncio.create_task(_tell_progress(services))
+    try:
+        worker = await services.wait_until_ready()
+    finally:
+        telling.cancel()
     # What is imported and loaded stays: to look through it again would stop every stream for a while.
     gc.freeze()
     _say(capacity(services.settings, worker), log_format)
+
+
+async def _tell_progress(services: Services) -> None:
+    """Says now and then what loading is at: a large model takes minutes."""
+    began = time.monotonic()
+    for seconds in PROGRESS_SECONDS:
+        await asyncio.sleep(seconds)
+        stage = services.engine.workers[0].stage or "the engine"
+        _say([f"  {time.monotonic() - began:.0f} s: loading {stage}"], services.settings.log_format)
 
 
 def _introduction(settings: Settings, listener: socket.socket) -> list[str]:

@@ -30,6 +30,7 @@ from truedraft.engine.messages import (
     FinishReason,
     FromWorker,
     Generate,
+    Loading,
     PredictionUse,
     Ready,
     RoundOrigin,
@@ -342,6 +343,7 @@ def main() -> None:
     connection = Connection(options.socket)
     worker = FakeWorker(options, connection)
     worker.heartbeats.start(connection)
+    worker.send(Loading("the fake model"))
     if options.fail_at_start:
         worker.send(Failed("", "load_failed", options.fail_at_start))
         sys.exit(3)

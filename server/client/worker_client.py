@@ -20,6 +20,7 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.messages import (
     Failed,
     FromWorker,
+    Loading,
     Ready,
     SpeculationState,
     Stats,
@@ -98,6 +99,7 @@ class WorkerClient:
         self._has_failed = asyncio.Event()
         self._worker: WorkerProcess | None = None
         self._load_error = ""
+        self._stage = ""
         self._ready_since = math.inf  # of the worker that runs now
         self._speculation: dict[str, Any] = {}
         self._stats: Stats | None = None
@@ -106,6 +108,11 @@ class WorkerClient:
     @property
     def state(self) -> EngineState:
         return self._state
+
+    @property
+    def stage(self) -> str:
+        """What the worker is loading, in words; empty before it says so."""
+        return self._stage
 
     @property
     def speculation(self) -> dict[str, Any]:
@@ -221,6 +228,8 @@ class WorkerClient:
                 self._load_error = f"The worker failed: {message.message}"
             case Failed():
                 owner.request_failed(message.request_id, _error_from(message))
+            case Loading():
+                self._stage = message.stage
             case SpeculationState():
                 self._speculation = message.state
                 self._observer.speculation(message.state)

@@ -173,6 +173,13 @@ def test_the_end_while_loading_takes_no_time(model_folder: Path, tmp_path: Path,
         assert not is_alive(worker)
 
 
+def test_loading_says_what_it_is_at(model_folder: Path, tmp_path: Path) -> None:
+    with serve_process(model_folder, tmp_path, wait=False) as serve:
+        wait_for(lambda: " s: loading the fake model\n" in serve.log.read_text(), "a line of progress")
+        serve.worker.go_on()
+        wait_for(lambda: "Ready on cpu" in serve.log.read_text(), "the end of loading")
+
+
 def test_descriptors_for_many_connections(model_folder: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
