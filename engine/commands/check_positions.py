@@ -61,7 +61,9 @@ def long_texts(target: FreshModel, max_model_len: int | None, seconds: float) ->
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     served = max_model_len or context or NEIGHBOUR_LENGTH
     texts = LongTexts([], [], [], [])
-    for length in (SHORT_LENGTH, NEIGHBOUR_LENGTH):
+    # What an encoder reads is limited by settings, which come with the engine.
+    longer = 3 * SHORT_LENGTH if config.is_encoder_decoder else NEIGHBOUR_LENGTH
+    for length in (SHORT_LENGTH, longer):
         _add(texts, target, min(length, served - NUM_TOKENS))
     start = time.perf_counter()
     _reference(target, texts.prompts[-1])  # once more, as the first one is slow

@@ -53,14 +53,14 @@ def encoder(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[E
 
 
 @contextmanager
-def sending(server: RunningServer, path: str, *lines: str, sent: int = 10) -> Iterator[None]:
+def sending(server: RunningServer, path: str, *lines: str, sent: int = 10) -> Iterator[socket.socket]:
     """A request of which only the beginning comes."""
     head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines]
     head += ["Content-Length: 100000", "", ""]
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall("\r\n".join(head).encode() + b" " * sent)
-        yield
+        yield connection
 
 
 def is_idle(server: RunningServer) -> bool:
@@ -176,9 +176,11 @@ def test_the_deadline_counts_from_the_request(start_server: StartServer, encoder
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", COMPLETIONS, CHAT])
 def test_a_key_has_so_many_requests_open_from_the_first_byte(start_server: StartServer, path: str) -> None:
     with start_server(api_keys=KEYS, max_concurrent_per_key=1) as server:
-        with sending(server, path, f"Authorization: {ANNA['authorization']}"):
-            refused = partial_status(server, ANNA)
-            wait_for(lambda: refused() == 429, "a refusal")
+        refused = partial_status(server, ANNA)
+        own = (f"Authorization: {ANNA['authorization']}", "Expect: 100-continue")
+        with sending(server, path, *own) as connection:
+            assert b"100 Continue" in connection.recv(100)  # its body is being read
+            assert refused() == 429
             response = server.post("/tokenize", {"prompt": "x"}, headers=ANNA)
             assert response.json()["error"]["code"] == "too_many_requests"
             assert response.headers["retry-after"] == "1"
