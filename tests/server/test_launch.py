@@ -29,7 +29,6 @@ WORKER = Ready(
     methods=["draft_model", "ngram"],
     method="draft_model",
     weights=["bfloat16", "float32"],
-    kernels="Triton kernels",
 )
 
 
@@ -45,7 +44,7 @@ def test_the_way_is_said() -> None:
 def test_capacity() -> None:
     assert capacity(Settings(), WORKER) == [
         "Ready on cuda:0 in bfloat16.",
-        "  weights   bfloat16, float32; computed by Triton kernels",
+        "  weights   bfloat16, float32",
         "  drafting  length auto; source: the draft model",
         "  cache     2,000 blocks of 16 tokens: 32,000 tokens for each model",
         "  requests  up to 4,000 tokens, prompt and output together; 8 of that length at once",
@@ -54,7 +53,7 @@ def test_capacity() -> None:
 
 def test_a_quota_is_said() -> None:
     limited = worker(num_threads=1, thread_limit="the CPU quota is 1.5 of 8 processors")
-    assert capacity(Settings(), limited)[1] == "  threads   1: the CPU quota is 1.5 of 8 processors"
+    assert capacity(Settings(), limited)[2] == "  threads   1: the CPU quota is 1.5 of 8 processors"
 
 
 def test_cache_smaller_than_the_context() -> None:
