@@ -243,7 +243,8 @@ def test_half_a_body_is_not_waited_for(start_server: StartServer) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT")
 def test_a_client_that_reads_nothing_is_cut_off(model_folder: Path, tmp_path: Path) -> None:
     """Of an answer that is larger than all buffers on the way."""
-    with serve_process(model_folder, tmp_path, "--send-timeout", "1") as serve:
+    limits = ("--send-timeout", "1", "--max-prompt-characters", "3000000")
+    with serve_process(model_folder, tmp_path, *limits) as serve:
         address = urlsplit(serve.url)
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
