@@ -22,7 +22,7 @@ from truedraft.engine.commands.check_exactness import GreedyResult
 from truedraft.engine.commands.check_positions import PositionsResult, long_texts
 from truedraft.engine.core.block_pool import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import layer_parts, linear, loader, probe_texts
+from truedraft.engine.models import architecture, layer_parts, linear, probe_texts
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.fresh import FreshModel
@@ -216,7 +216,7 @@ def test_a_text_is_the_same_beside_a_longer_one(folder: Folder, family: str) -> 
 
 def factors_of_the_longest_text(patch: Patch) -> None:
     """Factors are chosen as transformers does it, in each forward."""
-    patch.setattr(loader, "choose_rotary_factors", lambda *_: None)
+    patch.setattr(architecture, "choose_rotary_factors", lambda *_: None)
     patch.setattr(layer_parts, "MAX_TABLE_POSITIONS", 0)
 
 
