@@ -522,8 +522,8 @@ BUGS = {
     ),
     "biases another token": ("+= row->biases[i];", "+= row->biases[0];", "bias"),
     "biases the first position only": (
-        "if (row->bias_ids[i] < vocab)",
-        "if (position == 0 && row->bias_ids[i] < vocab)",
+        "if (is_token(row->bias_ids[i], vocab))",
+        "if (position == 0 && is_token(row->bias_ids[i], vocab))",
         "bias",
     ),
     "verifies with penalties that forget drafts": (
