@@ -101,13 +101,21 @@ def start_generation(
         include_stop_string=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=isinstance(body, CompletionRequest) and bool(body.echo),
-        continues_prompt=message is None or bool(getattr(body, "continue_final_message", None)),
+        continues_prompt=_continues_prompt(body, model, message),
         message=message,
         report_trace=body.speculation is not None and body.speculation.trace,
     )
     generation = Generation(job, services.engine, model.tokenizer, services.metrics)
     generation.start(seconds_left(request.scope), settings.request_timeout)
     return GenerationContext(body, generation, model, services, leniency, created=int(time.time()))
+
+
+def _continues_prompt(body: SamplingRequest, model: Model, message: MessageFormat | None) -> bool:
+    """Returns whether the text goes on where the prompt ends: a message begins one, and so does a decoder
+    whose prompt is read by an encoder."""
+    if model.worker.encoder_decoder is not None:
+        return False
+    return message is None or bool(getattr(body, "continue_final_message", None))
 
 
 def cache_salt(body: SamplingRequest, key: str, settings: Settings) -> str:
