@@ -25,7 +25,7 @@ export function startPlayground(modelName) {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });
   document.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
-  byId("stop").addEventListener("click", () => running?.abort());
+  byId("stop-generating").addEventListener("click", () => running?.abort());
   byId("clear").addEventListener("click", clear);
   for (const choice of form.elements.mode) choice.addEventListener("change", changeMode);
   byId("parameters").open = !isNarrow();
@@ -188,7 +188,7 @@ function showError(error) {
 
 function setBusy(isBusy) {
   byId("generate").disabled = isBusy;
-  byId("stop").disabled = !isBusy;
+  byId("stop-generating").disabled = !isBusy;
   transcript.setAttribute("aria-busy", String(isBusy));
   if (isBusy) {
     byId("error").hidden = true;
