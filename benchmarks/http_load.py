@@ -25,10 +25,9 @@ class LoadError(Exception):
 
 def post(path: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    )
-    return f"{head}\r\n\r\n".encode() + content
+    # The server answers to loopback names alone.
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 class Connection(asyncio.Protocol):

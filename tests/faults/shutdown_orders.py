@@ -43,7 +43,7 @@ READY = Ready(
     methods=[],
     method="none",
 )
-HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class QuietServer(Server):
