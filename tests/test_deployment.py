@@ -60,8 +60,12 @@ def test_workflows_call_make_targets() -> None:
     workflows = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
     steps = [step for flow in workflows for job in flow["jobs"].values() for step in job["steps"]]
     commands = [step["run"].removeprefix("sudo ") for step in steps if "run" in step]
-    called = {command.removeprefix("make ") for command in commands if not command.startswith("apt-get ")}
+    calls = [command.removeprefix("make ") for command in commands if not command.startswith("apt-get ")]
+    words = {word for call in calls for word in call.split()}
+    called = {word for word in words if "=" not in word}
     assert {"check", "test", "check-docker", "test-ray"} <= called <= targets
+    variables = set(re.findall(r"^(\w+) \?=", makefile, re.MULTILINE))
+    assert {word.partition("=")[0] for word in words - called} <= variables
 
 
 def test_the_unit_is_valid(tmp_path: Path) -> None:
