@@ -27,7 +27,7 @@ FIXED = {
     "status",
     "prompt_tokens",
 }
-FIXED |= {"completion_tokens", "count", "tokens", "prompt", "max_model_len", "index"}
+FIXED |= {"tool_form", "completion_tokens", "count", "tokens", "prompt", "max_model_len", "index"}
 
 
 def send(base_url: str, command: str) -> httpx.Response:
