@@ -172,7 +172,7 @@ class LLM:
         return token_ids
 
     def _check_room(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """As the server does: the engine would end the text where the context ends."""
+        """Refuses as the server does: the engine would end the text where the context ends."""
         room = self.core.admission.room(num_prompt_tokens)
         if 0 < room < params.max_tokens:
             raise RequestError(

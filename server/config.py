@@ -28,7 +28,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def load_settings(flags: Sequence[str]) -> Settings:
-    """Those of ``truedraft serve``, with usual short forms: the target first and without a flag, and
+    """Reads those of ``truedraft serve``, with usual short forms: the target first and without a flag, and
     ``--api-key`` for one key."""
     spelled = ["--target", *flags] if flags and not flags[0].startswith("-") else flags
     return read_options(

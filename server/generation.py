@@ -61,7 +61,7 @@ class Job:
 
     @property
     def num_values(self) -> int:
-        """That the answer may hold, about: tokens and what is told of each."""
+        """Estimates what the answer may hold: tokens, and what is reported of each."""
         params = self.params
         per_token = max(params.logprobs or 0, params.prompt_logprobs or 0) + 1
         num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts) + params.max_tokens

@@ -1,4 +1,4 @@
-"""Whether a text stays the same beside others, beyond every boundary that the target's config names.
+"""Tells whether a text stays the same beside others, beyond every boundary that the target's config names.
 
 A short text, and for each boundary (a window, an original context, ...) a text that crosses it while it goes
 on, are decoded together with drafts; then each by itself, without. What follows each prompt is compared with

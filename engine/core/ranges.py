@@ -1,4 +1,4 @@
-"""Which values sampling parameters may have, for those that no front end has checked.
+"""The values that sampling parameters may have, where no front end has checked them, are listed here.
 
 They are those of the HTTP API (``server.schemas``); a test compares the two.
 """

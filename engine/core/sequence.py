@@ -106,7 +106,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the pending token is all that the target has yet to store."""
+        """Tells whether the pending token is all that the target has yet to store."""
         return self.num_uncomputed_tokens == 1
 
     @property

@@ -62,7 +62,7 @@ class ScheduledSequence:
 
     @property
     def completes(self) -> bool:
-        """Whether the last known token is computed, so that the sequence is a row of the step's rounds."""
+        """Tells whether the last known token is computed, so that the sequence is a row of the rounds."""
         return self.kind is not Kind.PIECE
 
     @property

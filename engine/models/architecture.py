@@ -110,7 +110,7 @@ class Architecture:
         return skeleton(self.module_class, self.config, dtype, self.attention(attention))
 
     def generation_config(self) -> Any:
-        """That of the checkpoint; what config.json says of generation where there is no such file."""
+        """Returns the checkpoint's; without such a file, what config.json says of generation."""
         with stage(self.path, GENERATION_CONFIG):
             if has_file(self.path, GENERATION_CONFIG):
                 return GenerationConfig.from_pretrained(self.path)

@@ -91,7 +91,7 @@ class Model(ABC):
 
     @abstractmethod
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
-        """The same, from packed tensors."""
+        """Returns the same, from packed tensors."""
 
     def fast_pass(self, cache: KVCache) -> FastPass | None:
         return None

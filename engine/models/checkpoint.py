@@ -73,7 +73,7 @@ def check_folder(path: str, *, allow_pickle: bool = False) -> None:
 
 
 def has_file(path: str, name: str) -> bool:
-    """Whether the folder or repository ``path`` has the file ``name``, as far as can be seen from here."""
+    """Tells whether the folder or repository ``path`` has the file ``name``, as far as can be seen."""
     found = cached_file(
         path,
         name,

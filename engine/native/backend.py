@@ -51,7 +51,7 @@ def native_backend() -> "NativeBackend | None":
 
 
 class NativeBackend:
-    """The same object serves every step. It keeps where the parameters of its last rows are: mostly the same
+    """One object serves every step. It keeps where the parameters of its last rows are: mostly the same
     tensors come again, which never change."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

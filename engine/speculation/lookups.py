@@ -94,7 +94,7 @@ class RowLookup:
         return (self.source.num_unread(self.sequence) + START_BALANCE) * READ_SECONDS
 
     def costs_little(self, free: float) -> bool:
-        """Whether asking takes less in a step than is ``free``, with what is to be read first."""
+        """Tells whether asking takes less in a step than is ``free``, with what is to be read first."""
         num_unread = self.source.num_unread(self.sequence)
         return ASK_SECONDS + READ_SECONDS * (1 + num_unread / ASK_ROUNDS) <= free
 
@@ -162,7 +162,7 @@ class LookupReport:
         self.accepted = REPORT_DECAY * self.accepted + accepted
 
     def is_on_and_why(self, lookups: Sequence[RowLookup], free: float) -> tuple[bool, str]:
-        """For the ``lookups`` of the last step: whether they draft, and what decides that, in a sentence."""
+        """Says whether the ``lookups`` of the last step draft, and what decides that, in a sentence."""
         names = " and ".join(sorted({NAMES[lookup.source.name] for lookup in lookups}))
         if not names:
             return False, "off: no row may draft"

@@ -172,7 +172,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def max_connections() -> int:
-    """As many as leave descriptors to the rest of the server, half of them where there are few."""
+    """Returns as many as leave descriptors to the rest of the server, half of them where there are few."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(allowed - RESERVED_DESCRIPTORS, allowed // 2)
 

@@ -44,7 +44,7 @@ class Work:
         )
 
     async def run(self, weight: int, key: str, work: Callable[[], T], *, may_refuse: bool = True) -> T:
-        """In a thread, once it is its turn, which lasts for as long as the thread is busy with it.
+        """Works in a thread, once it is its turn, which lasts for as long as the thread is busy with it.
 
         ``QueueFullError`` if too much waits already, unless it may not be refused: an answer is there.
         """

@@ -44,7 +44,7 @@ class FewestTokens:
 def _keep_everything(
     fast: FastTokenizer, normalizers: list[dict[str, Any]], pre_tokenizers: list[dict[str, Any]]
 ) -> bool:
-    """Whether what comes before the model leaves no character out."""
+    """Tells whether what comes before the model leaves no character out."""
     if any(token.lstrip or token.rstrip for token in fast.get_added_tokens_decoder().values()):
         return False
     if any(part["type"] not in KEEPING or part.get("behavior") == "Removed" for part in pre_tokenizers):

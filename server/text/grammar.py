@@ -51,7 +51,7 @@ class Wanted(NamedTuple):
 
     @property
     def may_lose_patterns(self) -> bool:
-        """Whether it is a schema that may do without its patterns, and has some."""
+        """Tells whether it is a schema that may do without its patterns, and has some."""
         return not self.strict and "pattern" in str(self.source)
 
 

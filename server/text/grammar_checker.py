@@ -61,7 +61,7 @@ def main() -> int:
 
 
 class Lines:
-    """Of standard input; ``read`` returns those that are complete, nothing at its end."""
+    """Reads standard input; ``read`` returns the lines that are complete, nothing at its end."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -83,7 +83,7 @@ def say(**message: Any) -> None:
 
 
 class Checks:
-    """Those that are under way, by the process of each."""
+    """Holds the checks that are under way, by the process of each."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer

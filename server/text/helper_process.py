@@ -25,7 +25,7 @@ def helper_environment() -> dict[str, str]:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Of this process, from now on: that much address space beside what is there."""
+    """Limits this process to that much address space in addition to what it has."""
     with suppress(ValueError, OSError):  # a system that has no such limit, or a lower one
         before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (before + num_bytes,) * 2)

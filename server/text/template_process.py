@@ -117,7 +117,7 @@ class TemplateProcess:
 
 @cache
 def template_process() -> TemplateProcess:
-    """That of this process, for all of its tokenizers."""
+    """Returns the one of this process, which serves all of its tokenizers."""
     process = TemplateProcess()
     atexit.register(process.stop)
     return process

@@ -65,7 +65,7 @@ def outcome_of(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def variables(source: str) -> list[str]:
-    """That the template uses, beside those that it sets itself."""
+    """Returns those that the template uses and does not set itself."""
     try:
         environment = _compile_jinja_template(source).environment
         return sorted(meta.find_undeclared_variables(environment.parse(source)))

@@ -49,7 +49,7 @@ class TokenTextStream:
         return text.removesuffix(REPLACEMENT) if is_cut and self._ends_inside_character() else text
 
     def _ends_inside_character(self) -> bool:
-        """Whether the last bytes are the beginning of a character, which has four at most."""
+        """Tells whether the last bytes are the beginning of a character, which has four at most."""
         tail = b""
         for token_id in reversed(self._token_ids):
             tail = (self._vocabulary.bytes_of(token_id) or b"") + tail

@@ -162,8 +162,10 @@ class ChatTemplates:
 
     @cached_property
     def wants_parts(self) -> bool:
-        """Whether the template writes a text only where it comes in a list of parts, as some of models that
-        see do: of a plain text they would write nothing, in silence."""
+        """Tells whether the template writes a text only where it comes in a list of parts.
+
+        Some of models that see do: of a plain text they would write nothing, in silence.
+        """
         return not self._writes(MARK) and self._writes(_in_parts(MARK))
 
     def _writes(self, content: Any) -> bool:

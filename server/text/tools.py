@@ -29,7 +29,7 @@ class ToolUse:
     parallel: bool
 
     def grammar_of(self, function: FunctionDefinition) -> str:
-        """Of one call of it."""
+        """Returns the grammar of one call of it."""
         return call_grammar([function], self.calls, self.token_ids, required=True, parallel=False)
 
     def grammar(self, schema: Any = None) -> str:

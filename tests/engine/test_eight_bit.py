@@ -175,7 +175,7 @@ def logits_of(module: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
-    """In float32 to the bit, else rounded to as many bits as float16 holds of any layer."""
+    """Compares float32 to the bit, others as rounded to the bits that float16 holds of any layer."""
     module = make(tmp_path, FORMATS[name])
     source = Checkpoint.find(str(tmp_path), allow_pickle=False)
     assert source is not None

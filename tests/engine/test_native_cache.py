@@ -44,7 +44,7 @@ def kernels(folder: Path) -> Path:
 
 
 def starts(folder: Path) -> bool:
-    """Whether another process loads them; one that dies of it says nothing."""
+    """Tells whether another process loads them; one that dies of it says nothing."""
     environment = os.environ | {"XDG_CACHE_HOME": str(folder.parent)}
     result = subprocess.run([sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True)
     return result.stdout == "True\n"
