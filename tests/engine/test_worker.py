@@ -20,6 +20,7 @@ from truedraft.engine.messages import (
     FromWorker,
     Generate,
     Heartbeat,
+    Loading,
     Ready,
     SamplingParams,
     Shutdown,
@@ -44,14 +45,14 @@ class SpawnedWorker:
         self.connection.send(message)
 
     def receive(self) -> FromWorker:
-        """The next message, but for those that only tell how it is and how speculation goes."""
+        """Returns the next message, but for those that only tell how it is and how speculation goes."""
         late = time.monotonic() + PATIENCE_SECONDS
         while True:
             while not self.arrived:
                 assert time.monotonic() < late, "the worker is silent"
                 self.arrived += map(decode_from_worker, self.connection.receive(1000))
             message = self.arrived.pop(0)
-            if not isinstance(message, SpeculationState | Heartbeat):
+            if not isinstance(message, SpeculationState | Heartbeat | Loading):
                 return message
 
     def outputs(self) -> list[TokenOutput]:
