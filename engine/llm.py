@@ -119,7 +119,7 @@ class LLM:
         finally:
             self._close(places)
         for prompt_ids, completion in zip(token_ids, completions, strict=True):
-            completion.text = self._text_after(prompt_ids[-TEXT_BEFORE:], completion)
+            completion.text = self._text_after(self.text_before(prompt_ids), completion)
         return completions
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Completion:
@@ -141,6 +141,10 @@ class LLM:
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def text_before(self, prompt_ids: list[int]) -> list[int]:
+        """Returns the tokens that a text goes on with: none where only an encoder reads the prompt."""
+        return [] if self.core.admission.encoder_decoder is not None else prompt_ids[-TEXT_BEFORE:]
 
     def _text_after(self, before: list[int], completion: Completion) -> str:
         """Returns how a text goes on: a decoder may drop a space before its first token.
@@ -184,7 +188,7 @@ class LLM:
     def _results(
         self, num_open: int, answers: "deque[TokenOutput | Failed]"
     ) -> Iterator[TokenOutput | Failed]:
-        """What comes of a call's requests until all have ended, whoever takes the steps."""
+        """Yields what comes of a call's requests until all have ended, whichever call takes the steps."""
         while num_open:
             if not answers:
                 with self._lock:
@@ -197,7 +201,7 @@ class LLM:
                 yield result
 
     def _step(self) -> None:
-        """One step for all calls. Whatever ends it early, such as Ctrl-C, ends all of them: nothing that it
+        """Takes one step for all calls. Whatever ends it early, such as Ctrl-C, ends all of them: nothing that it
         leaves can be trusted."""
         try:
             for result in self.core.step():

@@ -9,7 +9,7 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from truedraft.engine.commands.options import command_options
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
-from truedraft.engine.llm import LLM, REPLACEMENT, TEXT_BEFORE, Completion
+from truedraft.engine.llm import LLM, REPLACEMENT, Completion
 from truedraft.engine.messages import SamplingParams, TokenOutput
 from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.terminal import console, printable, stages, table
@@ -62,10 +62,10 @@ class Run:
 class Printer:
     """Writes tokens as text as soon as they form whole characters; raw where there is no terminal."""
 
-    def __init__(self, tokenizer: Any, out: Console, prompt: str = "") -> None:
+    def __init__(self, tokenizer: Any, out: Console, before: Sequence[int] = ()) -> None:
+        """``before`` are tokens that the text goes on with: decoders may drop a space before the first."""
         self.tokenizer = tokenizer.backend_tokenizer
-        # A decoder may drop a space before the first token of a text, which goes on with the prompt's.
-        self.token_ids = list(self.tokenizer.encode(prompt).ids[-TEXT_BEFORE:])
+        self.token_ids = list(before)
         self.num_printed = len(self._text().rstrip(REPLACEMENT))  # characters
         self.out = out
 
@@ -124,7 +124,8 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
         origins=True,
     )
     out = console()
-    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, out, settings.prompt))
+    before = llm.text_before(llm.tokenizer.encode(settings.prompt))
+    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, out, before))
     _print_acceptance(first.completion, llm, out)
     if not settings.compare:
         return

@@ -11,6 +11,7 @@ from tests.engine import seq2seq_gates as gates
 from tests.engine.seq2seq_gates import GREEDY, NUM_TOKENS, Pair, expected, prompts
 from tests.models import make_engine, outputs_by_choice, run_engine, save_random_llama, stepped
 from tests.seq2seq_models import FAMILIES, save_perturbed_seq2seq, save_random_seq2seq
+from truedraft import LLM
 from truedraft.engine.commands import check
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.messages import Generate, SamplingParams
@@ -245,3 +246,10 @@ def test_truedraft_check(t5: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["exact"]
     assert report["greedy"]["differences"] == []
     assert all(0 < result["acceptance_rate"] < 1 for result in report["sampling"])
+
+
+def test_the_librarys_texts_do_not_go_on_with_what_the_encoder_reads(t5: Pair) -> None:
+    """A decoder that drops a space before the first word of a text then does so."""
+    llm = LLM.__new__(LLM)
+    llm.core = make_engine(t5.target, None)
+    assert llm.text_before([1, 2, 3]) == []
