@@ -201,8 +201,10 @@ class LLM:
                 yield result
 
     def _step(self) -> None:
-        """Takes one step for all calls. Whatever ends it early, such as Ctrl-C, ends all of them: nothing that it
-        leaves can be trusted."""
+        """Takes one step for all calls.
+
+        Whatever ends it early, such as Ctrl-C, ends all of them: nothing that it leaves can be trusted.
+        """
         try:
             for result in self.core.step():
                 self._answers[result.request_id].append(result)

@@ -111,7 +111,7 @@ class WorkerClient:
 
     @property
     def stage(self) -> str:
-        """What the worker is loading, in words; empty before it says so."""
+        """Names what the worker is loading; empty before it says so."""
         return self._stage
 
     @property
@@ -195,8 +195,9 @@ class WorkerClient:
     def _public(self, reason: str) -> str:
         """Returns a reason as clients may read it: with the names of models, without their paths."""
         for path in filter(None, (self._config.target, self._config.draft)):
-            for written in (path, str(Path(path).expanduser().absolute())):
-                reason = reason.replace(written, public_name(path))
+            for written in (str(Path(path).expanduser().absolute()), path):
+                if "/" in written.strip("./"):  # else it is no path, but may be a part of any sentence
+                    reason = reason.replace(written, public_name(path))
         return reason
 
     async def _run_worker(self, owner: Owner, number: int) -> str:

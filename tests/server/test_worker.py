@@ -411,3 +411,22 @@ async def test_workers_that_die_while_they_load_count_however_long_that_takes(
     assert "/srv/hidden/model/config.json" in cause  # for the one who runs the server
     assert "/srv" not in client.state.reason
     assert "It died of model/config.json." in client.state.reason
+
+
+@pytest.mark.parametrize(
+    ("target", "said", "public"),
+    [
+        (".", "It died. {absolute}/config.json is damaged.", "It died. here/config.json is damaged."),
+        ("up/model", "It died of up/model.", "It died of model."),
+        ("up/model", "It died of {absolute}/x.", "It died of model/x."),
+        ("owner/name", "It died of owner/name.", "It died of owner/name."),
+    ],
+)
+def test_reasons_name_models_without_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, said: str, public: str
+) -> None:
+    (tmp_path / "here" / "up" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    client = WorkerClient(EngineConfig(target=target), WorkerMetrics())
+    absolute = Path(target).absolute()
+    assert client._public(said.format(absolute=absolute)) == public
