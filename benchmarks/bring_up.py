@@ -39,9 +39,9 @@ from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import machine, median_seconds, print_facts, print_table
 from benchmarks.engine_runs import run_engine
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.cuda.layer_parts import find_kernels
+from truedraft.engine.layers.parts import AttentionShape
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.layer_parts import AttentionShape
-from truedraft.engine.runtime.cuda.layer_parts import find_kernels
 
 ROOT = Path(__file__).parent.parent
 # In this order, with the seconds that each may take.

@@ -44,7 +44,7 @@ from benchmarks.online import ROOT, Server, running_server, until_ready
 from benchmarks.pairs import BUNDLED, Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import panels
 from benchmarks.request_mix import requests
-from truedraft.engine.worker import keep_loaded
+from truedraft.engine.process.worker import keep_loaded
 from truedraft.loadtest.client import BenchmarkError
 from truedraft.loadtest.command import find_model
 from truedraft.loadtest.counters import DraftCounters, read_counters

@@ -26,9 +26,9 @@ from benchmarks.common import (
     warn_if_busy,
     write_json,
 )
-from truedraft.engine.batch import Span
 from truedraft.engine.config import BUNDLED_PAIR
-from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.llama import Llama, LlamaWeights
 from truedraft.engine.models.loader import load_decoder, load_model

@@ -1,7 +1,7 @@
 """A worker that answers at once: what is left of a request's time is the front end's.
 
-Speaks ``engine.messages`` like ``engine.worker``, but has no model: each step gives every sequence the next
-tokens of a fixed list. Started by ``benchmarks.front_end``.
+Speaks ``engine.messages`` like ``engine.process.worker``, but has no model: each step gives every sequence
+the next tokens of a fixed list. Started by ``benchmarks.front_end``.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from truedraft.engine.connection import Connection
 from truedraft.engine.messages import (
     Abort,
     DraftCounts,
@@ -22,6 +21,7 @@ from truedraft.engine.messages import (
     TokenOutput,
     decode_to_worker,
 )
+from truedraft.engine.process.connection import Connection
 
 # Of the bundled pair. The ids are ordinary words and word parts.
 VOCAB_SIZE = 2048

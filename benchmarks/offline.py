@@ -38,7 +38,7 @@ from benchmarks.plots import stacked
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.worker import keep_loaded
+from truedraft.engine.process.worker import keep_loaded
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -15,9 +15,9 @@ from benchmarks.synthetic_tokenizer import save_tokenizer
 from truedraft.engine import build
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.models.attention import ATTENTION_NAME
+from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.models.base import Model, ModelFacts
-from truedraft.engine.models.decoder_only import DecoderModel
+from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.llama import take_llama
 from truedraft.engine.models.loader import count
 from truedraft.engine.models.options import LoadOptions

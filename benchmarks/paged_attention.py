@@ -23,13 +23,13 @@ import torch
 
 from benchmarks.common import machine, median_seconds, note, print_facts, print_table, write_json
 from benchmarks.on_device import synchronise
-from truedraft.engine.batch import ForwardBatch, Span
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.kv_cache import KVCache, LayerShape
-from truedraft.engine.models.attention import PagedAttention
-from truedraft.engine.models.layer_parts import AttentionShape
+from truedraft.engine.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
+from truedraft.engine.layers.attention import PagedAttention
+from truedraft.engine.layers.parts import AttentionShape
+from truedraft.engine.memory.batch import ForwardBatch, Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 from truedraft.engine.runtime.cuda.capture import CudaCapture
-from truedraft.engine.runtime.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
 
 BLOCK_SIZE = 16
 # Layers of a pass, between two looks at the clock.
@@ -140,7 +140,7 @@ def main() -> None:
     shape = AttentionShape(0, heads, kv_heads, size, size**-0.5, arguments.window, None)
     dtype = getattr(torch, arguments.dtype)
     kernels = (
-        import_module("truedraft.engine.runtime.cuda.kernels")
+        import_module("truedraft.engine.cuda.kernels")
         if interpreted
         else find_kernels([shape], dtype, device)
     )

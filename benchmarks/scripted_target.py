@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 from benchmarks.common import Run
 from benchmarks.engine_runs import use_phases
 from benchmarks.synthetic_pair import Shape, build, cycle, successors
-from truedraft.engine.batch import Span
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
 from truedraft.engine.models.base import ForwardOutput
 

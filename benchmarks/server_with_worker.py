@@ -1,4 +1,4 @@
-"""The real server process with another worker: a script beside this one, in place of ``engine.worker``.
+"""Starts the real server process with another worker than ``engine.process.worker``: a script of this folder.
 
 Started by its path, so that ``server`` and ``engine`` come from PYTHONPATH, which may be another checkout.
 Arguments before ``--`` are the server's flags; behind it come the script's name and its own.

@@ -29,10 +29,10 @@ from benchmarks.common import (
     warn_if_busy,
 )
 from benchmarks.engine_runs import use_phases
-from truedraft.engine.batch import Span
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
 from truedraft.engine.proposers.translated.draft_text import DraftText
 from truedraft.engine.proposers.translated.pairing import load_tokenizer

@@ -6,22 +6,22 @@ from functools import partial
 import torch
 from pydantic import ByteSize
 
-from truedraft.engine.cache_memory import cache_budget
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.planning import AUTO_LIMITS, Lookup
+from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.cache_memory import cache_budget
 from truedraft.engine.messages import Method
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.decoder import NativeDecoder
-from truedraft.engine.native.runner import NativeRunner
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
 from truedraft.engine.proposers.base import Proposer
 from truedraft.engine.proposers.draft_model import DraftModelProposer
@@ -30,10 +30,10 @@ from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
-from truedraft.engine.runtime.base import Runner
 from truedraft.engine.runtime.calibrate import calibrate
 from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
+from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.runtime.phases import PhaseRunner
 from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
 from truedraft.engine.sampling.grammar import Grammars

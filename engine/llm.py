@@ -17,6 +17,8 @@ from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.ranges import checked
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.messages import (
     Failed,
     FinishReason,
@@ -25,8 +27,6 @@ from truedraft.engine.messages import (
     TokenLogprob,
     TokenOutput,
 )
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # The last tokens of a prompt that its completion's text is decoded with.

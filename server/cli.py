@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import disable_created_metrics
 from pydantic_settings import BaseSettings
 
-from truedraft.engine.openmp import spin_settings
+from truedraft.engine.machine.openmp import spin_settings
 from truedraft.server.client.worker_pool import WorkerFailedError
 from truedraft.server.config import ConfigError, load_settings, read_options
 from truedraft.server.help import command_help, serve_help

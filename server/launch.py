@@ -20,10 +20,10 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from truedraft.engine.gguf_file import is_gguf
-from truedraft.engine.machine import num_cpus
+from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.machine.limits import num_cpus
+from truedraft.engine.machine.openmp import THREADS_VARIABLE
 from truedraft.engine.messages import Ready
-from truedraft.engine.openmp import THREADS_VARIABLE
 from truedraft.server.app import create_app
 from truedraft.server.client.open_requests import QueueLimits
 from truedraft.server.client.worker_client import WorkerClient

@@ -22,7 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from truedraft.engine.terminal import console, printable
+from truedraft.engine.commands.terminal import console, printable
 from truedraft.loadtest.options import TopOptions
 
 TIMEOUT_SECONDS = 5.0

@@ -5,7 +5,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-from truedraft.engine.openmp import spin_settings
+from truedraft.engine.machine.openmp import spin_settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -20,9 +20,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 from tests.server.orders import DIE, HANG
-from truedraft.engine.connection import Connection
-from truedraft.engine.heartbeat import Heartbeats
-from truedraft.engine.lifeline import end_with_parent
+from truedraft.engine.core.prediction import Prediction, PredictionCursor
 from truedraft.engine.messages import (
     Abort,
     DraftCounts,
@@ -43,8 +41,10 @@ from truedraft.engine.messages import (
     TokenOutput,
     decode_to_worker,
 )
-from truedraft.engine.proposers.prediction import Prediction, PredictionCursor
-from truedraft.engine.spawned import FOR_THE_FRONT_END
+from truedraft.engine.process.connection import Connection
+from truedraft.engine.process.heartbeat import Heartbeats
+from truedraft.engine.process.lifeline import end_with_parent
+from truedraft.engine.process.spawned import FOR_THE_FRONT_END
 
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 256

@@ -25,7 +25,7 @@ from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.llm import Completion
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.sampling.splitmix import sequence_seed
 

@@ -27,55 +27,49 @@ COMMANDS = (
 BORDER = (
     "engine.messages",
     "engine.config",
-    "engine.deep_stack",
-    "engine.grammar_compiler",
-    "engine.lifeline",
-    "engine.machine",
-    "engine.openmp",
-    "engine.terminal",
-    "engine.gguf_file",
-    "engine.gguf_tokenizer",
-    "engine.pretrained_tokenizer",
+    "engine.machine.deep_stack",
+    "engine.sampling.grammar_compiler",
+    "engine.process.lifeline",
+    "engine.machine.limits",
+    "engine.machine.openmp",
+    "engine.commands.terminal",
+    "engine.formats.gguf_file",
+    "engine.formats.gguf_tokenizer",
+    "engine.formats.pretrained_tokenizer",
 )
 
 # Scheduling and speculation are bookkeeping with plain integers: testable, and readable, without tensors.
 TORCH_FREE = (
     *BORDER,
-    "engine.connection",
-    "engine.spawned",
+    "engine.process.connection",
+    "engine.process.spawned",
     "engine.core.engine",
     "engine.core.scheduler",
     "engine.core.commit",
     "engine.speculation.planner",
 )
 
-# What each package of the engine may import of the others: downwards only. Modules beside the packages are
-# counted by their names.
-BASE = {"messages", "config", "gguf_file", "gguf_tokenizer", "pretrained_tokenizer"}
-DEVICE = {
-    "batch",
-    "host_to_device",
-    "huge_pages",
-    "kv_cache",
-    "cache_memory",
-    "machine",
-    "openmp",
-    "pointers",
-}
-MAY_IMPORT = {
-    "core": BASE | {"core", "proposers.prediction", "sampling.grammar", "sampling.splitmix", "runtime.base"},
-    "speculation": BASE | {"core", "speculation"},
-    "sampling": BASE | DEVICE | {"sampling", "deep_stack", "grammar_compiler"},
-    "models": BASE | DEVICE | {"models", "sampling", "native", "core.block_pool", "runtime.cuda.layer_parts"},
-    "native": BASE | DEVICE | {"native", "core", "sampling", "models", "proposers.base", "runtime.base"},
-    "proposers": BASE | DEVICE | {"core", "proposers", "sampling", "models"},
-    "runtime": BASE | DEVICE | {"core", "runtime", "sampling", "proposers", "models", "speculation"},
-}
+# The engine is one staircase: a room imports rooms of lower floors, and nothing else. Rooms of one floor do
+# not know each other. A module next to the rooms is a room of its own.
+FLOORS = (
+    {"messages", "config", "errors", "machine", "formats"},
+    {"memory"},
+    {"layers", "sampling"},
+    {"core", "native", "cuda"},
+    {"models", "speculation"},
+    {"proposers"},
+    {"proposers.translated", "runtime"},
+    {"runtime.native", "runtime.cuda"},
+    {"build"},
+    {"llm", "process"},
+    {"commands"},
+)
 
 # How torch, numpy and arrays say where their numbers are.
 ADDRESSES = {"data_ptr", "const_data_ptr", "ctypes", "__array_interface__", "__dlpack__", "buffer_info"}
 
-# The same for the server; its modules beside the packages are counted by their names, too.
+# What each package of the server may import of the others: downwards only. Modules beside the packages are
+# counted by their names.
 SERVER_BASE = {"errors", "leniency", "logs", "settings", "turns", "version"}
 SERVER_MAY_IMPORT = {
     "schemas": SERVER_BASE | {"schemas"},
@@ -112,7 +106,7 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, bool]]:
             module = ".".join([*parents, *([node.module] if node.module else [])])
             module = module.removeprefix("truedraft.")
             yield module, id(node) in lazy
-            # `from truedraft.engine import worker` imports engine.worker, whatever the statement looks like.
+            # `from truedraft.engine import worker` imports engine.worker, whatever it looks like.
             if module in PRODUCT:
                 yield from ((f"{module}.{alias.name}", id(node) in lazy) for alias in node.names)
 
@@ -159,38 +153,51 @@ def test_engine_knows_nothing_of_http(path: Path) -> None:
 def test_the_load_generator_knows_no_server_of_ours(path: Path) -> None:
     """It prints as all commands do, and that is all."""
     for module, _ in imports_of(path):
-        assert module == "engine.terminal" or not is_within(module, ("server", "engine", "torch")), (
+        assert module == "engine.commands.terminal" or not is_within(module, ("server", "engine", "torch")), (
             f"{name_of(path)} imports {module}"
         )
 
 
-@pytest.mark.parametrize(
-    ("root", "package", "others"),
-    [
-        *(("engine", package, others) for package, others in MAY_IMPORT.items()),
-        *(("server", package, others) for package, others in SERVER_MAY_IMPORT.items()),
-    ],
-)
-def test_packages_import_downwards(root: str, package: str, others: set[str]) -> None:
-    allowed = tuple(f"{root}.{name}" for name in others)
+def room_of(module: str) -> str | None:
+    """Returns the room on ``FLOORS`` of a module of the engine; None if it is in none of them."""
+    name = module.removeprefix("engine.")
+    rooms = [room for floor in FLOORS for room in floor if is_within(name, (room,))]
+    return max(rooms, key=len, default=None)
+
+
+@pytest.mark.parametrize("path", modules("engine"), ids=name_of)
+def test_engine_is_one_staircase(path: Path) -> None:
+    """Imports for types alone count, too."""
+    if path.name == "__init__.py":
+        return
+    here = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert here is not None, f"{name_of(path)} is on none of the floors"
+    height = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    for module, _ in imports_of(path):
+        if module.startswith("engine."):
+            there = room_of(module)
+            downwards = there is not None and (there == here or height[there] < height[here])
+            assert downwards, f"{name_of(path)} imports {module}"
+
+
+@pytest.mark.parametrize(("package", "others"), SERVER_MAY_IMPORT.items())
+def test_packages_import_downwards(package: str, others: set[str]) -> None:
+    allowed = tuple(f"server.{name}" for name in others)
     wrong = {
         f"{name_of(path)} imports {module}"
-        for path in modules(f"{root}/{package}")
+        for path in modules(f"server/{package}")
         for module, _ in imports_of(path)
-        if module.startswith(f"{root}.") and not is_within(module, allowed)
+        if module.startswith("server.") and not is_within(module, allowed)
     }
     assert not wrong
 
 
 def test_no_import_cycles() -> None:
-    """Whether imports wait inside functions or not; those for types alone are not made."""
+    """Imports that wait inside functions count, and so do those for types alone."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules("engine")}
     left = {}
     for name, path in names.items():
         tree = ast.parse(path.read_text())
-        for node in tree.body:
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = [ast.Pass()]
         package = name.rpartition(".")[0]
         left[name] = {module for module, _ in imports(tree, package) if module in names and module != name}
     while leaves := [name for name, needed in left.items() if not needed & left.keys()]:
@@ -212,13 +219,13 @@ def test_imports_without_torch(module: str) -> None:
 
 @pytest.mark.parametrize("path", modules(*PRODUCT), ids=name_of)
 def test_addresses_of_numbers_are_taken_in_one_place(path: Path) -> None:
-    """``engine/pointers.py`` checks what is behind them; those of ctypes' own structures are no numbers."""
+    """``engine/memory/pointers.py`` checks what they lead to; those of ctypes structures are no numbers."""
     wrong = {
         node.attr
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in ADDRESSES
     }
-    assert not wrong or name_of(path) == "engine/pointers.py", f"{name_of(path)} asks for {wrong}"
+    assert not wrong or name_of(path) == "engine/memory/pointers.py", f"{name_of(path)} asks for {wrong}"
 
 
 @pytest.mark.parametrize("path", modules(*PRODUCT), ids=name_of)
@@ -244,8 +251,8 @@ def test_changelog_opens_with_the_version() -> None:
     ("source", "expected"),
     [
         ("import torch.nn as nn", {("torch.nn", False)}),
-        ("import truedraft.engine.worker", {("engine.worker", False)}),
-        ("from truedraft.engine import worker", {("engine", False), ("engine.worker", False)}),
+        ("import truedraft.engine.process.worker", {("engine.process.worker", False)}),
+        ("from truedraft.engine import build", {("engine", False), ("engine.build", False)}),
         (
             "def f():\n    from truedraft.engine.commands.generate import run",
             {("engine.commands.generate", True)},

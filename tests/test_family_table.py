@@ -33,7 +33,7 @@ def test_some_again(model_type: str) -> None:
 
 def test_a_deviation_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: positions of later chunks are counted from nought."""
-    from truedraft.engine.models.decoder_only import DecoderModel
+    from truedraft.engine.models.hf.decoder_only import DecoderModel
 
     honest = DecoderModel._call
 

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from truedraft.engine.terminal import console, table
+from truedraft.engine.commands.terminal import console, table
 from truedraft.loadtest import report
 from truedraft.server.cli import main
 

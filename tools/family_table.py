@@ -33,13 +33,13 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
-from truedraft.engine.batch import Span
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import check_config
 from truedraft.engine.models.model_runner import ModelRunner

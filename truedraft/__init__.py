@@ -17,14 +17,14 @@ from truedraft.server.version import package_version
 
 if TYPE_CHECKING:
     from truedraft.engine.core.admission import RequestError
+    from truedraft.engine.errors import ModelLoadError
     from truedraft.engine.llm import LLM, Completion
     from truedraft.engine.messages import SamplingParams, TokenOutput
-    from truedraft.engine.models.errors import ModelLoadError
 else:
     HOMES = {
         "LLM": "engine.llm",
         "Completion": "engine.llm",
-        "ModelLoadError": "engine.models.errors",
+        "ModelLoadError": "engine.errors",
         "RequestError": "engine.core.admission",
         "SamplingParams": "engine.messages",
         "TokenOutput": "engine.messages",

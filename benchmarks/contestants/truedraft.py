@@ -10,7 +10,7 @@ from benchmarks.common import Run
 from benchmarks.engine_runs import decode_params, run_engine
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.worker import keep_loaded
+from truedraft.engine.process.worker import keep_loaded
 
 PLAIN, SPECULATIVE = "Truedraft plain", "Truedraft speculative"
 

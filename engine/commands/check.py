@@ -42,17 +42,17 @@ from truedraft.engine.commands.check_positions import (
 from truedraft.engine.commands.check_speed import PAYS_FROM, Speed, measure
 from truedraft.engine.commands.check_weights import WeightsResult, check_weights
 from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.terminal import Stages, console, printable, stages, table
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams, Verification
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_options
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
-from truedraft.engine.terminal import Stages, console, printable, stages, table
 
 EXACT, NOT_EXACT, CANNOT_LOAD = 0, 1, 2
 PROMPTS = [

@@ -14,7 +14,7 @@ import torch
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.llm import Completion
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput, Verification
-from truedraft.engine.models.fresh import FreshModel, adjusted, processed
+from truedraft.engine.models.hf.fresh import FreshModel, adjusted, processed
 
 # A correct engine fails a test by chance once in a hundred thousand pairs.
 SIGNIFICANCE = 1e-5

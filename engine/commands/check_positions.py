@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import torch
 
-from truedraft.engine.cache_memory import free_memory
 from truedraft.engine.commands.check_exactness import GreedyResult, compared, run
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.positions import boundaries
 
 SHORT_LENGTH, NEIGHBOUR_LENGTH = 12, 150

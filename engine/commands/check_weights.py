@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.cache_memory import free_memory
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.memory.cache_memory import free_memory
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 
 # Written for this purpose, so that no model has learnt it by heart.

@@ -21,12 +21,12 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.commands.options import command_options
+from truedraft.engine.commands.terminal import console, printable, stages, table
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, REPLACEMENT, Completion
 from truedraft.engine.messages import SamplingParams, TokenOutput
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.terminal import console, printable, stages, table
 
 # By source; other accepted tokens are green, too.
 COLOURS = {"draft_model": "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}

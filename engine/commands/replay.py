@@ -13,7 +13,7 @@ import msgspec
 from truedraft.engine.commands.replay_round import Finding, Outcome, RoundCheck
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.grammar import Grammars, Matcher

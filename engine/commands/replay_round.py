@@ -13,7 +13,7 @@ import torch
 
 from truedraft.engine.commands.trace_file import TracedRound
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.fresh import FreshModel, adjusted, processed
+from truedraft.engine.models.hf.fresh import FreshModel, adjusted, processed
 from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.random import Stream, exponential_noise, round_seeds, uniform
 from truedraft.engine.sampling.sampler import Rule

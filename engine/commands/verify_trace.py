@@ -17,11 +17,11 @@ from truedraft.engine.commands.replay import Replayer, RoundReport
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedAnswer, TraceFileError, read_answer
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.grammar_compiler import GrammarError
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import draft_source, load_options
 from truedraft.engine.sampling.grammar import Grammars
+from truedraft.engine.sampling.grammar_compiler import GrammarError
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 
 CONFIRMED, REFUTED, UNUSABLE = 0, 1, 2

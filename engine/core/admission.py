@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from truedraft.engine.core.block_pool import BlockTable
 from truedraft.engine.core.planning import AUTO_LIMITS
+from truedraft.engine.core.prediction import Prediction, PredictionCursor
 from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Generate, Method, SamplingParams, Source, Verification
-from truedraft.engine.proposers.prediction import Prediction, PredictionCursor
 from truedraft.engine.sampling.splitmix import sequence_seed
 
 if TYPE_CHECKING:

@@ -12,27 +12,12 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 
-BlockHash = bytes
+from truedraft.engine.memory.block_table import BlockHash, BlockTable
 
 # Rows that decode together would take blocks in alternation. A pass reads each row's keys from end to end,
 # which goes faster if they lie in one piece: tables begin this many blocks apart, as long as there is room.
 RUN = 32
 MAX_RUNS = 256
-
-
-class BlockTable:
-    """Blocks of one sequence in one pool; the first ``num_computed_tokens`` of its ids are stored there.
-
-    ``hashes`` are those of its first blocks, as far as they are published or taken over. The first
-    ``num_encoder_tokens`` of the ids are an encoder's: what is stored for them is what the decoder's
-    cross-attention looks at.
-    """
-
-    def __init__(self, num_encoder_tokens: int = 0) -> None:
-        self.num_encoder_tokens = num_encoder_tokens
-        self.block_ids: list[int] = []
-        self.num_computed_tokens = 0
-        self.hashes: list[BlockHash] = []
 
 
 class BlockPool:

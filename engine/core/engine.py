@@ -9,10 +9,10 @@ from typing import Any
 
 from truedraft.engine.core.admission import Admission, RequestError
 from truedraft.engine.core.commit import commit
+from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.stats import EngineStats
 from truedraft.engine.messages import Failed, Generate, Stats, TokenOutput
-from truedraft.engine.runtime.base import Runner
 
 
 class EngineCore:

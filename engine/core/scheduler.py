@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Set
 from itertools import count
 
-from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.planning import DraftChoice, Planner
 from truedraft.engine.core.sequence import RowNeeds, Sequence
 from truedraft.engine.core.step import (
@@ -22,6 +22,7 @@ from truedraft.engine.core.step import (
     ScheduledSequence,
     StepPlan,
 )
+from truedraft.engine.memory.block_table import BlockTable
 
 
 class Scheduler:

@@ -10,9 +10,9 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING
 
-from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.core.prediction import PredictionCursor
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
-from truedraft.engine.proposers.prediction import PredictionCursor
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.weights import EMBEDDINGS, HEAD, Checkpoint
 
 Shape = tuple[int, ...]

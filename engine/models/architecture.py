@@ -19,15 +19,15 @@ from transformers import (
     GenerationConfig,
 )
 
-from truedraft.engine.cache_memory import total_memory
-from truedraft.engine.models import cross_attention
-from truedraft.engine.models.attention import ATTENTION_NAME
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.attention import ATTENTION_NAME
+from truedraft.engine.memory.cache_memory import total_memory
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import has_file, stage
-from truedraft.engine.models.decoder_only import DecoderModel
-from truedraft.engine.models.encoder_decoder import check_served
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.models.layer_probe import NOT_REPLACEABLE
+from truedraft.engine.models.hf import cross_attention
+from truedraft.engine.models.hf.decoder_only import DecoderModel
+from truedraft.engine.models.hf.encoder_decoder import check_served
+from truedraft.engine.models.hf.layer_probe import NOT_REPLACEABLE
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.text_part import (

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from truedraft.engine.batch import ForwardBatch, Span
-from truedraft.engine.kv_cache import KVCache, LayerShape
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import ForwardBatch, Span
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from transformers.utils import cached_file
 
-from truedraft.engine.gguf_file import is_gguf
-from truedraft.engine.models.errors import ModelLoadError, QuantizationError
+from truedraft.engine.errors import ModelLoadError, QuantizationError
+from truedraft.engine.formats.gguf_file import is_gguf
 
 logger = logging.getLogger(__name__)
 

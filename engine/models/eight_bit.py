@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from truedraft.engine.models.errors import QuantizationError
+from truedraft.engine.errors import QuantizationError
 from truedraft.engine.models.weights import Checkpoint
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)

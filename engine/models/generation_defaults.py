@@ -7,7 +7,7 @@ The same fields that vLLM takes under ``--generation-config auto``. ``do_sample`
 from collections.abc import Callable
 from typing import Any
 
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.errors import ModelLoadError
 
 # Field -> whether a value is in the range that requests have.
 FIELDS: dict[str, Callable[[float], bool]] = {

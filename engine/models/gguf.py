@@ -13,8 +13,8 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from truedraft.engine.gguf_file import GgufError, GgufFile, TensorPlace, read_gguf
-from truedraft.engine.gguf_tokenizer import Vocabulary, read_vocabulary
+from truedraft.engine.formats.gguf_file import GgufError, GgufFile, TensorPlace, read_gguf
+from truedraft.engine.formats.gguf_tokenizer import Vocabulary, read_vocabulary
 from truedraft.engine.models.account import Account
 from truedraft.engine.models.gguf_config import (
     GEMMA,

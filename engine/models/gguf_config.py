@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig
 
-from truedraft.engine.gguf_file import GgufError, GgufFile
-from truedraft.engine.gguf_tokenizer import Vocabulary
+from truedraft.engine.formats.gguf_file import GgufError, GgufFile
+from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.account import Account
 
 # Architectures have a name in each of both worlds.

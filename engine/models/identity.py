@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.gguf_file import is_gguf
+from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.checkpoint import WEIGHTS
 from truedraft.engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, TorchLinear

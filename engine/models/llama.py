@@ -23,11 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from truedraft.engine.batch import ForwardBatch
-from truedraft.engine.huge_pages import trim_heap
-from truedraft.engine.kv_cache import KVCache, LayerShape
-from truedraft.engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
-from truedraft.engine.models.layer_parts import (
+from truedraft.engine.cuda.layer_parts import CudaParts, find_kernels
+from truedraft.engine.layers.parts import (
     ACTIVATIONS,
     Activation,
     AttentionShape,
@@ -37,6 +34,10 @@ from truedraft.engine.models.layer_parts import (
     TorchParts,
     rotary_kinds,
 )
+from truedraft.engine.memory.batch import ForwardBatch
+from truedraft.engine.memory.huge_pages import trim_heap
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
 from truedraft.engine.models.linear import Linear, ModuleLinear, make_linear
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
@@ -46,7 +47,6 @@ from truedraft.engine.native.layer_parts import NativeKernels, serves
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
-from truedraft.engine.runtime.cuda.layer_parts import CudaParts, find_kernels
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches (and behind them in Gemma 2
 # and 3), gated MLP.

@@ -16,7 +16,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
-from truedraft.engine.gguf_file import GgufError, is_gguf
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.formats.gguf_file import GgufError, is_gguf
+from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.models.account import check_loaded, check_tokens, has_all, untie
 from truedraft.engine.models.architecture import (
     Architecture,
@@ -25,14 +27,13 @@ from truedraft.engine.models.architecture import (
     plain_skeleton,
     read_architecture,
 )
-from truedraft.engine.models.attention import ATTENTION_NAME
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import check_folder, stage
-from truedraft.engine.models.decoder_only import DecoderModel
 from truedraft.engine.models.eight_bit import narrow_linears
-from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
+from truedraft.engine.models.hf.decoder_only import DecoderModel
+from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
+from truedraft.engine.models.hf.self_check import self_check
 from truedraft.engine.models.linear import replace_linears
 from truedraft.engine.models.llama import FAMILIES, Llama, is_llama, load_llama, take_llama
 from truedraft.engine.models.options import LoadOptions
@@ -41,7 +42,6 @@ from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from truedraft.engine.models.quantization import check_method, dequantise_for_cpu, open_quantised
-from truedraft.engine.models.self_check import self_check
 from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import linear_library

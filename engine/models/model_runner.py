@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.engine.batch import Span
-from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.base import FastPass, ForwardOutput, Model
-from truedraft.engine.models.errors import ModelLoadError
 
 
 class ModelRunner:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from truedraft.engine.models.errors import QuantizationError
+from truedraft.engine.errors import QuantizationError
 from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.quantised import TYPES, Blocks
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.errors import ModelLoadError
 
 # Parts of the names of settings that are a number of positions from which on a model does something else, and
 # of those that only sound like it.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from truedraft.engine.batch import ForwardBatch, Span
-from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.memory.batch import ForwardBatch, Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.positions import boundaries

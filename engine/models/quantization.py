@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers.quantizers import AutoHfQuantizer
 
+from truedraft.engine.errors import QuantizationError
 from truedraft.engine.models.eight_bit import check_whole_blocks, open_eight_bit
-from truedraft.engine.models.errors import QuantizationError
 from truedraft.engine.models.packed import open_packed
 from truedraft.engine.models.weights import Checkpoint
 

@@ -10,9 +10,9 @@ from ctypes import byref
 
 import torch
 
+from truedraft.engine.memory.pointers import address, as_floats, new, shape_of
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.native.library import Processors, load_library
-from truedraft.engine.pointers import address, as_floats, new, shape_of
 from truedraft.engine.sampling.backend import TorchBackend
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.batch import MAX_GROUPED_QUERIES, Span
-from truedraft.engine.kv_cache import KVCache
-from truedraft.engine.models.layer_parts import ACTIVATIONS, Norm
+from truedraft.engine.layers.parts import ACTIVATIONS, Norm
+from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
+from truedraft.engine.memory.kv_cache import KVCache
+from truedraft.engine.memory.pointers import PointerError, address, new, shape_of
 from truedraft.engine.native.layer_parts import FLOAT, NativeKernels, check_rotary
 from truedraft.engine.native.library import Decoder, DecoderLayer, NewTokens
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.quantised import QuantisedEmbeddings
-from truedraft.engine.pointers import PointerError, address, new, shape_of
 
 INTEGER_BYTES = 8
 Weights = Any  # LlamaWeights, which is made of what is in this package

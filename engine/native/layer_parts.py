@@ -8,11 +8,11 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from truedraft.engine.batch import ForwardBatch
-from truedraft.engine.kv_cache import KVCache
-from truedraft.engine.models.layer_parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
+from truedraft.engine.layers.parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
+from truedraft.engine.memory.batch import ForwardBatch
+from truedraft.engine.memory.kv_cache import KVCache
+from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.native.library import Layer, Spans
-from truedraft.engine.pointers import PointerError, address, shape_of
 
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256

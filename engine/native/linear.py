@@ -13,9 +13,9 @@ from ctypes import byref
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.huge_pages import HugePages
+from truedraft.engine.memory.huge_pages import HugePages
+from truedraft.engine.memory.pointers import FLOATS, PointerError, address, as_floats, shape_of
 from truedraft.engine.native.library import Linear, load_library
-from truedraft.engine.pointers import FLOATS, PointerError, address, as_floats, shape_of
 
 # Weights this much smaller than the largest may lose bits: a float32 sum loses more.
 NEGLIGIBLE = 2.0**-30

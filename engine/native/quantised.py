@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from truedraft.engine.huge_pages import HugePages
+from truedraft.engine.memory.huge_pages import HugePages
+from truedraft.engine.memory.pointers import PointerError, address
 from truedraft.engine.native.library import Linear, QuantisedPanel
 from truedraft.engine.native.linear import NativeLinear
-from truedraft.engine.pointers import PointerError, address
 
 # As in blocks.h: ggml's numbers of what the kernels multiply, and the columns of a panel.
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}

@@ -4,10 +4,10 @@ import os
 
 import torch
 
-from truedraft.engine import machine
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.machine import limits as machine
+from truedraft.engine.machine.openmp import THREADS_VARIABLE
 from truedraft.engine.native.library import load_library
-from truedraft.engine.openmp import THREADS_VARIABLE
 
 
 def usual_num_threads() -> int:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.batch import Span
 from truedraft.engine.core.step import Kind, ScheduledSequence
-from truedraft.engine.host_to_device import on_device
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import Source
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.sampling.sampler import Drafts, Sampler

@@ -2,7 +2,7 @@
 
 import torch
 
-from truedraft.engine.host_to_device import on_device
+from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.sampling.sampler import Drafts
 
 

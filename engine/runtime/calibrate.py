@@ -14,8 +14,9 @@ from typing import TypeVar
 
 import torch
 
-from truedraft.engine.batch import Span
-from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.speculation.costs import Costs, PassCosts
 

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from truedraft.engine.batch import Span
 from truedraft.engine.core.sequence import RowNeeds, Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import RoundTrace, TokenLogprob
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.base import Proposer

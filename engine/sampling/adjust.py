@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.host_to_device import on_device, send
+from truedraft.engine.memory.host_to_device import on_device, send
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 

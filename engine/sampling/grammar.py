@@ -16,9 +16,9 @@ from weakref import finalize
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from truedraft.engine.deep_stack import start_on_deep_stack
-from truedraft.engine.grammar_compiler import GrammarError, compile_grammar, error_of
-from truedraft.engine.pointers import address
+from truedraft.engine.machine.deep_stack import start_on_deep_stack
+from truedraft.engine.memory.pointers import address
+from truedraft.engine.sampling.grammar_compiler import GrammarError, compile_grammar, error_of
 from truedraft.engine.sampling.heap import heap_in_use
 
 # Compiled grammars that are kept and what they may take together, the least recently used leave first.

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from llguidance import LLTokenizer, TokenizerWrapper
 from llguidance.hf import from_tokenizer
 
-from truedraft.engine.grammar_compiler import GrammarError
-from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.sampling.grammar_compiler import GrammarError
 
 
 def load_tokenizer(path: str, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:

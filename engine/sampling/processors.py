@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from truedraft.engine.host_to_device import on_device
+from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
 
 # Top-p looks at this many of the most likely tokens first; only if they do not hold the mass, at all.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.host_to_device import on_device
+from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.sampling.adjust import History, adjust_logits, replace_broken
 from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend

@@ -36,7 +36,7 @@ from truedraft.server.settings import public_name
 logger = logging.getLogger("truedraft.worker")
 
 # -P: the current folder is no place to import from; an engine.py there is not ours.
-WORKER_COMMAND = (sys.executable, "-P", "-m", "truedraft.engine.spawned")
+WORKER_COMMAND = (sys.executable, "-P", "-m", "truedraft.engine.process.spawned")
 
 # Codes of ``Failed`` that say that the request cannot be served as it is.
 REFUSAL_CODES = frozenset(

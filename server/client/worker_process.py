@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.lifeline import PARENT_VARIABLE
+from truedraft.engine.machine.openmp import spin_settings
 from truedraft.engine.messages import (
     FromWorker,
     Heartbeat,
@@ -23,7 +23,7 @@ from truedraft.engine.messages import (
     decode_from_worker,
     framed,
 )
-from truedraft.engine.openmp import spin_settings
+from truedraft.engine.process.lifeline import PARENT_VARIABLE
 from truedraft.server.settings import ENV_PREFIX
 
 # How long to wait for the end of a dead worker's connection: a process that it left behind may hold it.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher
 from pydantic_core import from_json
 
-from truedraft.engine.deep_stack import on_deep_stack
+from truedraft.engine.machine.deep_stack import on_deep_stack
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest

@@ -18,8 +18,8 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from truedraft.engine.deep_stack import STACK_BYTES
-from truedraft.engine.grammar_compiler import GrammarError, compile_grammar
+from truedraft.engine.machine.deep_stack import STACK_BYTES
+from truedraft.engine.sampling.grammar_compiler import GrammarError, compile_grammar
 from truedraft.server.text.helper_process import limit_memory
 
 # Characters of an error. Written as JSON it must fit into a pipe at once, as others write there too.

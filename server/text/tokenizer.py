@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.server.text.detokenizer import TextStream
 from truedraft.server.text.families import (
     GENERIC,

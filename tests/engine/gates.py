@@ -18,7 +18,7 @@ from tests.engine.simulation import chi_square, p_value
 from tests.models import make_engine, outputs_by_choice, run_engine
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.sampling.sampler import Rule
 from truedraft.engine.sampling.verify import Verdict

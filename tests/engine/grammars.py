@@ -17,7 +17,7 @@ from tests.models import make_engine, run_engine, save_perturbed, save_random_ll
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.planning import Lookup
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.proposers.grammar import GrammarProposer
 from truedraft.engine.sampling.grammar import Grammars

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from tests.models import make_engine, run_engine
-from truedraft.engine.batch import Span
-from truedraft.engine.core.block_pool import BlockTable
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass

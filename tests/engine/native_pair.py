@@ -7,7 +7,7 @@ from tests.engine.planners import FixedPlanner, phases_of, use_planner
 from tests.models import make_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.native.decoder import NativeDecoder
-from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.runtime.native.runner import NativeRunner
 
 VOCAB_SIZE = 40
 # More seconds than any of these takes.

@@ -8,14 +8,15 @@ import torch
 
 from tests.engine.native_pair import native_runner
 from tests.engine.planners import phases_of
-from truedraft.engine.batch import Span
-from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import RowNeeds, Sequence
 from truedraft.engine.core.step import Kind, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.runtime.base import Runner
 
 MAX_STEPS = 200
 

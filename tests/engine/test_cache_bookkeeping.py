@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.planners import FixedPlanner
-from truedraft.engine.core.block_pool import RUN, BlockPool, BlockTable
+from truedraft.engine.core.block_pool import RUN, BlockPool
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 
 

@@ -8,10 +8,11 @@ from pydantic import ValidationError
 
 from tests.engine.conftest import Models
 from tests.models import make_engine
-from truedraft.engine import cache_memory, machine
-from truedraft.engine.cache_memory import cache_budget, free_memory
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.machine import limits as machine
+from truedraft.engine.memory import cache_memory
+from truedraft.engine.memory.cache_memory import cache_budget, free_memory
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0"), torch.device("cuda:1")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from truedraft.engine.batch import Span
 from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.memory.batch import Span
 from truedraft.engine.runtime import calibrate
 from truedraft.engine.speculation.costs import PassCosts
 

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from tests.families import save_random
-from truedraft.engine.batch import Span
-from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models import loader
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.llama import FAMILIES
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.model_runner import ModelRunner

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
 from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.loader import load_causal_model, load_decoder, load_model
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.worker import describe
+from truedraft.engine.process.worker import describe
 
 CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3], [4, 5]]

@@ -10,10 +10,10 @@ from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained
 from tests.engine.test_outbox import ScriptedConnection
 from tests.models import make_engine
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.grammar_compiler import compile_grammar
 from truedraft.engine.messages import Abort, Failed, Generate, SamplingParams, StepOutput, ToWorker
-from truedraft.engine.outbox import Outbox
-from truedraft.engine.worker import Worker
+from truedraft.engine.process.outbox import Outbox
+from truedraft.engine.process.worker import Worker
+from truedraft.engine.sampling.grammar_compiler import compile_grammar
 
 FREE = Generate("free", PROMPT, SamplingParams(max_tokens=40, ignore_eos=True))
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truedraft.engine.connection import Connection
 from truedraft.engine.messages import Failed, Inbox, decode_from_worker, framed
+from truedraft.engine.process.connection import Connection
 
 PATIENCE_MILLISECONDS = 60_000
 

@@ -25,11 +25,11 @@ from tests.engine.test_round_graphs import PARAMS, STATIC
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.cuda.layer_parts import find_kernels, is_right
+from truedraft.engine.layers.parts import AttentionShape
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.models.layer_parts import AttentionShape
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.runtime.cuda.capture import CudaCapture
-from truedraft.engine.runtime.cuda.layer_parts import find_kernels, is_right
 
 __all__ = ["pair"]  # a fixture
 
@@ -267,7 +267,7 @@ def test_engines_read_keys_in_place(dtype: str, models: Models) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [8, 96, 128, 256])
 def test_small_kernels_compute_what_torch_does(size: int, dtype: torch.dtype) -> None:
-    kernels = import_module("truedraft.engine.runtime.cuda.kernels")
+    kernels = import_module("truedraft.engine.cuda.kernels")
     triton_gates.same_rotation_and_cache(kernels.rotate_and_store, dtype, size, device=DEVICE)
     triton_gates.same_gate(kernels.gated_silu, dtype, 3 * size + 5, device=DEVICE)
     triton_gates.same_norm(kernels.rms_norm, dtype, 3 * size + 5, device=DEVICE)

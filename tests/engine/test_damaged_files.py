@@ -10,11 +10,11 @@ import pytest
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import llama, loader
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.worker import describe
+from truedraft.engine.process.worker import describe
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 WRONG: list[Any] = ["text", -1, 2**62, None, [[1]], {"a": 1}, 1.5, [], 0]

@@ -19,7 +19,7 @@ from tests.models import make_engine, run_engine, save_random_llama
 from tests.reference import joint_distribution, with_temperature
 from truedraft.engine.core.step import Round, StepPlan
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.runtime.native.runner import NativeRunner
 
 VOCAB_SIZE, NUM_TOKENS, PROMPT = 6, 3, [2]
 TEMPERATURE = 0.8

@@ -5,8 +5,8 @@ import torch
 
 from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
-from truedraft.engine.batch import Span
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from truedraft.engine.models.base import ForwardOutput
 

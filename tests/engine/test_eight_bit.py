@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Olmo2Config, Qwen3C
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from tests.models import make_engine, run_engine
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.eight_bit import PRECISION, EightBitCheckpoint
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.linear import MIN_NATIVE_WEIGHTS, LinearModule
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_causal_model, load_model

@@ -14,8 +14,8 @@ from tests.seq2seq_models import FAMILIES, save_perturbed_seq2seq, save_random_s
 from truedraft import LLM
 from truedraft.engine.commands import check
 from truedraft.engine.core.admission import RequestError
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.server.config import read_options
 
 MAIN = ["t5", "flan-t5", "bart", "marian"]

@@ -17,11 +17,12 @@ from tests.engine.test_mutants import (
     rejected_tokens_stay_in_the_cache,
 )
 from tests.seq2seq_models import save_perturbed_seq2seq, save_random_seq2seq
-from truedraft.engine import batch, build
-from truedraft.engine.batch import Span
-from truedraft.engine.kv_cache import KVCache
-from truedraft.engine.models import cross_attention
-from truedraft.engine.models.encoder_decoder import EncoderDecoderModel
+from truedraft.engine import build
+from truedraft.engine.memory import batch
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.kv_cache import KVCache
+from truedraft.engine.models.hf import cross_attention
+from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.sampling import adjust
 from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.rules import GenerationRules

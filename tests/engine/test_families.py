@@ -17,17 +17,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.families import FAMILIES, SHAPE, VOCAB_SIZE, save_family, save_random
 from tests.models import make_engine, run_engine
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.kv_cache import KVCache
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers import attention
+from truedraft.engine.layers.attention import ATTENTION_NAME, AttentionCall, PagedAttention, attention_forward
+from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.messages import SamplingParams, Verification
-from truedraft.engine.models import attention, linear
-from truedraft.engine.models.attention import ATTENTION_NAME, AttentionCall, PagedAttention, attention_forward
+from truedraft.engine.models import linear
 from truedraft.engine.models.base import ModelFacts
-from truedraft.engine.models.decoder_only import DecoderModel
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.models.hf.decoder_only import DecoderModel
+from truedraft.engine.models.hf.self_check import self_check
 from truedraft.engine.models.loader import load_causal_model, load_decoder
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
-from truedraft.engine.models.self_check import self_check
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)

@@ -21,19 +21,19 @@ from transformers import (
 
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine
-from truedraft.engine.batch import MAX_GROUPED_QUERIES, Span
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.gguf_file import GgufError, read_gguf
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.formats.gguf_file import GgufError, read_gguf
+from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.quantised import TYPES, QuantisedEmbeddings, QuantisedLinear
-from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.runtime.native.runner import NativeRunner
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

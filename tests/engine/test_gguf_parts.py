@@ -10,7 +10,7 @@ from gguf import GGUFReader, GGUFWriter
 from transformers import Qwen3Config
 
 from tests.gguf_models import save_gguf
-from truedraft.engine.gguf_file import GgufError, GgufFile, read_gguf
+from truedraft.engine.formats.gguf_file import GgufError, GgufFile, read_gguf
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
 

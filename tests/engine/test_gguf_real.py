@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.models import make_engine, run_engine
+from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
 
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTIONS = ("What is the capital of France?", "Write a Python function that reverses a string.")

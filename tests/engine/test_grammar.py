@@ -16,7 +16,6 @@ from tests.engine import grammars
 from tests.engine.grammars import END, GRAMMAR, PROMPT, Constrained, Drafting
 from tests.engine.planners import use_planner
 from tests.models import make_engine, outputs_by_choice, run_engine, stepped
-from truedraft.engine import grammar_compiler
 from truedraft.engine.commands.replay import Replayer
 from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedChoice, TracedRound
@@ -25,10 +24,11 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import StepPlan, StepResult
 from truedraft.engine.messages import DraftCounts, Failed, Generate, SamplingParams
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.native.runner import NativeRunner
 from truedraft.engine.proposers import known
+from truedraft.engine.runtime.native.runner import NativeRunner
+from truedraft.engine.sampling import grammar_compiler
 from truedraft.engine.sampling.grammar import Grammars, Matcher
 from truedraft.engine.sampling.grammar_tokenizer import load_tokenizer
 from truedraft.engine.sampling.heap import heap_in_use

@@ -18,11 +18,11 @@ from tests.models import make_engine, run_engine
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.sequence import Sequence as Text
 from truedraft.engine.core.step import ScheduledSequence
-from truedraft.engine.kv_cache import LayerShape
+from truedraft.engine.layers.attention import ATTENTION_NAME
+from truedraft.engine.memory.kv_cache import LayerShape
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import decoder_only
-from truedraft.engine.models.attention import ATTENTION_NAME
 from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.hf import decoder_only
 from truedraft.engine.models.llama import Llama, read_module
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.draft_model import DraftModelProposer

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from truedraft.engine import huge_pages
-from truedraft.engine.huge_pages import HugePages
+from truedraft.engine.memory import huge_pages
+from truedraft.engine.memory.huge_pages import HugePages
 
 has_huge_pages = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="not on Linux")
 

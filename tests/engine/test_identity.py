@@ -14,7 +14,7 @@ from tests.models import make_engine, save_random_llama
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.messages import Ready
 from truedraft.engine.models import identity
-from truedraft.engine.worker import describe
+from truedraft.engine.process.worker import describe
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 DEFAULT: dict[str, Any] = {"dtype": "auto", "device": "cpu"}

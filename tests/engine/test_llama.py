@@ -24,10 +24,11 @@ from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
 from transformers.utils.quantization_config import BitNetQuantConfig
 
 from tests.models import make_engine
-from truedraft.engine.batch import Span
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.kv_cache import KVCache
-from truedraft.engine.models import layer_parts, linear
+from truedraft.engine.layers import parts as layer_parts
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.kv_cache import KVCache
+from truedraft.engine.models import linear
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.linear import (
     LinearModule,

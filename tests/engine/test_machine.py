@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from truedraft.engine import machine
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.machine import limits as machine
 from truedraft.engine.native.threads import thread_limit, usual_num_threads
 
 GIB = 1 << 30

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 
 from tests.engine import gates
 from tests.engine.conftest import Models
-from truedraft.engine import batch
 from truedraft.engine.core import commit as commits
 from truedraft.engine.core import engine as core
-from truedraft.engine.core.block_pool import BlockTable
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory import batch
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.proposers import draft_model
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.sampling import adjust, backend, sampler, verify

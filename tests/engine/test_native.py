@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.test_llama import CONFIGS, PARTS, logits_in_parts, save
 from tests.models import make_engine
-from truedraft.engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.kv_cache import KVCache, LayerShape
-from truedraft.engine.models.layer_parts import ACTIVATIONS, AttentionShape, LayerParts, Norm, TorchParts
+from truedraft.engine.layers.parts import ACTIVATIONS, AttentionShape, LayerParts, Norm, TorchParts
+from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.native import library
 from truedraft.engine.native.layer_parts import NativeKernels, serves

@@ -13,7 +13,7 @@ from tests.engine.native_pair import make_twins, save_pair
 from tests.engine.test_llama import CONFIGS, logits_in_parts, save
 from tests.models import make_engine, run_engine
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions

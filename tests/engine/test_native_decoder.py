@@ -9,10 +9,10 @@ from transformers import MistralConfig, PreTrainedConfig
 from tests.engine.test_llama import CONFIGS, SHAPE, save
 from tests.engine.test_native import plant
 from tests.models import make_engine
-from truedraft.engine.batch import MAX_GROUPED_QUERIES, Span
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.kv_cache import KVCache
-from truedraft.engine.models import layer_parts
+from truedraft.engine.layers import parts as layer_parts
+from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native import library

@@ -22,13 +22,14 @@ from tests.engine.native_rounds import RowPlan, Side, make_sequence
 from tests.engine.test_llama import CONFIGS, save
 from tests.gguf_blocks import random_blocks
 from tests.models import make_engine
-from truedraft.engine.batch import ForwardBatch, Span
-from truedraft.engine.core.block_pool import BlockTable
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan
-from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.layers.parts import AttentionShape, Norm
+from truedraft.engine.memory.batch import ForwardBatch, Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.layer_parts import AttentionShape, Norm
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
@@ -38,8 +39,7 @@ from truedraft.engine.native.layer_parts import NativeKernels
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
-from truedraft.engine.native.rows import NativeRow
-from truedraft.engine.pointers import PointerError, address, shape_of
+from truedraft.engine.runtime.native.rows import NativeRow
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream
 

@@ -21,8 +21,8 @@ from truedraft.engine.core.sequence import RowNeeds
 from truedraft.engine.core.step import Round, StepPlan, StepResult
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from truedraft.engine.native import library
-from truedraft.engine.native.rows import NativeRow
-from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.runtime.native.rows import NativeRow
+from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.sampling.adjust import History, adjust_logits
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
@@ -284,7 +284,7 @@ def test_a_row_with_log_probabilities_bounds_the_rounds_by_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "truedraft.engine.native.runner.MAX_LOGITS_BYTES", 2 * 4 * 40 * 4
+        "truedraft.engine.runtime.native.runner.MAX_LOGITS_BYTES", 2 * 4 * 40 * 4
     )  # two rounds of four tokens
     assert len(one_step(tmp_path, RowPlan(with_params(GREEDY, logprobs=1), [1, 2, 3]))[2]) == 2
 

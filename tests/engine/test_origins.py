@@ -11,7 +11,7 @@ from tests.engine.native_pair import LONG, save_pair
 from tests.models import make_engine, stepped
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
-from truedraft.engine.models.fresh import FreshModel, processed
+from truedraft.engine.models.hf.fresh import FreshModel, processed
 from truedraft.engine.models.options import LoadOptions
 
 PROMPTS = [[1, 2, 3], [5, 6, 5, 6, 5, 6, 5]]

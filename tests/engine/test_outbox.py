@@ -22,8 +22,8 @@ from truedraft.engine.messages import (
     ToWorker,
     encode,
 )
-from truedraft.engine.outbox import Outbox
-from truedraft.engine.worker import Worker
+from truedraft.engine.process.outbox import Outbox
+from truedraft.engine.process.worker import Worker
 
 LONG = 1e9
 SEQUENCES = [("a", 0), ("a", 1), ("b", 0)]

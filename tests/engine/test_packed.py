@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.gguf_blocks import dequantised
 from tests.models import make_engine, run_engine, save_random_llama
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions

@@ -16,16 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.families import CONTEXT, FAMILIES, ORIGINAL, VOCAB_SIZE, save_family
 from tests.models import make_engine, run_engine
-from truedraft.engine.batch import Span
 from truedraft.engine.commands import check
 from truedraft.engine.commands.check_exactness import GreedyResult
 from truedraft.engine.commands.check_positions import PositionsResult, long_texts
-from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers import parts as layer_parts
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models import architecture, layer_parts, linear, probe_texts
+from truedraft.engine.models import architecture, linear, probe_texts
 from truedraft.engine.models.base import Model, ModelFacts
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner

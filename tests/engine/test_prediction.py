@@ -9,8 +9,8 @@ from tests.engine.conftest import Models
 from tests.models import make_engine, run_engine, stepped
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.prediction import TRUSTED_RUN, Prediction, PredictionCursor
 from truedraft.engine.messages import Generate, SamplingParams, TokenOutput
-from truedraft.engine.proposers.prediction import TRUSTED_RUN, Prediction, PredictionCursor
 
 PROMPT = [1, 2, 3, 4, 5]
 GREEDY = SamplingParams(max_tokens=60, temperature=0)

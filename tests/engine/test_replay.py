@@ -16,7 +16,7 @@ from truedraft.engine.commands.replay_round import Outcome
 from truedraft.engine.commands.trace_file import TracedRound, TraceFileError, parse_answer
 from truedraft.engine.commands.verify_trace import ReplaySettings, main
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.models.fresh import FreshModel
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 
 CPU = torch.device("cpu")

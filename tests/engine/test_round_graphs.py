@@ -26,9 +26,9 @@ from tests.engine.graph_gates import PROMPTS, graphs_of, same_as_eager
 from tests.engine.test_llama import CONFIGS, ROPE, SHAPE, save
 from tests.models import outputs_by_choice, run_engine
 from tests.tape import NotCapturableError, Tape, TapeCapture
-from truedraft.engine.batch import ForwardBatch, PagedRows
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import Kind
+from truedraft.engine.memory.batch import ForwardBatch, PagedRows
 from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.models import llama
 from truedraft.engine.models.llama import Llama

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tests.engine.planners import FixedPlanner
 from tests.engine.test_cache_bookkeeping import assert_partition
-from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, ScheduledSequence
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 
 BLOCK_SIZE = 4

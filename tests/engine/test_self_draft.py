@@ -16,15 +16,15 @@ from truedraft.engine.commands.check_exactness import check_law, expected_law
 from truedraft.engine.commands.check_speed import Costs, Speed
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams, Verification
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.models.fresh import FreshModel
 from truedraft.engine.models.gguf import open_gguf
+from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from truedraft.engine.native.quantised import TYPES, QuantisedLinear
-from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.server.config import read_options
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.engine.commands.generate import Printer
+from truedraft.engine.commands.terminal import console, printable, stages
 from truedraft.engine.messages import RoundOrigin, TokenOutput
-from truedraft.engine.terminal import console, printable, stages
 
 HOSTILE = "<script>\x1b]0;title\x07\x1b[2J\x9b31m\r\x08\x7f\u202eevil [bold]\n\tend 😀"
 SHOWN = r"<script>\x1b]0;title\x07\x1b[2J\x9b31m\r\x08\x7f\u202eevil [bold]" + "\n\tend 😀"

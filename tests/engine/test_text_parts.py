@@ -12,9 +12,9 @@ from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from tests.models import make_engine, run_engine
 from tools.family_table import TEXT, TOLERANCE, logits, save, tiny_config
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import text_part
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions

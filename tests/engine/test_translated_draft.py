@@ -22,14 +22,14 @@ from tests.engine.test_replay import Outcome, replay, traced
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from tests.reference import joint_distribution, with_temperature
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.native.runner import NativeRunner
+from truedraft.engine.process.worker import describe
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.translated.draft_text import DraftText
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
+from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.sampling.sampler import Drafts, Sampler
-from truedraft.engine.worker import describe
 
 STEPS = {"coarse": 80, "fine": 100, "metaspace": 100, "characters": 150}
 DRAFTS = ["fine", "metaspace", "characters"]

@@ -13,10 +13,10 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from tests.engine import torch_kernels
 from tests.engine.triton_gates import same_as_gathered
-from truedraft.engine.models import attention
-from truedraft.engine.models.layer_parts import AttentionShape
-from truedraft.engine.runtime.cuda import layer_parts
-from truedraft.engine.runtime.cuda.layer_parts import find_kernels
+from truedraft.engine.cuda import layer_parts
+from truedraft.engine.cuda.layer_parts import find_kernels
+from truedraft.engine.layers import attention
+from truedraft.engine.layers.parts import AttentionShape
 
 ROOT = Path(__file__).parent.parent.parent
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

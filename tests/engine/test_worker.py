@@ -13,7 +13,6 @@ import pytest
 
 from tests.engine.conftest import Models
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.connection import Connection
 from truedraft.engine.messages import (
     Abort,
     Failed,
@@ -30,6 +29,7 @@ from truedraft.engine.messages import (
     ToWorker,
     decode_from_worker,
 )
+from truedraft.engine.process.connection import Connection
 
 # For a machine that is busy: a process has torch to load. Only a failure takes so long.
 PATIENCE_SECONDS = 300
@@ -66,7 +66,7 @@ def spawned(config: EngineConfig) -> Iterator[SpawnedWorker]:
     """At the other end of a connection, which ends with the context."""
     ours, theirs = socket.socketpair()
     connection = Connection(ours.detach())
-    command = [sys.executable, "-m", "truedraft.engine.worker", "--socket", str(theirs.fileno())]
+    command = [sys.executable, "-m", "truedraft.engine.process.worker", "--socket", str(theirs.fileno())]
     with subprocess.Popen(
         [*command, "--config", config.model_dump_json()],
         pass_fds=[theirs.fileno()],

@@ -1,10 +1,10 @@
-"""``engine.runtime.cuda.kernels`` by torch's operations: what they must compute, and, on a CPU, in their
+"""``engine.cuda.kernels`` by torch's operations: what they must compute, and, on a CPU, in their
 place. A tape holds them, as no shape depends on a number."""
 
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.batch import PagedRows
+from truedraft.engine.memory.batch import PagedRows
 
 
 def attend_rows(

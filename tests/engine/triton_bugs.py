@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from truedraft.engine.runtime.cuda import kernels
+from truedraft.engine.cuda import kernels
 
 BUGS = {
     "a query does not see itself": ("key[None, :] <= position[:, None]", "key[None, :] < position[:, None]"),

@@ -21,12 +21,12 @@ from tests.engine.triton_bugs import BUGS, SMALL_BUGS, planted
 from tests.engine.triton_gates import same_as_gathered, same_gate, same_norm, same_rotation_and_cache
 from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
+from truedraft.engine.cuda import kernels, layer_parts
+from truedraft.engine.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
+from truedraft.engine.layers.parts import AttentionShape
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.layer_parts import AttentionShape
 from truedraft.engine.models.llama import Llama
-from truedraft.engine.runtime.cuda import kernels, layer_parts
 from truedraft.engine.runtime.cuda import plan as plan_module
-from truedraft.engine.runtime.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
 
 assert os.environ["TRITON_INTERPRET"] == "1"
 

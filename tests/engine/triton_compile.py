@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from truedraft.engine.runtime.cuda import kernels
+from truedraft.engine.cuda import kernels
 
 # The least that a program may have on any of them, of which some driver's share is taken off.
 SHARED_MEMORY = 96 << 10

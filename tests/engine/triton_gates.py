@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 from tests.engine import torch_kernels
-from truedraft.engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.kv_cache import KVCache, LayerShape
-from truedraft.engine.models.attention import AttentionCall, PagedAttention
-from truedraft.engine.runtime.cuda.layer_parts import AttendRows, InPlaceAttention
+from truedraft.engine.cuda.layer_parts import AttendRows, InPlaceAttention
+from truedraft.engine.layers.attention import AttentionCall, PagedAttention
+from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 
 # Of the largest number: rounded weights and results. A GPU's exponentials are good to 22 bits.
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -92,7 +92,7 @@ def children_of(pid: int) -> list[int]:
 def workers_of(pid: int) -> list[int]:
     """A server's children but those that help it with text."""
     commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children_of(pid)}
-    return [child for child, command in commands.items() if b"truedraft.engine.spawned" in command]
+    return [child for child, command in commands.items() if b"truedraft.engine.process.spawned" in command]
 
 
 # The command as installed, but for shorter pauses between restarts of the worker.

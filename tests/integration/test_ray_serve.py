@@ -87,7 +87,7 @@ def replicas() -> list[int]:
     pids = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"truedraft.engine.spawned" in (process / "cmdline").read_bytes():
+            if b"truedraft.engine.process.spawned" in (process / "cmdline").read_bytes():
                 pids.add(int((process / "stat").read_text().rpartition(")")[2].split()[1]))
         except OSError:  # it has just ended
             continue

@@ -12,8 +12,8 @@ from gguf import GGUFWriter
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
-from truedraft.engine.gguf_file import GgufError, read_gguf
-from truedraft.engine.gguf_tokenizer import (
+from truedraft.engine.formats.gguf_file import GgufError, read_gguf
+from truedraft.engine.formats.gguf_tokenizer import (
     END_TEXTS,
     FILL_TEXTS,
     Vocabulary,

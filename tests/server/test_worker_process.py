@@ -15,7 +15,7 @@ from truedraft.server.client.worker_process import WorkerProcess
 # Its messages come when it is dead already, as from a connection that has been slow: a child brings them.
 LATE = """
 import os, sys, time
-from truedraft.engine.connection import Connection
+from truedraft.engine.process.connection import Connection
 from truedraft.engine.messages import Failed
 parent = os.getpid()
 if os.fork():

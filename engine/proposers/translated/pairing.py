@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.pretrained_tokenizer import load_pretrained_tokenizer
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
 from truedraft.engine.proposers.translated.tokenizer import TextTokenizer, fast_form
 
 # More differing strings than this share, and it is another tokenizer rather than a few added tokens.

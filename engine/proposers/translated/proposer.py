@@ -10,10 +10,11 @@ import math
 import weakref
 from dataclasses import dataclass, field
 
-from truedraft.engine.batch import Span
-from truedraft.engine.core.block_pool import BlockPool, BlockTable
+from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, ScheduledSequence
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Source
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.known import known_drafts

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from truedraft.engine.batch import Span
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.host_to_device import on_device
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.models.llama import TOLERANCES, Llama, same_logits
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.draft_model import in_width

@@ -8,8 +8,8 @@ import logging
 import time
 from dataclasses import dataclass
 
-from truedraft.engine.cache_memory import free_memory
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.model_runner import ModelRunner

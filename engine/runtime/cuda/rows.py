@@ -10,7 +10,7 @@ from enum import IntEnum, auto
 
 import torch
 
-from truedraft.engine.batch import ForwardBatch, PagedRows
+from truedraft.engine.memory.batch import ForwardBatch, PagedRows
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.runtime.cuda.capture import Capture, SentNumbers
 from truedraft.engine.sampling.processors import SMALLEST, SamplingTensors

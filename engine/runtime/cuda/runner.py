@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import torch
 
-from truedraft.engine.batch import Span
+from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import RowNeeds, Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
-from truedraft.engine.runtime.base import Runner
+from truedraft.engine.memory.batch import Span
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, RuleCode

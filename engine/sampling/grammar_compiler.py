@@ -2,7 +2,7 @@
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from truedraft.engine.deep_stack import on_deep_stack
+from truedraft.engine.machine.deep_stack import on_deep_stack
 
 # The parser gives up beyond them, while it compiles or later. They bound its memory and its steps, but not
 # the time of a step, which grows without bound where many expressions have to match at once.

@@ -1,6 +1,6 @@
 """Ties a process's life to its parent's, from its first line on: no worker outlives its front end.
 
-Imports nothing that takes time. Used by ``engine.spawned`` before the engine is imported.
+Imports nothing that takes time. Used by ``engine.process.spawned`` before the engine is imported.
 """
 
 import ctypes

@@ -16,11 +16,11 @@ from typing import Protocol
 
 import torch
 
-from truedraft.engine.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.kv_cache import KVCache, LayerShape
-from truedraft.engine.models.attention import AttentionCall, PagedAttention, attend_group
-from truedraft.engine.models.layer_parts import Activation, AttentionShape, Norm, Rotary, TorchPointwise
+from truedraft.engine.layers.attention import AttentionCall, PagedAttention, attend_group
+from truedraft.engine.layers.parts import Activation, AttentionShape, Norm, Rotary, TorchPointwise
+from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 
 MAX_HEAD_SIZE = 256
 # The first with matrix units for bfloat16 and with copies that run beside the arithmetic.
@@ -133,7 +133,7 @@ def find_kernels(
     if not serves(shapes, dtype, device):
         return None
     try:
-        kernels = import_module("truedraft.engine.runtime.cuda.kernels")  # which imports triton
+        kernels = import_module("truedraft.engine.cuda.kernels")  # which imports triton
         checked = set()
         for shape in shapes:
             shared = shape.num_heads // shape.num_kv_heads

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, EncoderDecoderCache
 
-from truedraft.engine.batch import AttentionGroup, ForwardBatch
-from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.batch import AttentionGroup, ForwardBatch
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 
 ATTENTION_NAME = "truedraft_encoder_decoder"
 

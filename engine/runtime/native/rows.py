@@ -12,8 +12,8 @@ import torch
 
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.memory.pointers import address
 from truedraft.engine.native.library import Row
-from truedraft.engine.pointers import address
 from truedraft.engine.sampling.grammar import WORD_BYTES
 from truedraft.engine.sampling.processors import SMALLEST
 

@@ -6,8 +6,8 @@ lengths are for the request to say. What would change the text and is not served
 
 from typing import Any
 
+from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.models.base import eos_token_ids
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.sampling.rules import GenerationRules
 
 # Settings of ``generate`` that no rule of ours stands for, with the values that ask for nothing.

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.batch import Span
-from truedraft.engine.core.block_pool import BlockTable
+from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model, known_ends
-from truedraft.engine.models.generation_rules import decoder_start_ids, generation_rules
+from truedraft.engine.models.hf.generation_rules import decoder_start_ids, generation_rules
 from truedraft.engine.models.loader import load_causal_model, load_rounding
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions

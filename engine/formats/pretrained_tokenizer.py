@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from truedraft.engine.gguf_file import is_gguf, read_gguf
-from truedraft.engine.gguf_tokenizer import gguf_tokenizer
+from truedraft.engine.formats.gguf_file import is_gguf, read_gguf
+from truedraft.engine.formats.gguf_tokenizer import gguf_tokenizer
 
 
 def load_pretrained_tokenizer(path: str) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.models.attention import ATTENTION_NAME
-from truedraft.engine.models.decoder_only import DecoderModel
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.attention import ATTENTION_NAME
+from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.probe_texts import ProbeText, packed_logits, probe_texts
 
 # Largest deviation of a row of logits, as a share of that row's spread. Rounding makes some 1e-5 in float32

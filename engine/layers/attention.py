@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface
 
-from truedraft.engine.batch import AttentionGroup, ForwardBatch
-from truedraft.engine.kv_cache import KVCache
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import AttentionGroup, ForwardBatch
+from truedraft.engine.memory.kv_cache import KVCache
 
 ATTENTION_NAME = "truedraft"
 

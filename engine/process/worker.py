@@ -1,6 +1,6 @@
 """The worker process: owns the device, runs the engine at one end of a connection.
 
-    python -m truedraft.engine.worker --socket DESCRIPTOR --config '{"target": ...}'
+    python -m truedraft.engine.process.worker --socket DESCRIPTOR --config '{"target": ...}'
 
 Between steps it drains its inbox; when idle it waits there. It leaves on ``Shutdown`` and when the front
 end is gone. A model that cannot be loaded is reported to the front end, and on stderr in one line; the
@@ -20,11 +20,10 @@ from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
-from truedraft.engine.connection import Connection
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.heartbeat import Heartbeats
-from truedraft.engine.huge_pages import trim_heap
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.messages import (
     Abort,
     EncoderDecoderLengths,
@@ -38,11 +37,12 @@ from truedraft.engine.messages import (
     TokenOutput,
     decode_to_worker,
 )
-from truedraft.engine.models.errors import ModelLoadError
 from truedraft.engine.models.generation_defaults import default_sampling
 from truedraft.engine.models.identity import fingerprint, weight_types
 from truedraft.engine.native.threads import thread_limit
-from truedraft.engine.outbox import Outbox
+from truedraft.engine.process.connection import Connection
+from truedraft.engine.process.heartbeat import Heartbeats
+from truedraft.engine.process.outbox import Outbox
 
 IDLE_POLL_MILLISECONDS = 1000
 # The same while a grammar is compiled.
@@ -183,7 +183,7 @@ def keep_loaded() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m truedraft.engine.worker")
+    parser = argparse.ArgumentParser(prog="python -m truedraft.engine.process.worker")
     parser.add_argument("--socket", required=True, type=int, help="this end of the connection: a descriptor")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     args = parser.parse_args()

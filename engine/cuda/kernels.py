@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from truedraft.engine.batch import PagedRows
+from truedraft.engine.memory.batch import PagedRows
 
 # Rows of queries x shared heads, and keys, that a program multiplies at a time: tl.dot wants 16 of each, and
 # 64 rows of float32 numbers, which are not multiplied by matrix units, do not fit into registers.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from truedraft.engine.kv_cache import LayerShape
-from truedraft.engine.models.attention import ATTENTION_NAME, AttentionCall, attention_forward
-from truedraft.engine.models.errors import ModelLoadError
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.attention import ATTENTION_NAME, AttentionCall, attention_forward
+from truedraft.engine.memory.kv_cache import LayerShape
 
 PROBE_NAME = "truedraft-probe"
 

@@ -1,7 +1,7 @@
 """What a Llama-shaped layer does between its matrix products, with torch's operations, on any device.
 
 ``engine.native.layer_parts`` does the same in C, for few rows on a CPU, and
-``engine.runtime.cuda.layer_parts`` in Triton.
+``engine.cuda.layer_parts`` in Triton.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.batch import ForwardBatch
-from truedraft.engine.kv_cache import KVCache
-from truedraft.engine.models.attention import AttentionCall, PagedAttention
+from truedraft.engine.layers.attention import AttentionCall, PagedAttention
+from truedraft.engine.memory.batch import ForwardBatch
+from truedraft.engine.memory.kv_cache import KVCache
 
 MAX_TABLE_POSITIONS = 1 << 17
 # Of gates, by transformers' names and in the order of kernels.h.

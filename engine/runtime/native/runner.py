@@ -13,17 +13,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from truedraft.engine.batch import MAX_GROUPED_QUERIES
+from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import RowNeeds, Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES
+from truedraft.engine.memory.pointers import address
 from truedraft.engine.messages import TokenLogprob
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.headers import Constrain
 from truedraft.engine.native.library import Rounds
-from truedraft.engine.native.rows import INTEGER_BYTES, NativeRow, address_of_integers, integers
-from truedraft.engine.pointers import address
 from truedraft.engine.proposers.base import Proposer
-from truedraft.engine.runtime.base import Runner
+from truedraft.engine.runtime.native.rows import INTEGER_BYTES, NativeRow, address_of_integers, integers
 from truedraft.engine.sampling.logprobs import token_logprobs
 
 NUM_PHASES = len(PhaseSeconds._fields)

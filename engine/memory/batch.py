@@ -11,8 +11,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from truedraft.engine.core.block_pool import BlockTable
-from truedraft.engine.host_to_device import on_device, send
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.memory.host_to_device import on_device, send
 
 # Rows with up to this many query tokens share one padded attention call; longer chunks get their own.
 MAX_GROUPED_QUERIES = 33

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from truedraft.engine.huge_pages import HugePages
+from truedraft.engine.memory.huge_pages import HugePages
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Starts the worker with the arguments of ``engine.worker``: ``python -P -m truedraft.engine.spawned``.
+"""Starts the worker, with its arguments: ``python -P -m truedraft.engine.process.spawned``.
 
 Importing the engine takes seconds, in which the front end may already be gone; so this comes first.
 """
@@ -6,7 +6,7 @@ Importing the engine takes seconds, in which the front end may already be gone; 
 import signal
 import sys
 
-from truedraft.engine.lifeline import end_with_parent
+from truedraft.engine.process.lifeline import end_with_parent
 
 # Ctrl-C and a service manager's SIGTERM reach all processes of a group or service. When to leave is the front
 # end's decision, and the kernel's when that is gone.
@@ -17,7 +17,7 @@ def main() -> int:
     end_with_parent()
     for number in FOR_THE_FRONT_END:
         signal.signal(number, signal.SIG_IGN)
-    from truedraft.engine.worker import main as run_worker
+    from truedraft.engine.process.worker import main as run_worker
 
     return run_worker()
 

@@ -7,8 +7,8 @@ at that minute does not change it.
 
 import torch
 
-from truedraft.engine import machine
 from truedraft.engine.config import EngineConfig
+from truedraft.engine.machine import limits as machine
 
 # The shares by default. On a CPU the rest of the machine needs its memory, too.
 GPU_SHARE, CPU_SHARE = 0.9, 0.25

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from truedraft.engine.batch import ForwardBatch, Span, table_slots
-from truedraft.engine.kv_cache import KVCache, LayerShape
+from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.memory.batch import ForwardBatch, Span, table_slots
+from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
-from truedraft.engine.models.cross_attention import (
+from truedraft.engine.models.hf.cross_attention import (
     AttentionContext,
     CrossProbe,
     CrossWriter,
@@ -25,8 +26,7 @@ from truedraft.engine.models.cross_attention import (
     EncoderAttention,
     StoredElsewhere,
 )
-from truedraft.engine.models.errors import ModelLoadError
-from truedraft.engine.models.generation_rules import decoder_start_ids, generation_rules
+from truedraft.engine.models.hf.generation_rules import decoder_start_ids, generation_rules
 from truedraft.engine.sampling.rules import GenerationRules
 
 # Those whose decoders have been compared with ``generate``.

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from truedraft.engine.gguf_file import GgufError, GgufFile
+from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 
 KEY = "tokenizer.ggml"
 # Values must be of these types; lists must hold such values.

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from truedraft.engine.batch import ForwardBatch
-from truedraft.engine.kv_cache import KVCache
-from truedraft.engine.models.attention import AttentionContext, PagedAttention
+from truedraft.engine.layers.attention import AttentionContext, PagedAttention
+from truedraft.engine.memory.batch import ForwardBatch
+from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
-from truedraft.engine.models.layer_probe import LayerProbe, probe_layers
+from truedraft.engine.models.hf.layer_probe import LayerProbe, probe_layers
 from truedraft.engine.models.positions import refuse_places
 
 

@@ -1,0 +1,18 @@
+"""Says where one sequence's keys and values are: plain integers, no tensors."""
+
+BlockHash = bytes
+
+
+class BlockTable:
+    """Blocks of one sequence in one pool; the first ``num_computed_tokens`` of its ids are stored there.
+
+    ``hashes`` are those of its first blocks, as far as they are published or taken over. The first
+    ``num_encoder_tokens`` of the ids are an encoder's: what is stored for them is what the decoder's
+    cross-attention looks at.
+    """
+
+    def __init__(self, num_encoder_tokens: int = 0) -> None:
+        self.num_encoder_tokens = num_encoder_tokens
+        self.block_ids: list[int] = []
+        self.num_computed_tokens = 0
+        self.hashes: list[BlockHash] = []
