@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.engine.conftest import Models
 from tests.engine.other_tokenizers import TOKENIZERS, save_tokenizer
 from tests.models import save_random_llama
 from truedraft.engine.build import build_engine
-from truedraft.engine.commands import check, check_grammar, check_speed
+from truedraft.engine.commands import check, check_grammar, check_report, check_speed
 from truedraft.engine.commands.check_exactness import chi_square
 from truedraft.engine.commands.check_speed import Costs, Speed
 from truedraft.engine.config import EngineConfig
@@ -239,26 +239,38 @@ def speed(length: int, ratio: float) -> Speed:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "words"),
+    ("ratios", "setting", "words"),
     [
-        ({2: 1.2, 4: 1.4}, "exact; speculation pays: 1.40 times as fast at 4 tokens"),
-        ({2: 1.5, 4: 0.9}, "1.50 times as fast at 2 tokens (0.90 at 4); use --num-speculative-tokens 2"),
-        ({2: 0.9, 4: 0.8}, "exact, but speculation loses: 0.90 times as fast at best; use --num"),
+        ({2: 1.2, 4: 1.4}, 4, "exact; speculation pays: 1.40 times as fast at 4 tokens"),
+        ({2: 1.5, 4: 0.9}, "auto", "1.50 times as fast at 2 tokens; leave the length to auto"),
+        (
+            {2: 1.5, 4: 0.9},
+            4,
+            "1.50 times as fast at 2 tokens (0.90 at 4); use --num-speculative-tokens auto",
+        ),
+        (
+            {2: 0.9, 4: 0.8},
+            "auto",
+            "exact, but speculation loses: 0.90 times as fast at best; leave out the draft",
+        ),
     ],
 )
-def test_the_verdict_says_what_to_do(ratios: dict[int, float], words: str) -> None:
+def test_the_verdict_says_what_to_do(
+    ratios: dict[int, float], setting: int | Literal["auto"], words: str
+) -> None:
     speeds = [speed(length, ratio) for length, ratio in ratios.items()]
-    greedy = check.GreedyResult(1, 0, [])
-    grammar = check.GrammarResult(greedy, (1.0, 1.0))
-    positions = check.PositionsResult(greedy, [], [])
-    assert words in check._verdict(True, greedy, positions, grammar, [], speeds, 4)
+    assert words in check_report.verdict_of([], speeds, [], setting)
 
 
 def test_a_grammar_whose_text_differs_is_not_exact() -> None:
-    greedy = check.GreedyResult(1, 0, [])
-    grammar = check.GrammarResult(check.GreedyResult(1, 0, ["token 1 differs"]), (1.0, 1.0))
-    positions = check.PositionsResult(greedy, [], [])
-    assert "text of a grammar differs" in check._verdict(False, greedy, positions, grammar, [], [], 4)
+    greedy = check_report.GreedyResult(1, 0, [])
+    grammar = check_report.GrammarResult(check_report.GreedyResult(1, 0, ["token 1 differs"]), (1.0, 1.0))
+    compared = check_report.Comparisons(greedy, check_report.PositionsResult(greedy, [], []), grammar, [])
+    assert compared.failures == ["greedy text of a grammar differs"]
+    assert (
+        check_report.verdict_of(compared.failures, [], [], "auto")
+        == "NOT EXACT: greedy text of a grammar differs"
+    )
 
 
 def test_text_of_a_grammar() -> None:

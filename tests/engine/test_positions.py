@@ -288,7 +288,7 @@ def test_check_notices(folder: Folder, monkeypatch: Patch, capsys: pytest.Captur
     factors_of_the_longest_text(monkeypatch)
     code, report = run_check(folder(family), capsys, "--no-self-check")
     assert code == check.NOT_EXACT
-    assert "a text depends on what is decoded beside it" in report["verdict"]
+    assert "a text depends on its neighbours" in report["verdict"]
     assert report["positions"]["greedy"]["differences"]
 
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from tests.engine.test_replay import traced
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_random_llama
-from truedraft.engine.commands import check, verify_trace
+from truedraft.engine.commands import check, check_report, verify_trace
 from truedraft.engine.commands.check_exactness import check_law, expected_law
 from truedraft.engine.commands.check_speed import Costs, Speed
 from truedraft.engine.config import EngineConfig
@@ -174,8 +174,8 @@ def test_recommendations() -> None:
         Speed(temperature, length, 0.5, 2, [0.5], 10, 10, ratio, ratio, Costs(0.1, 1, 0.1))
         for temperature, length, ratio in ((0, 2, 1.2), (1, 2, 1.3), (0, 4, 1.0), (1, 4, 1.0))
     ]
-    words = check._recommendation({"self:int4": speeds[2:], "self:int8": speeds})
+    words = check_report.recommendation({"self:int4": speeds[2:], "self:int8": speeds})
     assert words == "; --draft self:int8 would pay: 1.25 times as fast at 2 tokens"
-    words = check._recommendation({"self:int4": speeds[2:]})
+    words = check_report.recommendation({"self:int4": speeds[2:]})
     assert "would not pay (1.00 times as fast at 4 tokens at best, self:int4)" in words
-    assert check._recommendation({}) == ""
+    assert check_report.recommendation({}) == ""
