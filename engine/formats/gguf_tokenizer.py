@@ -14,6 +14,7 @@ KEY = "tokenizer.ggml"
 # Values must be of these types; lists must hold such values.
 VALUES: dict[str, type] = {f"{KEY}.model": str, f"{KEY}.pre": str, "tokenizer.chat_template": str}
 VALUES |= {f"{KEY}.add_{name}": bool for name in ("bos_token", "eos_token", "sep_token", "space_prefix")}
+NOT_SERVED = (f"{KEY}.add_sep_token", f"{KEY}.suppress_tokens")
 LISTS: dict[str, tuple[type, ...]] = {
     f"{KEY}.tokens": (str,),
     f"{KEY}.token_type": (int,),
@@ -113,11 +114,22 @@ def read_vocabulary(file: GgufFile) -> Vocabulary | None:
     types = list(metadata.get(f"{KEY}.token_type", [NORMAL] * len(tokens)))
     if len(types) < len(tokens):
         raise GgufError(f"{path} is damaged: {len(types)} token types are too few for {len(tokens)} tokens")
-    for key in ("add_sep_token", "suppress_tokens"):
-        if metadata.get(f"{KEY}.{key}"):
-            raise GgufError(f"{path} asks for {KEY}.{key} = {metadata[f'{KEY}.{key}']}, which is not served")
-
     ids = _named_ids(file, kind, by_text)
+    ends = _correct_types(types, tokens, by_text, ids)
+    add_bos = bool(metadata.get(f"{KEY}.add_bos_token", kind == "llama" or rules in WHOLE_WORDS))
+    add_eos = bool(metadata.get(f"{KEY}.add_eos_token", False))
+    for name, is_added in (("bos", add_bos), ("eos", add_eos)):
+        if is_added and name not in ids:
+            raise GgufError(
+                f"{path} adds a token to texts that it does not name: it lacks {KEY}.{name}_token_id"
+            )
+    return Vocabulary(kind, rules, tokens, types, ids, ends, add_bos, add_eos)
+
+
+def _correct_types(
+    types: list[int], tokens: list[str], by_text: dict[str, int], ids: dict[str, int]
+) -> frozenset[int]:
+    """Sets the ``types`` of tokens that llama.cpp knows by their texts; returns those that end texts."""
     ends = {by_text[text] for text in END_TEXTS & by_text.keys()}
     for index in ends:
         types[index] = CONTROL
@@ -132,15 +144,7 @@ def read_vocabulary(file: GgufFile) -> Vocabulary | None:
         if company | {text} <= end_texts:
             ends.discard(by_text[text])
             types[by_text[text]] = kind_then
-
-    add_bos = bool(metadata.get(f"{KEY}.add_bos_token", kind == "llama" or rules in WHOLE_WORDS))
-    add_eos = bool(metadata.get(f"{KEY}.add_eos_token", False))
-    for name, is_added in (("bos", add_bos), ("eos", add_eos)):
-        if is_added and name not in ids:
-            raise GgufError(
-                f"{path} adds a token to texts that it does not name: it lacks {KEY}.{name}_token_id"
-            )
-    return Vocabulary(kind, rules, tokens, types, ids, frozenset(ends), add_bos, add_eos)
+    return frozenset(ends)
 
 
 def _check_types(file: GgufFile) -> None:
@@ -150,6 +154,8 @@ def _check_types(file: GgufFile) -> None:
             is_right = isinstance(value, list) and all(type(each) in LISTS[key] for each in value)
         if not is_right:
             raise GgufError(f"{file.path} is damaged: its {key} is of another type than it must be")
+        if key in NOT_SERVED and value:
+            raise GgufError(f"{file.path} asks for {key} = {value}, which is not served")
 
 
 def _named_ids(file: GgufFile, kind: str, by_text: dict[str, int]) -> dict[str, int]:

@@ -31,14 +31,7 @@ def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     an empty array may be 0."""
     start = None
     if isinstance(values, torch.Tensor):
-        if (
-            values.dtype is dtype
-            and values.shape == shape
-            and values.is_cpu
-            and values.layout is torch.strided
-            and values.is_contiguous()
-            and not values.is_neg()
-        ):
+        if values.shape == shape and _is_plain(values, dtype):
             start = values.data_ptr()
     elif isinstance(values, np.ndarray):
         if values.dtype == NUMPY_TYPES.get(dtype) and values.shape == shape and values.flags.c_contiguous:
@@ -49,6 +42,12 @@ def address(values: Values, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     if start is not None and start % dtype.itemsize == 0 and (start or 0 in shape):
         return start
     raise PointerError(f"C reads {dtype} {list(shape)}, contiguous and on the CPU, not {_in_words(values)}")
+
+
+def _is_plain(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Returns whether the host's memory has the numbers themselves, of this type and row-major."""
+    is_dense = values.layout is torch.strided and values.is_contiguous()
+    return is_dense and values.dtype is dtype and values.is_cpu and not values.is_neg()
 
 
 def new(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:

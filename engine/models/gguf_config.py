@@ -145,24 +145,28 @@ def gguf_config(file: GgufFile, vocabulary: Vocabulary | None) -> Any:
         found[f"{name}_token_id"] = None if vocabulary is None else vocabulary.ids.get(name)
     found["pad_token_id"] = None  # nothing is padded
     found["rope_parameters"] = _rope(keys, found)
-    model_type = MODEL_TYPES[architecture]
-    if architecture == "phi3":
-        found |= _phi3(file, keys, found)
-    elif architecture in GEMMA:
-        found |= _gemma(keys, architecture, found)
-    elif architecture == "llama":
-        found["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        found["mlp_bias"] = any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down"))
-        if window := keys.says("attention.sliding_window"):
-            model_type, found["sliding_window"] = "mistral", window
-    else:
-        window = keys.says("attention.sliding_window") or math.inf
-        if window < found["max_position_embeddings"]:
-            raise GgufError(
-                f"{file.path} has a sliding window of {window}, which {architecture} does not use"
-            )
+    found |= _of_family(file, keys, found)
     _close(keys, found)
-    return AutoConfig.for_model(model_type, **found)
+    # A llama with windows is transformers' mistral.
+    is_mistral = architecture == "llama" and "sliding_window" in found
+    return AutoConfig.for_model("mistral" if is_mistral else MODEL_TYPES[architecture], **found)
+
+
+def _of_family(file: GgufFile, keys: _Keys, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what only the architecture's family has."""
+    architecture = file.architecture
+    if architecture == "phi3":
+        return _phi3(file, keys, found)
+    if architecture in GEMMA:
+        return _gemma(keys, architecture, found)
+    window = keys.says("attention.sliding_window")
+    if architecture == "llama":
+        mlp_bias = any(f"blk.0.ffn_{part}.bias" in file.tensors for part in ("gate", "up", "down"))
+        more = {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": mlp_bias}
+        return more | ({"sliding_window": window} if window else {})
+    if window and window < found["max_position_embeddings"]:
+        raise GgufError(f"{file.path} has a sliding window of {window}, which {architecture} does not use")
+    return {}
 
 
 def _close(keys: _Keys, found: dict[str, Any]) -> None:
@@ -257,16 +261,7 @@ def _gemma(keys: _Keys, architecture: str, found: dict[str, Any]) -> dict[str, A
     for name in names:
         if (cap := keys.number(name, float)) is not None:
             more[name] = cap
-    pattern = keys.says("attention.sliding_window_pattern", PATTERNS[architecture])
-    if isinstance(pattern, list):
-        slides = [bool(each) for each in pattern]
-    else:
-        slides = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
-    if len(slides) != layers:
-        raise GgufError(
-            f"{keys.path} says of {len(slides)} layers whether they have a window, not of {layers}"
-        )
-    more["layer_types"] = ["sliding_attention" if each else "full_attention" for each in slides]
+    more["layer_types"] = _layer_types(keys, PATTERNS[architecture], layers)
     if architecture == "gemma3":
         if found["rope_parameters"]["rope_type"] == "yarn":
             raise GgufError(f"{keys.path} scales its positions by yarn, which gemma3 does not use")
@@ -277,6 +272,20 @@ def _gemma(keys: _Keys, architecture: str, found: dict[str, Any]) -> dict[str, A
             "sliding_attention": local,
         }
     return more
+
+
+def _layer_types(keys: _Keys, default: int, layers: int) -> list[str]:
+    """Returns which layers have a window: the pattern counts them, or says it of each."""
+    pattern = keys.says("attention.sliding_window_pattern", default)
+    if isinstance(pattern, list):
+        slides = [bool(each) for each in pattern]
+    else:
+        slides = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(layers)]
+    if len(slides) != layers:
+        raise GgufError(
+            f"{keys.path} says of {len(slides)} layers whether they have a window, not of {layers}"
+        )
+    return ["sliding_attention" if each else "full_attention" for each in slides]
 
 
 def rotary_factors(file: GgufFile, name: str, count: int) -> list[float]:
