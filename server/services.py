@@ -16,14 +16,14 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from truedraft.engine.messages import Ready
-from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.errors import NotReadyError
 from truedraft.server.http.work import Work
-from truedraft.server.metrics import Metrics
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.settings import Settings
-from truedraft.server.text.grammar_checks import GrammarChecks
+from truedraft.server.text.grammar.validator import GrammarChecks
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.version import package_version
+from truedraft.server.workers.worker_pool import WorkerPool
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from truedraft.server.errors import ErrorAnswer, InvalidRequestError, NotReadyError
+from truedraft.server.observability.speculation_status import speculation_state
 from truedraft.server.schemas.operate import Health, Readiness, SpeculationState, Version, WorkerHealth
 from truedraft.server.services import ServicesDep
 from truedraft.server.settings import public_name
-from truedraft.server.speculation_state import speculation_state
 from truedraft.server.version import package_version
 
 router = APIRouter(tags=["operate"])

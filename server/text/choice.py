@@ -12,7 +12,7 @@ from truedraft.engine.messages import PredictionUse, RoundTrace, TokenLogprob, T
 from truedraft.server.schemas.answer import FinishReason, TokenOrigin
 from truedraft.server.text.detokenizer import Detokenizer
 from truedraft.server.text.logprobs import ScoredToken
-from truedraft.server.text.message_reader import MessageReader, Part, joined
+from truedraft.server.text.message_parser import MessageReader, Part, joined
 from truedraft.server.text.origins import OriginReader
 
 

@@ -22,15 +22,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.orders import WorkerOrders
 from truedraft.server.app import create_app
-from truedraft.server.client.open_requests import QueueLimits
-from truedraft.server.client.worker_client import WorkerClient
-from truedraft.server.client.worker_pool import WorkerPool
-from truedraft.server.client.worker_process import Patience
-from truedraft.server.launch import bind, http_config
-from truedraft.server.metrics import Metrics
+from truedraft.server.cli.launch import bind, http_config
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.services import Services, TokenizerLoader
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.workers.open_requests import QueueLimits
+from truedraft.server.workers.worker_client import WorkerClient
+from truedraft.server.workers.worker_pool import WorkerPool
+from truedraft.server.workers.worker_process import Patience
 
 MODEL = "tiny-model"
 

@@ -13,12 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.server.tiny_tokenizer import byte_characters
 from truedraft.server.schemas.tools import FunctionDefinition
-from truedraft.server.text.chat_message import whole_message
+from truedraft.server.text.chat_parts import whole_message
 from truedraft.server.text.families import CALL_FORMATS, GENERIC, REASONING_MARKS, CallFormat, ReasoningMarks
-from truedraft.server.text.message_reader import MessageFormat, MessageReader
+from truedraft.server.text.grammar.tool_calls import after_reasoning, arguments_schema, call_grammar
+from truedraft.server.text.message_parser import MessageFormat, MessageReader
 from truedraft.server.text.tokenizer import ChatTemplates
 from truedraft.server.text.tokenizer import Tokenizer as ServerTokenizer
-from truedraft.server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
 
 FORMATS = {each.name: each for each in (*CALL_FORMATS, GENERIC)}
 EOS = "<|endoftext|>"

@@ -16,7 +16,7 @@ from tests.server.refusals import CHAT, COMPLETIONS
 from tests.server.running import MODEL, RunningServer, wait_for
 from truedraft.server.errors import QueueFullError
 from truedraft.server.http.body_limit import HeldBodies
-from truedraft.server.text.grammar_checks import GrammarChecks
+from truedraft.server.text.grammar.validator import GrammarChecks
 from truedraft.server.text.tokenizer import Tokenizer
 
 KEYS = ["anna-secret", "bert-secret"]
