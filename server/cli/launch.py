@@ -35,7 +35,7 @@ from truedraft.server.version import package_version
 from truedraft.server.workers.open_requests import QueueLimits
 from truedraft.server.workers.worker_client import WorkerClient
 from truedraft.server.workers.worker_pool import WorkerPool
-from truedraft.server.workers.worker_process import Patience
+from truedraft.server.workers.worker_process import WorkerTimeouts
 
 # Draft sources, as the start shows them.
 DRAFTERS = {
@@ -108,7 +108,7 @@ def make_app(settings: Settings) -> FastAPI:
             config,
             observer,
             environment=thread_share(len(configs), os.environ),
-            patience=Patience(settings.heartbeat_timeout, settings.step_timeout),
+            timeouts=WorkerTimeouts(settings.heartbeat_timeout, settings.step_timeout),
             max_restarts=settings.max_worker_restarts,
         )
         for config, observer in zip(configs, metrics.workers, strict=True)

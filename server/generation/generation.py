@@ -19,7 +19,7 @@ from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
 from truedraft.server.text.detokenizer import Detokenizer
-from truedraft.server.text.message_parser import MessageReader
+from truedraft.server.text.message_parser import MessageParser
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.workers.engine_stream import EngineStream
 from truedraft.server.workers.worker_pool import WorkerPool
@@ -175,5 +175,5 @@ def _reader(prepared: PreparedRequest, index: int, tokenizer: Tokenizer) -> Choi
         text_start=len(prepared.prompt_of(index).text) if prepared.echo else 0,
         stop_token_ids=prepared.params.stop_token_ids,
         prediction_length=len(prepared.prediction_token_ids or ()),
-        message=None if prepared.message is None else MessageReader(prepared.message),
+        message=None if prepared.message is None else MessageParser(prepared.message),
     )

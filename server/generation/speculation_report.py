@@ -17,7 +17,7 @@ from truedraft.server.schemas.answer import DraftedToken, SpeculationReport, Tra
 def speculation_report(generation: Generation, config: EngineConfig, worker: Ready) -> SpeculationReport:
     counts, prepared = generation.speculation, generation.prepared
     is_predicted = bool(prepared.prediction_token_ids)
-    params = _in_force(prepared.engine_params() or prepared.params, config, worker, is_predicted)
+    params = _effective_params(prepared.engine_params() or prepared.params, config, worker, is_predicted)
     report = SpeculationReport(
         rounds=counts.rounds,
         drafted_tokens=counts.drafted,
@@ -35,7 +35,7 @@ def speculation_report(generation: Generation, config: EngineConfig, worker: Rea
     return report
 
 
-def _in_force(
+def _effective_params(
     params: SamplingParams, config: EngineConfig, worker: Ready, is_predicted: bool
 ) -> SamplingParams:
     """With the engine's own settings where the request left them open."""

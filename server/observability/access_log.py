@@ -11,7 +11,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from truedraft.server.observability.request_summary import SUMMARY
-from truedraft.server.observability.status_recorder import NotedStatus
+from truedraft.server.observability.status_recorder import StatusRecorder
 
 logger = logging.getLogger("truedraft.access")
 
@@ -31,7 +31,7 @@ class AccessLogMiddleware:
             return
         started = time.perf_counter()
         state: dict[str, Any] = scope.setdefault("state", {})
-        answer = NotedStatus(send)
+        answer = StatusRecorder(send)
         try:
             await self._app(scope, receive, answer)
         finally:

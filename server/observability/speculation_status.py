@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from truedraft.engine.messages import Ready, Stats
-from truedraft.server.schemas.operate import PositionAcceptance, SpeculationState, Speedup
+from truedraft.server.schemas.operate import PositionAcceptance, SpeculationStatus, Speedup
 from truedraft.server.settings import Settings
 
 
-def speculation_state(
+def speculation_status(
     settings: Settings, worker: Ready | None, stats: Stats | None, policy: Mapping[str, Any]
-) -> SpeculationState:
+) -> SpeculationStatus:
     drafted = sum(counts.num_draft_tokens for counts in stats.drafts.values()) if stats else 0
     accepted = sum(counts.num_accepted_tokens for counts in stats.drafts.values()) if stats else 0
     is_on, why = _on_and_why(worker, stats, policy)
-    return SpeculationState(
+    return SpeculationStatus(
         proposer=worker.method if worker else None,
         proposers=worker.methods if worker else None,
         verification=settings.verification,

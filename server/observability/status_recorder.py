@@ -3,8 +3,8 @@
 from starlette.types import Message, Send
 
 
-class NotedStatus:
-    """Stands in for ``send``. ``status`` is 0 until an answer begins, and stays 0 if the client leaves."""
+class StatusRecorder:
+    """Notes the status that passes through ``send``: 0 until an answer begins, and if the client leaves first."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

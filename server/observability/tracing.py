@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from truedraft.server.observability.request_summary import SUMMARY, Summary
-from truedraft.server.observability.status_recorder import NotedStatus
+from truedraft.server.observability.status_recorder import StatusRecorder
 from truedraft.server.version import package_version
 
 OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
@@ -57,7 +57,7 @@ class TracingMiddleware:
             return
         state: dict[str, Any] = scope.setdefault("state", {})
         started = time.time_ns()
-        answer = NotedStatus(send)
+        answer = StatusRecorder(send)
         try:
             await self._app(scope, receive, answer)
         finally:

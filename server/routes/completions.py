@@ -46,7 +46,7 @@ async def create_completion(
     limits = prompt_limits(services, model.worker)
     prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
     checking = structured_grammar(
-        body, model.tokenizer, services.grammar_checks, leniency, key=key, run=services.work.run
+        body, model.tokenizer, services.grammar_validator, leniency, key=key, run=services.work.run
     )
     grammar = await while_wanted(request, checking)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)

@@ -56,7 +56,7 @@ async def start_chat(
     checking = structured_grammar(
         body,
         model.tokenizer,
-        services.grammar_checks,
+        services.grammar_validator,
         leniency,
         tools,
         reasoning,

@@ -72,7 +72,7 @@ class MessageFormat:
         return marks + (self.calls.literals if self.calls else [])
 
 
-class MessageReader:
+class MessageParser:
     """Of one choice: ``push`` its text, and ``finish`` once. ``mark_ids`` are tokens whose ends count."""
 
     def __init__(self, form: MessageFormat) -> None:

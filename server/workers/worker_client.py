@@ -31,7 +31,7 @@ from truedraft.engine.messages import (
 from truedraft.server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
 from truedraft.server.observability.metrics import WorkerMetrics
 from truedraft.server.settings import public_name
-from truedraft.server.workers.worker_process import Patience, WorkerHungError, WorkerProcess
+from truedraft.server.workers.worker_process import WorkerHungError, WorkerProcess, WorkerTimeouts
 
 logger = logging.getLogger("truedraft.worker")
 
@@ -58,7 +58,7 @@ class EngineState:
     cause: str = ""  # for who runs the server, if a worker has died
 
 
-class Owner(Protocol):
+class WorkerListener(Protocol):
     """What a worker's news mean for requests; the pool of workers."""
 
     def outputs(self, outputs: Sequence[TokenOutput]) -> None: ...
@@ -80,7 +80,7 @@ class WorkerClient:
         *,
         environment: Mapping[str, str] | None = None,
         worker_command: Sequence[str] = WORKER_COMMAND,
-        patience: Patience | None = None,
+        timeouts: WorkerTimeouts | None = None,
         max_restarts: int = 5,
         first_backoff_seconds: float = 0.5,
         max_backoff_seconds: float = 30.0,
@@ -90,7 +90,7 @@ class WorkerClient:
         self._observer = observer
         self._environment = environment
         self._worker_command = worker_command
-        self._patience = patience
+        self._timeouts = timeouts
         self._max_restarts = max_restarts
         self._first_backoff_seconds = first_backoff_seconds
         self._max_backoff_seconds = max_backoff_seconds
@@ -126,9 +126,9 @@ class WorkerClient:
     def pid(self) -> int | None:
         return None if self._worker is None else self._worker.pid
 
-    def start(self, owner: Owner, number: int) -> None:
-        """``number`` is what ``owner`` knows it by."""
-        self._supervision = asyncio.create_task(self._supervise(owner, number))
+    def start(self, listener: WorkerListener, number: int) -> None:
+        """``number`` is what ``listener`` knows it by."""
+        self._supervision = asyncio.create_task(self._supervise(listener, number))
 
     async def first_load(self) -> EngineState:
         """The state once the first load is over, however it ended."""
@@ -156,13 +156,13 @@ class WorkerClient:
         if self._worker is not None:
             self._worker.send(message)
 
-    async def _supervise(self, owner: Owner, number: int) -> None:
+    async def _supervise(self, listener: WorkerListener, number: int) -> None:
         """Run worker after worker; give up if the first never becomes ready, or if too many die in a row."""
         backoff = self._first_backoff_seconds
         num_in_a_row = 0
         while True:
             self._ready_since = math.inf
-            reason = await self._run_worker(owner, number)
+            reason = await self._run_worker(listener, number)
             if self._state.status == "stopped":
                 return
             was_ready = self._state.status == "ready"
@@ -178,7 +178,7 @@ class WorkerClient:
                 self._state = self._state_after("restarting", f"{reason} It is being restarted.")
             if self._first_load_over.is_set():
                 self._observer.lost()
-            owner.worker_lost(
+            listener.worker_lost(
                 number, WorkerLostError(f"The request was lost. {self._public(reason)}"), was_ready=was_ready
             )
             if self._state.status == "failed":
@@ -200,14 +200,17 @@ class WorkerClient:
                     reason = reason.replace(written, public_name(path))
         return reason
 
-    async def _run_worker(self, owner: Owner, number: int) -> str:
+    async def _run_worker(self, listener: WorkerListener, number: int) -> str:
         """One worker from spawn to death; returns why it died."""
         self._load_error = ""
         try:
             self._worker = await WorkerProcess.start(
-                self._worker_command, self._config, partial(self._receive, owner, number), self._environment
+                self._worker_command,
+                self._config,
+                partial(self._receive, listener, number),
+                self._environment,
             )
-            exit_code = await self._worker.run(self._patience)
+            exit_code = await self._worker.run(self._timeouts)
         except WorkerHungError as error:
             return str(error)
         except OSError as error:
@@ -219,16 +222,16 @@ class WorkerClient:
             self._worker = None
         return self._load_error or _describe_exit(exit_code, was_ready=self._state.status == "ready")
 
-    def _receive(self, owner: Owner, number: int, message: FromWorker) -> None:
+    def _receive(self, listener: WorkerListener, number: int, message: FromWorker) -> None:
         match message:
             case StepOutput():
                 self._stats = message.stats
                 self._observer.stats(message.stats)
-                owner.outputs(message.outputs)
+                listener.outputs(message.outputs)
             case Failed(request_id=""):  # not one request: the worker itself cannot go on
                 self._load_error = f"The worker failed: {message.message}"
             case Failed():
-                owner.request_failed(message.request_id, _error_from(message))
+                listener.request_failed(message.request_id, _error_from(message))
             case Loading():
                 self._stage = message.stage
             case SpeculationState():
@@ -240,7 +243,7 @@ class WorkerClient:
                 self._ready_since = time.monotonic()
                 self._observer.ready(message)
                 self._first_load_over.set()
-                owner.worker_ready(number)
+                listener.worker_ready(number)
 
 
 def _error_from(failed: Failed) -> ApiError:

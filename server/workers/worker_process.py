@@ -30,8 +30,8 @@ from truedraft.server.settings import ENV_PREFIX
 LAST_MESSAGES_SECONDS = 2.0
 # An orderly end has no need of a worker; one that is in a long step hears nothing.
 STOP_SECONDS = 1.5
-# How often a worker is looked at; its heartbeats come about as often.
-LOOK_SECONDS = 1.0
+# Seconds between two checks of a worker, about as many as between its heartbeats.
+POLL_SECONDS = 1.0
 
 
 class WorkerHungError(Exception):
@@ -39,15 +39,15 @@ class WorkerHungError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """In seconds. ``heartbeat`` is how long a worker may be silent after its first sign of life, ``step`` how
-    long its loop may be in one step."""
+class WorkerTimeouts:
+    """Limits in seconds: ``heartbeat`` for a worker's silence after its first sign of life, ``step`` for one
+    step of its loop."""
 
     heartbeat: float = 30.0
     step: float = 600.0
 
 
-class Border(asyncio.Protocol):
+class WorkerProtocol(asyncio.Protocol):
     """What arrives from the worker: heartbeats, other messages, the end of the connection."""
 
     def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
@@ -85,10 +85,10 @@ class WorkerProcess:
     """A spawned worker. Create it with ``start``, then await ``run`` until the process ends."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, border: Border, transport: asyncio.Transport
+        self, process: asyncio.subprocess.Process, protocol: WorkerProtocol, transport: asyncio.Transport
     ) -> None:
         self._process = process
-        self._border = border
+        self._protocol = protocol
         self._transport = transport
 
     @classmethod
@@ -103,8 +103,8 @@ class WorkerProcess:
         process."""
         ours, theirs = socket.socketpair()
         with theirs:
-            transport, border = await asyncio.get_running_loop().create_unix_connection(
-                lambda: Border(on_message), sock=ours
+            transport, protocol = await asyncio.get_running_loop().create_unix_connection(
+                lambda: WorkerProtocol(on_message), sock=ours
             )
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -118,7 +118,7 @@ class WorkerProcess:
             except BaseException:
                 transport.abort()
                 raise
-        return cls(process, border, transport)
+        return cls(process, protocol, transport)
 
     @property
     def pid(self) -> int:
@@ -129,14 +129,14 @@ class WorkerProcess:
         if not self._transport.is_closing():
             self._transport.write(framed(message))
 
-    async def run(self, patience: Patience | None = None) -> int:
+    async def run(self, timeouts: WorkerTimeouts | None = None) -> int:
         """Until the process has ended and all that it sent has been passed on; return its exit code.
 
-        Raises ``WorkerHungError`` once it has taken longer than ``patience`` has.
+        Raises ``WorkerHungError`` once it has taken longer than ``timeouts`` allow.
         """
         exited = asyncio.create_task(self._process.wait())
-        watching = asyncio.create_task(self._watch(patience or Patience()))
-        ended = self._border.ended
+        watching = asyncio.create_task(self._watch(timeouts or WorkerTimeouts()))
+        ended = self._protocol.ended
         running: set[asyncio.Future[Any]] = {exited, watching, ended}
         try:
             while exited in running:
@@ -165,26 +165,26 @@ class WorkerProcess:
             self._process.kill()
         await self._process.wait()
 
-    async def _watch(self, patience: Patience) -> None:
+    async def _watch(self, timeouts: WorkerTimeouts) -> None:
         """From the first heartbeat on, which comes once the worker has imported the engine.
 
         Looks are counted, not seconds: a front end that stood still itself has not waited.
         """
-        look = min(LOOK_SECONDS, patience.heartbeat)
+        poll = min(POLL_SECONDS, timeouts.heartbeat)
         silence = None
         while True:
             try:
-                message = await asyncio.wait_for(self._border.heartbeats.get(), look)
+                message = await asyncio.wait_for(self._protocol.heartbeats.get(), poll)
             except TimeoutError:
                 if silence is None:
                     continue
-                silence += look
-                if silence >= patience.heartbeat:
+                silence += poll
+                if silence >= timeouts.heartbeat:
                     raise WorkerHungError(
-                        f"The worker gave no sign of life for {patience.heartbeat:g} s (heartbeat_timeout)."
+                        f"The worker gave no sign of life for {timeouts.heartbeat:g} s (heartbeat_timeout)."
                     ) from None
                 continue
-            if message.step_seconds > patience.step:
+            if message.step_seconds > timeouts.step:
                 raise WorkerHungError(
                     f"The worker has been in one step for {message.step_seconds:.0f} s (step_timeout)."
                 )

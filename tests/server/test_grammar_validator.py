@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from tests.server.test_structured import intersection
 from truedraft.server.errors import HelperLostError
 from truedraft.server.settings import Settings
-from truedraft.server.text.grammar.validator import GrammarChecks
+from truedraft.server.text.grammar.validator import GrammarValidator
 from truedraft.server.text.tokenizer import Tokenizer
 
 FINE = LLMatcher.grammar_from_lark('start: "a"')
@@ -28,7 +28,7 @@ def other(number: int) -> str:
 
 def checked(tokenizer: Tokenizer, *grammars: str, **limits: float) -> list[str]:
     async def run() -> list[str]:
-        checks = GrammarChecks(Settings(**limits))
+        checks = GrammarValidator(Settings(**limits))
         try:
             return await asyncio.gather(*(checks.error_of(grammar, tokenizer) for grammar in grammars))
         finally:
@@ -56,9 +56,9 @@ def test_a_tokenizer_that_grammars_cannot_use(tokenizer: Tokenizer, monkeypatch:
 
 
 @asynccontextmanager
-async def running(tokenizer: Tokenizer, **limits: float) -> AsyncIterator[GrammarChecks]:
+async def running(tokenizer: Tokenizer, **limits: float) -> AsyncIterator[GrammarValidator]:
     """With its process there."""
-    checks = GrammarChecks(Settings(**limits))
+    checks = GrammarValidator(Settings(**limits))
     try:
         assert await checks.error_of(FINE, tokenizer) == ""
         while children(process_of(checks)):
@@ -68,7 +68,7 @@ async def running(tokenizer: Tokenizer, **limits: float) -> AsyncIterator[Gramma
         await checks.stop()
 
 
-def process_of(checks: GrammarChecks) -> int:
+def process_of(checks: GrammarValidator) -> int:
     assert checks._checker is not None
     return checks._checker.process.pid
 
@@ -77,7 +77,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-async def compiling(checks: GrammarChecks) -> int:
+async def compiling(checks: GrammarValidator) -> int:
     """The process of a check, once there is one."""
     while not (found := children(process_of(checks))):
         await asyncio.sleep(0.01)

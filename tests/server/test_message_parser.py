@@ -7,7 +7,7 @@ import pytest
 
 from truedraft.server.text.chat_parts import DeltaWriter, whole_message
 from truedraft.server.text.families import CALL_FORMATS, REASONING_MARKS, CallFormat, ReasoningMarks
-from truedraft.server.text.message_parser import MessageFormat, MessageReader, Part, joined
+from truedraft.server.text.message_parser import MessageFormat, MessageParser, Part, joined
 
 FORMATS = {each.name: each for each in CALL_FORMATS}
 SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -37,8 +37,8 @@ def written(form: CallFormat, calls: Sequence[tuple[str, dict[str, object]]]) ->
     return form.first + (form.later or "").join(texts) + form.last
 
 
-def read(form: MessageFormat, pieces: Sequence[str]) -> tuple[list[Part], MessageReader]:
-    reader = MessageReader(form)
+def read(form: MessageFormat, pieces: Sequence[str]) -> tuple[list[Part], MessageParser]:
+    reader = MessageParser(form)
     parts: list[Part] = []
     for piece in pieces:
         parts += reader.push(piece)
@@ -174,7 +174,7 @@ def test_deltas_add_up(name: str) -> None:
     """Each call begins with its id, type and name; its index counts."""
     form = FORMATS[name]
     text = "Well." + written(form, [("weather", ARGUMENTS), ("now", {"a": [1, {}]})])
-    reader, writer = MessageReader(MessageFormat(calls=form, schemas={"weather": SCHEMA})), DeltaWriter()
+    reader, writer = MessageParser(MessageFormat(calls=form, schemas={"weather": SCHEMA})), DeltaWriter()
     deltas = [delta for piece in text for delta in writer.deltas(reader.push(piece))]
     deltas += writer.deltas(reader.finish())
     assert "".join(delta.content or "" for delta in deltas) == "Well."

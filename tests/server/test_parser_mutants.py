@@ -20,7 +20,7 @@ from tests.server import test_message_parser as tests
 from truedraft.server.text import message_parser
 from truedraft.server.text.chat_parts import DeltaWriter
 from truedraft.server.text.families import REASONING_MARKS
-from truedraft.server.text.message_parser import MessageReader
+from truedraft.server.text.message_parser import MessageParser
 
 Gate = Callable[[], None]
 
@@ -56,76 +56,76 @@ class Mutant:
 
 MUTANTS = {
     "a mark split over two deltas is text": Mutant(
-        MessageReader, "_read_text", "self._num_sure(end)", "len(self._held)", reasoning
+        MessageParser, "_read_text", "self._num_sure(end)", "len(self._held)", reasoning
     ),
     "a call's mark split over two deltas is text": Mutant(
-        MessageReader, "_read_text", "self._num_sure(end)", "len(self._held)", calls
+        MessageParser, "_read_text", "self._num_sure(end)", "len(self._held)", calls
     ),
     "what could begin a mark is lost at the end": Mutant(
-        MessageReader, "_read_text", "sure = len(self._held)\n", "sure = 0; self._held = ''\n", no_call
+        MessageParser, "_read_text", "sure = len(self._held)\n", "sure = 0; self._held = ''\n", no_call
     ),
     "space before a mark is given at once": Mutant(
-        MessageReader, "_read_text", "len(self._held[:sure].rstrip()) if end else sure", "sure", reasoning
+        MessageParser, "_read_text", "len(self._held[:sure].rstrip()) if end else sure", "sure", reasoning
     ),
     "an opening mark counts as first text only": Mutant(
-        MessageReader, "_read_reasoning", "self._held.lstrip()", "self._held", reasoning
+        MessageParser, "_read_reasoning", "self._held.lstrip()", "self._held", reasoning
     ),
     "the end of the reasoning is not noted": Mutant(
-        MessageReader, "_read_reasoning", "self.reasoning_end = self._num_read", "pass", reasoning
+        MessageParser, "_read_reasoning", "self.reasoning_end = self._num_read", "pass", reasoning
     ),
     "reasoning does not end": Mutant(
-        MessageReader, "_read_reasoning", '"reasoning", marks.close', '"reasoning", ""', reasoning
+        MessageParser, "_read_reasoning", '"reasoning", marks.close', '"reasoning", ""', reasoning
     ),
     "space behind the reasoning is content": Mutant(
-        MessageReader,
+        MessageParser,
         "_read_reasoning",
         "_num_read\n    yield from self._skip_space()",
         "_num_read",
         reasoning,
     ),
     "the next call's mark split over two deltas ends the calls": Mutant(
-        MessageReader, "_read", "yield from self._await(len(later))", "pass", calls
+        MessageParser, "_read", "yield from self._await(len(later))", "pass", calls
     ),
     "a mark between calls becomes a name": Mutant(
-        MessageReader, "_read", "self._drop(len(later))", "pass", calls
+        MessageParser, "_read", "self._drop(len(later))", "pass", calls
     ),
     "only whole answers are taken for calls at their start": Mutant(
-        MessageReader, "_read", "yield from self._await(len(calls.first))", "yield None", call_at_start
+        MessageParser, "_read", "yield from self._await(len(calls.first))", "yield None", call_at_start
     ),
     "a name that is cut is a call": Mutant(
-        MessageReader, "_read_call", "return", "yield CallStart('call_1', self._held); return", cut
+        MessageParser, "_read_call", "return", "yield CallStart('call_1', self._held); return", cut
     ),
     "arguments are given again with the next delta": Mutant(
-        MessageReader, "_read_object", "self._take(len(self._held))", "self._held", calls
+        MessageParser, "_read_object", "self._take(len(self._held))", "self._held", calls
     ),
     "an escaped quote ends a string": Mutant(
-        MessageReader, "_read_object", "if is_escaped:", "if False:", calls
+        MessageParser, "_read_object", "if is_escaped:", "if False:", calls
     ),
     "a brace in a string counts": Mutant(
-        MessageReader, "_read_object", "elif is_string:", "elif False:", calls
+        MessageParser, "_read_object", "elif is_string:", "elif False:", calls
     ),
     "the last piece of arguments is lost": Mutant(
-        MessageReader,
+        MessageParser,
         "_read_object",
         "yield Arguments(self._take(place + 1))",
         "self._take(place + 1)",
         calls,
     ),
     "a mark that is spelled counts": Mutant(
-        MessageReader, "_find", "place + end not in self._mark_ends", "False", spelled
+        MessageParser, "_find", "place + end not in self._mark_ends", "False", spelled
     ),
     "a call is complete when it starts": Mutant(
-        MessageReader,
+        MessageParser,
         "_start_call",
         "self.is_in_call = True",
         "pass",
         tests.test_a_call_is_not_complete_before_its_end,
     ),
     "all messages are content": Mutant(
-        MessageReader, "_read_messages", '"analysis" in header', "False", messages
+        MessageParser, "_read_messages", '"analysis" in header', "False", messages
     ),
     "a header is part of the content": Mutant(
-        MessageReader, "_read_messages", "self._drop(len(HEADER_END) if place >= 0 else 0)", "pass", messages
+        MessageParser, "_read_messages", "self._drop(len(HEADER_END) if place >= 0 else 0)", "pass", messages
     ),
     "strings with quotes stay as they are": Mutant(
         message_parser, "quoted_as_json", "json.dumps(piece, ensure_ascii=False)", "piece", quoted

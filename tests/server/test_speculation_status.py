@@ -11,7 +11,7 @@ from tests.server.conftest import StartServer
 from tests.server.test_launch import WORKER, worker
 from truedraft.engine.messages import DraftCounts, Stats
 from truedraft.server.observability.metrics import WorkerMetrics
-from truedraft.server.observability.speculation_status import speculation_state
+from truedraft.server.observability.speculation_status import speculation_status
 from truedraft.server.settings import Settings
 
 STATS = Stats(
@@ -38,7 +38,7 @@ AUTO: dict[str, Any] = {
 
 
 def test_auto_tells_what_it_measured() -> None:
-    state = speculation_state(Settings(num_speculative_tokens="auto"), worker(), STATS, AUTO)
+    state = speculation_status(Settings(num_speculative_tokens="auto"), worker(), STATS, AUTO)
     assert (state.on, state.why, state.draft_length) == (True, "on: it pays", 2.5)
     assert (state.speedup.predicted, state.speedup.achieved) == (1.4, 1.3)
     assert state.policy["costs"] == {"score": [0.01]}
@@ -60,7 +60,7 @@ def test_auto_tells_what_it_measured() -> None:
 )
 def test_fixed_lengths_estimate_nothing(fields: dict[str, Any], num_tokens: int, on: bool, why: str) -> None:
     stats = msgspec.structs.replace(STATS, num_speculative_tokens=num_tokens)
-    state = speculation_state(
+    state = speculation_status(
         Settings(), worker(**fields), stats, {"policy": "fixed", "num_draft_tokens": num_tokens}
     )
     assert state.on is on
@@ -91,7 +91,7 @@ def test_no_answer_has_a_number_that_json_lacks(start_server: StartServer) -> No
 
 
 def test_before_anything_ran() -> None:
-    state = speculation_state(Settings(), None, None, {})
+    state = speculation_status(Settings(), None, None, {})
     assert (state.on, state.why, state.acceptance_by_position) == (None, "no step has run yet", [])
 
 

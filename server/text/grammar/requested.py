@@ -23,7 +23,7 @@ from truedraft.server.schemas.structured import (
 )
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.grammar.tool_schemas import loosen
-from truedraft.server.text.grammar.validator import GrammarChecks
+from truedraft.server.text.grammar.validator import GrammarValidator
 from truedraft.server.text.schema.cleaning import Cleaner, SchemaError
 from truedraft.server.text.schema.pattern import exact_regex, read_schema
 from truedraft.server.text.tokenizer import Tokenizer
@@ -68,7 +68,7 @@ NO_GRAMMAR = Grammar(None, [])
 async def structured_grammar(
     request: SamplingRequest,
     tokenizer: Tokenizer,
-    checks: GrammarChecks,
+    checks: GrammarValidator,
     leniency: Leniency,
     tools: ToolUse | None = None,
     reasoning: Reasoning | None = None,

@@ -130,11 +130,11 @@ class _Checker:
         await self.process.wait()
 
 
-class GrammarChecks:
+class GrammarValidator:
     def __init__(self, settings: RequestSettings) -> None:
         self.max_size = settings.max_grammar_size
         self._limits = {"seconds": settings.grammar_timeout, "memory": settings.grammar_memory}
-        self._patience = CHECK_SECONDS + SLOWDOWN * settings.grammar_timeout
+        self._answer_timeout = CHECK_SECONDS + SLOWDOWN * settings.grammar_timeout
         self._checker: _Checker | None = None
         self._starting = asyncio.Lock()
         waiting = settings.max_queued_sequences
@@ -167,7 +167,7 @@ class GrammarChecks:
                 async with self._starting:
                     checker = await self._running(tokenizer)
                 question = {"grammar": grammar, **self._limits}
-                return await checker.ask(next(self._numbers), question, self._patience)
+                return await checker.ask(next(self._numbers), question, self._answer_timeout)
             except (CheckerLostError, OSError) as error:
                 logger.warning("The process that checks grammars was lost (%s).", error)
             if attempt + 1 < MAX_ATTEMPTS:
