@@ -4,7 +4,7 @@ from starlette.types import Message, Send
 
 
 class StatusRecorder:
-    """Notes the status that passes through ``send``: 0 until an answer begins, and if the client leaves first."""
+    """Notes the status that passes through ``send``; it stays 0 if the client leaves before an answer."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
