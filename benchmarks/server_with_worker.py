@@ -10,10 +10,10 @@ from pathlib import Path
 
 from prometheus_client import disable_created_metrics
 
-from truedraft.server import launch
-from truedraft.server.client.worker_client import WorkerClient
-from truedraft.server.config import load_settings
-from truedraft.server.logs import configure_logging
+from truedraft.server.cli import launch
+from truedraft.server.cli.settings_sources import load_settings
+from truedraft.server.observability.logs import configure_logging
+from truedraft.server.workers.worker_client import WorkerClient
 
 
 def main() -> None:

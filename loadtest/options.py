@@ -61,10 +61,3 @@ class BenchOptions(ClientOptions):
     timeout: PositiveFloat = Field(600.0, description="Seconds without a byte after which a request fails.")
     wait: float = Field(60.0, description="Seconds to wait for a server that is still loading.")
     save: Path | None = Field(None, description="JSON file to write everything to; a picture goes beside it.")
-
-
-class TopOptions(ClientOptions):
-    """Watch a running server: requests, tokens per second, acceptance, speed-up."""
-
-    interval: float = Field(1.0, ge=0, description="Seconds between readings.")
-    once: bool = Field(False, description="Print one view and end, as where there is no terminal.")

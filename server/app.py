@@ -1,7 +1,7 @@
 """Puts the HTTP application together: services, middleware, error handlers, routes.
 
-``create_app`` is the only place that knows all of them. ``server.launch`` runs what it returns; tests do too,
-with an engine client of their own.
+``create_app`` is the only place that knows all of them. ``server.cli.launch`` runs what it returns; tests do
+too, with workers of their own.
 """
 
 from collections.abc import AsyncIterator
@@ -12,23 +12,23 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
-from truedraft.server import tracing
-from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.errors import kinds_of_errors
-from truedraft.server.http.access_log import AccessLogMiddleware
 from truedraft.server.http.allowed_hosts import AllowedHostsMiddleware, allowed_hosts
 from truedraft.server.http.auth import KeyAuthMiddleware
 from truedraft.server.http.body_limit import BodyLimitMiddleware
 from truedraft.server.http.error_handlers import install_error_handlers
 from truedraft.server.http.openapi import DESCRIPTION, TAGS, install_openapi
 from truedraft.server.http.request_id import RequestIdMiddleware
-from truedraft.server.metrics import Metrics
+from truedraft.server.observability import tracing
+from truedraft.server.observability.access_log import AccessLogMiddleware
+from truedraft.server.observability.metrics import Metrics
+from truedraft.server.observability.tracing import TracingMiddleware
 from truedraft.server.routes import chat, completions, messages, models, ops, page, responses, tokenize
 from truedraft.server.services import Services, TokenizerLoader
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import load_tokenizer
-from truedraft.server.tracing import TracingMiddleware
 from truedraft.server.version import package_version
+from truedraft.server.workers.worker_pool import WorkerPool
 
 
 def create_app(

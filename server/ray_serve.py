@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 from ray import serve
 
-from truedraft.server.launch import check_models, make_app
-from truedraft.server.logs import configure_logging
+from truedraft.server.cli.launch import check_models, make_app
+from truedraft.server.observability.logs import configure_logging
 from truedraft.server.settings import Settings
 
 # Settings of tasks that Ray takes over.

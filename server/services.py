@@ -16,14 +16,14 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from truedraft.engine.messages import Ready
-from truedraft.server.client.worker_pool import WorkerPool
 from truedraft.server.errors import NotReadyError
 from truedraft.server.http.work import Work
-from truedraft.server.metrics import Metrics
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.settings import Settings
-from truedraft.server.text.grammar_checks import GrammarChecks
+from truedraft.server.text.grammar.validator import GrammarValidator
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.version import package_version
+from truedraft.server.workers.worker_pool import WorkerPool
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Services:
         self.engine = engine
         self.metrics = metrics
         self.work = Work(settings)
-        self.grammar_checks = GrammarChecks(settings)
+        self.grammar_validator = GrammarValidator(settings)
         self.started = int(time.time())
         self._load_tokenizer = load_tokenizer
         self._tokenizer: asyncio.Future[Tokenizer] | None = None
@@ -68,7 +68,7 @@ class Services:
 
     async def stop(self) -> None:
         await self.engine.stop()
-        await self.grammar_checks.stop()
+        await self.grammar_validator.stop()
         self.work.stop()
         if self._tokenizer is not None:
             self._tokenizer.cancel()

@@ -1,7 +1,7 @@
 """Every setting of the server: the engine's settings and HTTP's own, declared once.
 
 Flags, ``TRUEDRAFT_*`` environment, a YAML file and ``--help`` all come from the ``Settings`` declaration;
-``server.config`` reads them.
+``server.cli.settings_sources`` reads them.
 """
 
 from pathlib import Path

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from truedraft.server.config import load_settings
+from truedraft.server.cli.settings_sources import load_settings
 from truedraft.server.settings import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).parent.parent

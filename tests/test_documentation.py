@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.server.config import ConfigError, load_settings
-from truedraft.server.foreign_flags import USE, hint
-from truedraft.server.metrics import Metrics
+from truedraft.server.cli.foreign_flags import USE, hint
+from truedraft.server.cli.settings_sources import ConfigError, load_settings
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.settings import Settings
 
 ROOT = Path(__file__).parent.parent

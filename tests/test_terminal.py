@@ -11,7 +11,7 @@ from rich.text import Text
 
 from truedraft.engine.commands.terminal import console, table
 from truedraft.loadtest import report
-from truedraft.server.cli import main
+from truedraft.server.cli.main import main
 
 WIDTHS = (60, 80, 120)
 COMMANDS = ("serve", "generate", "check", "verify-trace", "top", "bench")

@@ -5,7 +5,7 @@ python -m tools.write_configuration
 
 from pathlib import Path
 
-from truedraft.server.help import configuration_page
+from truedraft.server.cli.help import configuration_page
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 

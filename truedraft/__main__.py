@@ -2,7 +2,7 @@
 
 import sys
 
-from truedraft.server.cli import main
+from truedraft.server.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

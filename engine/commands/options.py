@@ -4,7 +4,7 @@ from pydantic_settings import SettingsConfigDict
 
 
 def command_options(name: str) -> SettingsConfigDict:
-    """Errors are exceptions, which ``server.cli`` prints as one line."""
+    """Errors are exceptions, which ``server.cli.main`` prints as one line."""
     return SettingsConfigDict(
         env_prefix="TRUEDRAFT_",
         cli_prog_name=f"truedraft {name}",

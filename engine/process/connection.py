@@ -1,6 +1,6 @@
 """The worker's end of the pair of Unix sockets that connects it with the front end, which makes the pair.
 
-Carries the messages of ``engine.messages``. The front end's end is in ``server.client.worker_process``.
+Carries the messages of ``engine.messages``. The front end's end is in ``server.workers.worker_process``.
 """
 
 import select

@@ -1,7 +1,7 @@
 """Tells the front end, every second, that the worker lives and for how long its loop has been in one step.
 
 A thread of its own sends it: a long step does not look like a dead process, and a stopped process is silent
-whatever its loop was doing. Started by ``worker``; watched by ``server.client.worker_process``.
+whatever its loop was doing. Started by ``worker``; watched by ``server.workers.worker_process``.
 """
 
 import threading

@@ -1,6 +1,7 @@
 """The route class of every path with a body: JSON only; a long one is read beside the event loop.
 
-What a body holds is the schemas' business; whether its fields are served is ``server.parameters``'.
+What a body holds is the schemas' business; which of its fields are not served stands in
+``server.schemas.unsupported_fields``.
 """
 
 from collections.abc import Callable, Coroutine

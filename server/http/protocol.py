@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with limits on what comes before a body: bytes, headers, time, requests in a row.
 
 Anybody who reaches the port can send these, with or without a key. What goes wrong here is answered in
-OpenAI's shape, without the application. Installed by ``server.launch``.
+OpenAI's shape, without the application. Installed by ``server.cli.launch``.
 """
 
 import asyncio

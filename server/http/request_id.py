@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from truedraft.server.errors import internal_error
 from truedraft.server.http.error_answer import error_answer, is_messages
-from truedraft.server.logs import current_request_id
+from truedraft.server.observability.logs import current_request_id
 
 logger = logging.getLogger("truedraft.request")
 

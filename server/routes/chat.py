@@ -25,7 +25,7 @@ from truedraft.server.schemas.chat import (
 from truedraft.server.schemas.examples import CHATS
 from truedraft.server.schemas.logprobs import ChatLogprobs
 from truedraft.server.services import ServicesDep
-from truedraft.server.text.chat_message import DeltaWriter, whole_message
+from truedraft.server.text.chat_parts import DeltaWriter, whole_message
 from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
 from truedraft.server.text.logprobs import ScoredToken, chat_logprobs
 
@@ -117,4 +117,4 @@ class ChatWriter(ChunkWriter):
         return chat_logprobs(scored, self._num_top_logprobs, self._context.model.tokenizer.vocabulary)
 
     def _prompt_token_ids(self) -> list[int] | None:
-        return self._context.token_ids(self._context.generation.job.prompts[0].token_ids)
+        return self._context.token_ids(self._context.generation.prepared.prompts[0].token_ids)

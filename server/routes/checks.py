@@ -5,10 +5,10 @@ Every error has its real HTTP status, because nothing has been sent yet.
 
 from truedraft.engine.messages import Ready
 from truedraft.server.errors import InvalidRequestError, ModelNotFoundError, UnsupportedParameterError
+from truedraft.server.generation.sampling_params import longest_prompt, longest_request
 from truedraft.server.leniency import Leniency
-from truedraft.server.parameters import check_parameters
-from truedraft.server.sampling_params import longest_prompt, longest_request
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
+from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services
 from truedraft.server.text.prompt import PromptLimits
 

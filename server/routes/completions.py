@@ -21,7 +21,7 @@ from truedraft.server.schemas.examples import COMPLETIONS
 from truedraft.server.schemas.logprobs import CompletionLogprobs
 from truedraft.server.services import ServicesDep
 from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
-from truedraft.server.text.grammar import structured_grammar
+from truedraft.server.text.grammar.requested import structured_grammar
 from truedraft.server.text.logprobs import ScoredToken, completion_logprobs, echoed_tokens
 from truedraft.server.text.prompt import completion_prompts, num_prompts, predicted_tokens
 
@@ -46,7 +46,7 @@ async def create_completion(
     limits = prompt_limits(services, model.worker)
     prompts = await in_thread_if_long(request, completion_prompts, body, model.tokenizer, limits)
     checking = structured_grammar(
-        body, model.tokenizer, services.grammar_checks, leniency, key=key, run=services.work.run
+        body, model.tokenizer, services.grammar_validator, leniency, key=key, run=services.work.run
     )
     grammar = await while_wanted(request, checking)
     prediction = await in_thread_if_long(request, predicted_tokens, body, model.tokenizer, limits)
@@ -76,8 +76,10 @@ class CompletionWriter(ChunkWriter):
             seen.add(delta.index)
             if is_first and self._echo and self._num_top_logprobs is not None:
                 # The prompt may be long, and all of its log-probabilities are in this chunk.
-                job, write = context.generation.job, partial(self._chunk_choice, delta, is_first)
-                choice = await context.services.work.run(job.answer_weight, job.key, write, may_refuse=False)
+                prepared, write = context.generation.prepared, partial(self._chunk_choice, delta, is_first)
+                choice = await context.services.work.run(
+                    prepared.answer_weight, prepared.key, write, may_refuse=False
+                )
             else:
                 choice = self._chunk_choice(delta, is_first)
             if choice.text or choice.token_ids or choice.origins or choice.finish_reason:
@@ -113,13 +115,13 @@ class CompletionWriter(ChunkWriter):
         )
 
     def _echoed(self, choice: int) -> str:
-        return self._context.generation.job.prompt_of(choice).text if self._echo else ""
+        return self._context.generation.prepared.prompt_of(choice).text if self._echo else ""
 
     def _echoed_tokens(self, choice: int, scored: list[TokenLogprob | None] | None) -> list[ScoredToken]:
         """Nothing unless ``echo`` and ``logprobs``; ``scored`` is missing for a prompt of one token."""
         if not self._echo or self._num_top_logprobs is None:
             return []
-        prompt = self._context.generation.job.prompt_of(choice)
+        prompt = self._context.generation.prepared.prompt_of(choice)
         return echoed_tokens(prompt, scored or [None], self._context.model.tokenizer)
 
     def _logprobs(self, scored: list[ScoredToken]) -> CompletionLogprobs | None:
@@ -128,4 +130,4 @@ class CompletionWriter(ChunkWriter):
         return completion_logprobs(scored, self._num_top_logprobs, self._context.model.tokenizer.vocabulary)
 
     def _prompt_token_ids(self, choice: int) -> list[int] | None:
-        return self._context.token_ids(self._context.generation.job.prompt_of(choice).token_ids)
+        return self._context.token_ids(self._context.generation.prepared.prompt_of(choice).token_ids)

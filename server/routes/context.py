@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from truedraft.engine.messages import TokenLogprob
-from truedraft.server.generation import Generation
+from truedraft.server.generation.generation import Generation
+from truedraft.server.generation.speculation_report import speculation_report
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.answer import SpeculationReport, TokenOrigin
 from truedraft.server.schemas.common import ChunkStreamOptions, GenerationRequest, SamplingRequest
 from truedraft.server.schemas.logprobs import PromptLogprobs
 from truedraft.server.services import Model, Services
-from truedraft.server.speculation_report import speculation_report
 from truedraft.server.text.logprobs import prompt_logprobs
 
 
@@ -27,7 +27,7 @@ class GenerationContext:
 
     def header(self) -> dict[str, Any]:
         return {
-            "id": self.generation.job.id,
+            "id": self.generation.prepared.id,
             "created": self.created,
             "model": self.body.model,
             "system_fingerprint": self.model.fingerprint,
@@ -58,7 +58,7 @@ class GenerationContext:
         return token_ids if is_asked_for else None
 
     def origins(self, origins: list[TokenOrigin]) -> list[TokenOrigin] | None:
-        return origins if self.generation.job.params.origins else None
+        return origins if self.generation.prepared.params.origins else None
 
     @property
     def include_usage(self) -> bool:

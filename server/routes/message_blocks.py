@@ -6,7 +6,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from truedraft.server.schemas.messages import AnswerBlock, Text, Thought, ToolUse
-from truedraft.server.text.message_reader import Arguments, CallStart, Part, TextPart
+from truedraft.server.text.message_parser import Arguments, CallStart, Part, TextPart
 
 # An event is its type and its fields.
 Event = tuple[str, dict[str, Any]]

@@ -15,7 +15,6 @@ from truedraft.server.http.request_id import request_id_of
 from truedraft.server.http.sse import typed_event
 from truedraft.server.http.work import in_thread, in_thread_if_long
 from truedraft.server.leniency import Leniency
-from truedraft.server.parameters import check_parameters
 from truedraft.server.routes.checks import check_model, check_request, prompt_limits
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.message_blocks import MessageBlocks
@@ -32,6 +31,7 @@ from truedraft.server.schemas.messages import (
     TokenCount,
     TokenCountRequest,
 )
+from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Services, ServicesDep
 from truedraft.server.text.choice import FinishedChoice
 from truedraft.server.text.messages_as_chat import as_chat
@@ -153,7 +153,7 @@ class MessagesWriter:
 
     def _answer(self, **fields: Any) -> MessagesAnswer:
         return MessagesAnswer(
-            id=self._context.generation.job.id,
+            id=self._context.generation.prepared.id,
             model=self._context.body.model,
             usage=self._usage(),
             **fields,

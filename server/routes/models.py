@@ -1,37 +1,14 @@
 """``GET /v1/models`` and ``GET /v1/models/{id}``: the served names."""
 
-from typing import Literal
-
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
 
 from truedraft.server.errors import ErrorAnswer
+from truedraft.server.generation.sampling_params import longest_request
 from truedraft.server.routes.checks import check_model
-from truedraft.server.sampling_params import longest_request
+from truedraft.server.schemas.models import ModelCard, ModelList
 from truedraft.server.services import Services, ServicesDep
 
 router = APIRouter(tags=["models"])
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "truedraft"
-    root: str = Field(description="The target's hub id or folder name.")
-    parent: None = None
-    max_model_len: int | None = Field(
-        description="Tokens of prompt and output together; null until the model is loaded."
-    )
-    tool_form: str | None = Field(
-        description="How the model writes tool calls: its family's way, or `generic` for a chat template "
-        "without tools. Null without a chat template, and until the model is loaded."
-    )
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
 
 
 @router.get("/v1/models", summary="List the model's names")

@@ -7,10 +7,10 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from truedraft.server.errors import ErrorAnswer, InvalidRequestError, NotReadyError
-from truedraft.server.schemas.operate import Health, Readiness, SpeculationState, Version, WorkerHealth
+from truedraft.server.observability.speculation_status import speculation_status
+from truedraft.server.schemas.operate import Health, Readiness, SpeculationStatus, Version, WorkerHealth
 from truedraft.server.services import ServicesDep
 from truedraft.server.settings import public_name
-from truedraft.server.speculation_state import speculation_state
 from truedraft.server.version import package_version
 
 router = APIRouter(tags=["operate"])
@@ -76,13 +76,13 @@ async def version(services: ServicesDep) -> Version:
         "default": {"model": ErrorAnswer},
     },
 )
-async def speculation(services: ServicesDep, worker: WorkerNumber = 0) -> SpeculationState:
+async def speculation(services: ServicesDep, worker: WorkerNumber = 0) -> SpeculationStatus:
     """Who drafts, how much is accepted at which position, what it gains, and why it is on or off."""
     workers = services.engine.workers
     if worker >= len(workers):
         raise InvalidRequestError(f"There are {len(workers)} workers, numbered from 0.", param="worker")
     asked = workers[worker]
-    return speculation_state(services.settings, asked.state.worker, asked.stats, asked.speculation)
+    return speculation_status(services.settings, asked.state.worker, asked.stats, asked.speculation)
 
 
 @router.get(

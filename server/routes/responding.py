@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from truedraft.server.errors import ApiError, code_of, internal_error
-from truedraft.server.generation import Generation
+from truedraft.server.generation.generation import Generation
 from truedraft.server.http.large_json import write_json
 from truedraft.server.http.request_id import request_id_of
 from truedraft.server.http.sse import EventStreamResponse
@@ -59,10 +59,10 @@ async def respond_whole(
         choices = await while_connected(request, generation.collect())
     finally:
         generation.close()
-    if generation.job.may_be_large:
-        work, job = get_services(request).work, generation.job
+    if generation.prepared.may_be_large:
+        work, prepared = get_services(request).work, generation.prepared
         writing = work.run(
-            job.answer_weight, job.key, lambda: write_json(writer.whole(choices)), may_refuse=False
+            prepared.answer_weight, prepared.key, lambda: write_json(writer.whole(choices)), may_refuse=False
         )
         answer = await while_connected(request, writing)
     else:

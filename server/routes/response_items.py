@@ -15,7 +15,7 @@ from truedraft.server.schemas.response_items import (
     OutputText,
     ReasoningText,
 )
-from truedraft.server.text.message_reader import Arguments, CallStart, Part, TextPart
+from truedraft.server.text.message_parser import Arguments, CallStart, Part, TextPart
 
 # Type and fields.
 Event = tuple[str, dict[str, Any]]

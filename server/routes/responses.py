@@ -35,7 +35,7 @@ from truedraft.server.schemas.structured import TextOptions
 from truedraft.server.services import ServicesDep
 from truedraft.server.text.choice import FinishedChoice
 from truedraft.server.text.logprobs import ScoredToken, chat_logprobs
-from truedraft.server.text.message_reader import TextPart
+from truedraft.server.text.message_parser import TextPart
 
 EVENT_STREAM = (
     "Named events whose data is JSON with a `type`, from `response.created` to `response.completed`, "
@@ -148,9 +148,9 @@ class ResponsesWriter:
     def _answer(self, status: Status, **fields: Any) -> ResponsesAnswer:
         """What every answer repeats of the request, and ``fields``."""
         body = self._body
-        params = self._context.generation.job.params  # with the defaults filled in
+        params = self._context.generation.prepared.params  # with the defaults filled in
         return ResponsesAnswer(
-            id=self._context.generation.job.id,
+            id=self._context.generation.prepared.id,
             created_at=self._context.created,
             status=status,
             instructions=body.instructions,

@@ -7,21 +7,26 @@ from typing import Literal
 from fastapi import Request
 from msgspec import structs
 
-from truedraft.server.generation import Generation, Job
+from truedraft.server.generation.generation import Generation
+from truedraft.server.generation.prepared_request import PreparedRequest
+from truedraft.server.generation.sampling_params import (
+    build_sampling_params,
+    check_answer_size,
+    check_prediction,
+)
 from truedraft.server.http.auth import api_key_of
 from truedraft.server.http.work import in_thread, in_thread_if_long, seconds_left, while_wanted
 from truedraft.server.leniency import Leniency
 from truedraft.server.routes.checks import check_room, choices_per_prompt, prompt_limits
 from truedraft.server.routes.context import GenerationContext
-from truedraft.server.sampling_params import build_sampling_params, check_answer_size, check_prediction
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.common import SamplingRequest
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.services import Model, Services
 from truedraft.server.settings import Settings
-from truedraft.server.text.grammar import NO_GRAMMAR, Grammar, structured_grammar
-from truedraft.server.text.message_reader import MessageFormat
+from truedraft.server.text.grammar.requested import NO_GRAMMAR, Grammar, structured_grammar
+from truedraft.server.text.message_parser import MessageFormat
 from truedraft.server.text.prompt import TokenPrompt, chat_prompt, predicted_tokens
 from truedraft.server.text.tools import find_reasoning, message_format, tool_use
 
@@ -51,7 +56,7 @@ async def start_chat(
     checking = structured_grammar(
         body,
         model.tokenizer,
-        services.grammar_checks,
+        services.grammar_validator,
         leniency,
         tools,
         reasoning,
@@ -86,7 +91,7 @@ def start_generation(
     )
     params = structs.replace(params, grammar=grammar.text, grammar_after=grammar.after)
     check_answer_size(body, params, [len(prompt.token_ids) for prompt in prompts], n, settings)
-    job = Job(
+    prepared = PreparedRequest(
         id=f"{ID_PREFIXES[endpoint]}{uuid.uuid4().hex}",
         endpoint=endpoint,
         prompts=prompts,
@@ -105,7 +110,7 @@ def start_generation(
         message=message,
         report_trace=body.speculation is not None and body.speculation.trace,
     )
-    generation = Generation(job, services.engine, model.tokenizer, services.metrics)
+    generation = Generation(prepared, services.engine, model.tokenizer, services.metrics)
     generation.start(seconds_left(request.scope), settings.request_timeout)
     return GenerationContext(body, generation, model, services, leniency, created=int(time.time()))
 

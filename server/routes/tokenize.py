@@ -5,14 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Request, Response
 
 from truedraft.server.errors import InvalidRequestError
+from truedraft.server.generation.sampling_params import longest_request
 from truedraft.server.http.json_route import JsonRoute
 from truedraft.server.http.large_json import write_json
 from truedraft.server.http.openapi import BODY_ERRORS
 from truedraft.server.http.work import in_thread
 from truedraft.server.leniency import Leniency
-from truedraft.server.parameters import check_parameters
 from truedraft.server.routes.checks import check_model, prompt_limits
-from truedraft.server.sampling_params import longest_request
 from truedraft.server.schemas.chat import TemplateFields
 from truedraft.server.schemas.examples import DETOKENIZE, TOKENIZE
 from truedraft.server.schemas.tokenize import (
@@ -21,6 +20,7 @@ from truedraft.server.schemas.tokenize import (
     TokenizeAnswer,
     TokenizeRequest,
 )
+from truedraft.server.schemas.unsupported_fields import check_parameters
 from truedraft.server.services import Model, Services, ServicesDep
 from truedraft.server.text.prompt import (
     PromptLimits,

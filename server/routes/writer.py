@@ -7,8 +7,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from truedraft.server.errors import ApiError
-from truedraft.server.http.access_log import SUMMARY
 from truedraft.server.http.sse import DONE, PING, chunk_event, error_event
+from truedraft.server.observability.request_summary import SUMMARY
 from truedraft.server.routes.context import GenerationContext
 from truedraft.server.routes.responding import AnswerWriter, respond_stream, respond_whole
 from truedraft.server.schemas.answer import Answer
@@ -41,7 +41,7 @@ class ChunkWriter(ABC):
 
 async def respond(request: Request, context: GenerationContext, writer: AnswerWriter) -> Response:
     request.scope["state"][SUMMARY] = context.generation.summary
-    headers, message = context.leniency.headers(), context.generation.job.message
+    headers, message = context.leniency.headers(), context.generation.prepared.message
     if message is not None and message.calls is not None:
         headers["x-truedraft-tool-form"] = message.calls.name
     send = respond_stream if context.body.stream else respond_whole

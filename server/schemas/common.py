@@ -1,7 +1,8 @@
 """Request fields that the generating endpoints share, with OpenAI's ranges.
 
-Every field may be null, which means "not given": defaults are filled in by ``server.sampling_params``,
-their only home. Unknown fields are kept in ``model_extra`` and judged by ``server.parameters``.
+Every field may be null, which means "not given": defaults are filled in by
+``server.generation.sampling_params``, their only home. Unknown fields are kept in ``model_extra`` and judged
+by ``server.schemas.unsupported_fields``.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, Self

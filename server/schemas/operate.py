@@ -66,7 +66,7 @@ class Speedup(BaseModel):
     achieved: float | None = Field(description="Over about the last fifty steps.")
 
 
-class SpeculationState(BaseModel):
+class SpeculationStatus(BaseModel):
     """How this server speculates now, and why."""
 
     proposer: Method | None = Field(description="Draft source of requests that do not name one.")

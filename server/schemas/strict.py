@@ -1,4 +1,4 @@
-"""The base of all objects of requests takes JSON as it is. ``server.parameters`` judges undeclared keys."""
+"""The base of all objects of requests takes JSON as it is; ``unsupported_fields`` judges undeclared keys."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ from truedraft.engine.messages import PredictionUse, RoundTrace, TokenLogprob, T
 from truedraft.server.schemas.answer import FinishReason, TokenOrigin
 from truedraft.server.text.detokenizer import Detokenizer
 from truedraft.server.text.logprobs import ScoredToken
-from truedraft.server.text.message_reader import MessageReader, Part, joined
+from truedraft.server.text.message_parser import MessageParser, Part, joined
 from truedraft.server.text.origins import OriginReader
 
 
@@ -112,7 +112,7 @@ class PredictionCount:
 class ReasoningCount:
     """Tokens of a message's reasoning, its marks included: those that begin before its end."""
 
-    def __init__(self, message: MessageReader) -> None:
+    def __init__(self, message: MessageParser) -> None:
         self._message = message
         self._offsets: list[int] | None = []  # while the end is not known
         self.num_tokens = 0
@@ -139,7 +139,7 @@ class ChoiceReader:
         text_start: int,
         stop_token_ids: Container[int] = (),
         prediction_length: int = 0,
-        message: MessageReader | None = None,
+        message: MessageParser | None = None,
     ) -> None:
         self.index = index
         self.finish_reason: FinishReason | None = None

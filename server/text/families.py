@@ -1,6 +1,6 @@
 """How families of models write tool calls and reasoning, as data; each is recognised by its chat template.
 
-``server.text.message_reader`` reads answers by it, ``server.text.tool_grammar`` constrains them.
+``server.text.message_parser`` reads answers by it, ``server.text.grammar.tool_calls`` constrains them.
 """
 
 import secrets

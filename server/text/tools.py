@@ -9,11 +9,11 @@ from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.responses import ResponsesRequest
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.families import NEXT_MESSAGE, CallFormat, ReasoningMarks
-from truedraft.server.text.message_reader import MessageFormat
+from truedraft.server.text.grammar.tool_calls import after_reasoning, arguments_schema, call_grammar
+from truedraft.server.text.grammar.tool_schemas import cleaned
+from truedraft.server.text.message_parser import MessageFormat
 from truedraft.server.text.prompt import TokenPrompt
 from truedraft.server.text.tokenizer import Tokenizer
-from truedraft.server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
-from truedraft.server.text.tool_schemas import cleaned
 
 
 @dataclass(frozen=True, slots=True)

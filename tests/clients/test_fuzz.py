@@ -29,14 +29,14 @@ from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.engine.config import EngineConfig
 from truedraft.server.app import create_app
-from truedraft.server.client.worker_client import WorkerClient
-from truedraft.server.client.worker_pool import WorkerPool
-from truedraft.server.metrics import Metrics
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.schemas.chat import ChatChunk
 from truedraft.server.schemas.completion import Completion
 from truedraft.server.schemas.messages import MessagesErrorAnswer
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import load_tokenizer
+from truedraft.server.workers.worker_client import WorkerClient
+from truedraft.server.workers.worker_pool import WorkerPool
 
 MIN_CASES = 2000
 CASES_PER_ROUTE = 500

@@ -24,7 +24,7 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.proposers.translated.pairing import compare_tokenizers
 from truedraft.engine.sampling import sampler as sampler_module
 from truedraft.engine.sampling.verify import RowVerdict, Verdict
-from truedraft.server.config import read_options
+from truedraft.server.cli.settings_sources import read_options
 
 # No time at all for speed: then as few tokens as possible are timed, on every machine the same ones.
 QUICK = ["--device", "cpu", "--samples", "400", "--seconds", "1e-9", "--repeats", "1", "--json"]

@@ -16,7 +16,7 @@ from truedraft.engine.commands import check
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.server.config import read_options
+from truedraft.server.cli.settings_sources import read_options
 
 MAIN = ["t5", "flan-t5", "bart", "marian"]
 

@@ -32,7 +32,7 @@ from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import boundaries
-from truedraft.server.config import read_options
+from truedraft.server.cli.settings_sources import read_options
 
 Patch = pytest.MonkeyPatch
 Folder = Callable[[str], str]

@@ -25,7 +25,7 @@ from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from truedraft.engine.native.quantised import TYPES, QuantisedLinear
 from truedraft.engine.runtime.native.runner import NativeRunner
-from truedraft.server.config import read_options
+from truedraft.server.cli.settings_sources import read_options
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 

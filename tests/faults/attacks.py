@@ -58,7 +58,7 @@ def together(server: Server, path: str, bodies: list[dict[str, Any]], timeout: f
 def checker_of(server: Server) -> int | None:
     """The process that checks grammars, a child of the server's."""
     for child in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
-        if b"grammar_checker" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"validator_process" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
     return None
 

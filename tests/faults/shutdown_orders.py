@@ -22,11 +22,11 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from truedraft.engine.messages import Ready
-from truedraft.server import draining
-from truedraft.server.client.worker_pool import WorkerFailedError
-from truedraft.server.draining import Server
-from truedraft.server.launch import bind, serve
+from truedraft.server.cli import draining
+from truedraft.server.cli.draining import Server
+from truedraft.server.cli.launch import bind, serve
 from truedraft.server.settings import Settings
+from truedraft.server.workers.worker_pool import WorkerFailedError
 
 WITHIN_SECONDS = 0.2
 DRAIN_TIMEOUT = 0.3

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from tests.server.running import MODEL, fake_worker_app
-from tests.server.test_speculation_state import STATS
+from tests.server.test_speculation_status import STATS
 from truedraft.engine import messages
 from truedraft.server.text.tokenizer import Tokenizer
 

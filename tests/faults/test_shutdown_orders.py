@@ -8,8 +8,8 @@ import pytest
 import uvicorn
 
 from tests.faults.shutdown_orders import ForgetfulServer, all_orders
-from truedraft.server import draining
-from truedraft.server.draining import Phase, Server
+from truedraft.server.cli import draining
+from truedraft.server.cli.draining import Phase, Server
 
 
 @pytest.fixture(autouse=True)

@@ -99,8 +99,9 @@ def workers_of(pid: int) -> list[int]:
 IMPATIENT = """
 import sys
 from functools import partial
-from truedraft.server import cli, launch
-from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.cli import main as cli
+from truedraft.server.cli import launch
+from truedraft.server.workers.worker_client import WorkerClient
 launch.WorkerClient = partial(WorkerClient, first_backoff_seconds=0.05)
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -26,7 +26,7 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_logging_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``truedraft serve`` sets up writes to the stderr of now. A test's is closed at its end, while the
     set-up would stay, and every later line would be an error."""
-    monkeypatch.setattr("truedraft.server.cli.configure_logging", lambda level, style: None)
+    monkeypatch.setattr("truedraft.server.cli.main.configure_logging", lambda level, style: None)
 
 
 @pytest.fixture(scope="session")

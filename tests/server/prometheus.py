@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.server.running import wait_for
-from truedraft.server.launch import bind
+from truedraft.server.cli.launch import bind
 
 MONITORING = Path(__file__).parents[2] / "deploy/monitoring"
 DASHBOARD = MONITORING / "grafana/dashboards/truedraft.json"

@@ -22,15 +22,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.orders import WorkerOrders
 from truedraft.server.app import create_app
-from truedraft.server.client.open_requests import QueueLimits
-from truedraft.server.client.worker_client import WorkerClient
-from truedraft.server.client.worker_pool import WorkerPool
-from truedraft.server.client.worker_process import Patience
-from truedraft.server.launch import bind, http_config
-from truedraft.server.metrics import Metrics
+from truedraft.server.cli.launch import bind, http_config
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.services import Services, TokenizerLoader
 from truedraft.server.settings import Settings
 from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.workers.open_requests import QueueLimits
+from truedraft.server.workers.worker_client import WorkerClient
+from truedraft.server.workers.worker_pool import WorkerPool
+from truedraft.server.workers.worker_process import WorkerTimeouts
 
 MODEL = "tiny-model"
 
@@ -152,7 +152,7 @@ def fake_worker_app(
     worker = WorkerClient(
         configured.engine_config(),
         metrics.workers[0],
-        patience=Patience(configured.heartbeat_timeout, configured.step_timeout),
+        timeouts=WorkerTimeouts(configured.heartbeat_timeout, configured.step_timeout),
         max_restarts=configured.max_worker_restarts,
         worker_command=(sys.executable, "-m", "tests.fake_worker", *worker_options),
         first_backoff_seconds=0.2,

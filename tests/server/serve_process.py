@@ -21,8 +21,9 @@ SERVE = """
 import json
 import sys
 from functools import partial
-from truedraft.server import cli, launch
-from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.cli import main as cli
+from truedraft.server.cli import launch
+from truedraft.server.workers.worker_client import WorkerClient
 command = (sys.executable, "-m", "tests.fake_worker", *json.loads(sys.argv[1]))
 launch.WorkerClient = partial(WorkerClient, worker_command=command)
 sys.exit(cli.main(["serve", *sys.argv[2:]]))

@@ -20,11 +20,11 @@ from truedraft.engine.messages import (
     TokenLogprob,
     TokenOutput,
 )
-from truedraft.server.text.chat_message import whole_message
+from truedraft.server.text.chat_parts import whole_message
 from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice
 from truedraft.server.text.detokenizer import Detokenizer
 from truedraft.server.text.families import CALL_FORMATS, REASONING_MARKS
-from truedraft.server.text.message_reader import MessageFormat, MessageReader
+from truedraft.server.text.message_parser import MessageFormat, MessageParser
 from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer
 
 EOS = 256
@@ -254,7 +254,7 @@ def test_marks_that_are_spelled_are_text(tmp_path: Path, special: bool, size: in
     token_ids = [*spelled, 0xC3, close, *spelled, call, *rest]  # a character that is cut
     detokenizer = Detokenizer(tokenizer.stream(skip_special_tokens=True, marks=form.literals))
     reader = ChoiceReader(
-        0, detokenizer, include_stop_string=False, text_start=0, message=MessageReader(form)
+        0, detokenizer, include_stop_string=False, text_start=0, message=MessageParser(form)
     )
     choice = FinishedChoice(0)
     for start in range(0, len(token_ids), size):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from truedraft.engine.config import EngineConfig
-from truedraft.server.cli import main
-from truedraft.server.config import ConfigError, load_settings
-from truedraft.server.help import configuration_page, setting_groups
+from truedraft.server.cli.help import configuration_page, setting_groups
+from truedraft.server.cli.main import main
+from truedraft.server.cli.settings_sources import ConfigError, load_settings
 from truedraft.server.settings import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,10 @@ import pytest
 from tests.server.serve_process import ROOT
 from truedraft.engine.commands.verify_trace import ReplaySettings
 from truedraft.engine.config import EngineConfig
-from truedraft.server import cli
-from truedraft.server.config import ConfigError, load_settings, read_options
-from truedraft.server.help import serve_help
-from truedraft.server.launch import StartError, bind_unix, check_tls
+from truedraft.server.cli import main as cli
+from truedraft.server.cli.help import serve_help
+from truedraft.server.cli.launch import StartError, bind_unix, check_tls
+from truedraft.server.cli.settings_sources import ConfigError, load_settings, read_options
 from truedraft.server.settings import Settings
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.server.running import RunningServer
 from truedraft.server import errors
 from truedraft.server.http import error_handlers
-from truedraft.server.metrics import Metrics
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.common import SamplingRequest, SpeculationOptions
 from truedraft.server.schemas.completion import CompletionRequest

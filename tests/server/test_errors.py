@@ -10,7 +10,7 @@ import pytest
 from tests.server.conftest import StartServer
 from tests.server.running import MODEL, RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
-from truedraft.server.parameters import UNSUPPORTED
+from truedraft.server.schemas.unsupported_fields import UNSUPPORTED
 from truedraft.server.text.tokenizer import load_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

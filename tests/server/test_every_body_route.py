@@ -13,10 +13,10 @@ from tests.server.conftest import StartServer
 from tests.server.refusals import error_of, refused_raw
 from tests.server.running import MODEL, RunningServer
 from truedraft.server.app import create_app
-from truedraft.server.client.worker_client import WorkerClient
-from truedraft.server.client.worker_pool import WorkerPool
-from truedraft.server.metrics import Metrics
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.settings import Settings
+from truedraft.server.workers.worker_client import WorkerClient
+from truedraft.server.workers.worker_pool import WorkerPool
 
 # A valid request for each, with few tokens.
 VALID: dict[str, dict[str, Any]] = {

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from tests.server.test_text_stream import TOKENIZERS
 from truedraft.engine.messages import Generate, SamplingParams, TokenLogprob, TokenOutput
-from truedraft.server.client.engine_stream import EngineStream
 from truedraft.server.errors import EngineError
-from truedraft.server.generation import Generation, Job, _reader
-from truedraft.server.metrics import Metrics
+from truedraft.server.generation.generation import Generation, _reader
+from truedraft.server.generation.prepared_request import PreparedRequest
+from truedraft.server.observability.metrics import Metrics
 from truedraft.server.text.choice import ChoiceDelta, FinishedChoice
 from truedraft.server.text.prompt import TokenPrompt
 from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.workers.engine_stream import EngineStream
 
 STOP = "ab"
 
@@ -41,8 +42,8 @@ class Answer(NamedTuple):
     num_generated: float
 
 
-def job(num_prompts: int, n: int) -> Job:
-    return Job(
+def prepared(num_prompts: int, n: int) -> PreparedRequest:
+    return PreparedRequest(
         id="cmpl-x",
         endpoint="completions",
         prompts=[TokenPrompt([1, 2, 3], "abc") for _ in range(num_prompts)],
@@ -90,16 +91,16 @@ async def let_read() -> None:
 
 
 async def answer(
-    generation_job: Job, tokenizer: Tokenizer, arrivals: Sequence[Sequence[TokenOutput]]
+    prepared_request: PreparedRequest, tokenizer: Tokenizer, arrivals: Sequence[Sequence[TokenOutput]]
 ) -> Answer:
     """``arrivals`` come one after the other, each read before the next."""
     engine, metrics = HandDrivenEngine(), Metrics()
-    generation = Generation(generation_job, engine, tokenizer, metrics)  # type: ignore[arg-type]
+    generation = Generation(prepared_request, engine, tokenizer, metrics)  # type: ignore[arg-type]
     generation.start()
-    choices = [FinishedChoice(index) for index in range(generation_job.num_choices)]
+    choices = [FinishedChoice(index) for index in range(prepared_request.num_choices)]
     deltas: list[ChoiceDelta] = []
     ended: list[tuple[str, int | None]] = []
-    requests = generation_job.engine_requests()
+    requests = prepared_request.engine_requests()
     sequences = [(request.request_id, index) for request in requests for index in range(request.n)]
 
     async def read() -> None:
@@ -134,7 +135,7 @@ async def answer(
 
 
 @st.composite
-def arrivals(draw: st.DrawFn) -> tuple[Job, list[TokenOutput], list[list[TokenOutput]]]:
+def arrivals(draw: st.DrawFn) -> tuple[PreparedRequest, list[TokenOutput], list[list[TokenOutput]]]:
     """A request, its outputs in the order in which the worker made them, and a way to cut them."""
     num_prompts, n = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     sequences = [(f"cmpl-x-{prompt}", index) for prompt in range(num_prompts) for index in range(n)]
@@ -150,12 +151,12 @@ def arrivals(draw: st.DrawFn) -> tuple[Job, list[TokenOutput], list[list[TokenOu
         count = draw(st.integers(1, 12))
         cut.append(left[:count])
         left = left[count:]
-    return job(num_prompts, n), steps, cut
+    return prepared(num_prompts, n), steps, cut
 
 
 @given(request=arrivals())
 def test_what_arrives_together_does_not_matter(
-    tokenizer: Tokenizer, request: tuple[Job, list[TokenOutput], list[list[TokenOutput]]]
+    tokenizer: Tokenizer, request: tuple[PreparedRequest, list[TokenOutput], list[list[TokenOutput]]]
 ) -> None:
     wanted, outputs, cut = request
     one_by_one = asyncio.run(answer(wanted, tokenizer, [[output] for output in outputs]))
@@ -168,7 +169,7 @@ def test_what_arrives_together_does_not_matter(
 def test_an_error_comes_after_what_was_delivered(tokenizer: Tokenizer) -> None:
     async def read() -> list[str]:
         engine = HandDrivenEngine()
-        generation = Generation(job(1, 1), engine, tokenizer, Metrics())  # type: ignore[arg-type]
+        generation = Generation(prepared(1, 1), engine, tokenizer, Metrics())  # type: ignore[arg-type]
         generation.start()
         for output in outputs_of(b"xyz", ("cmpl-x-0", 0), [1])[:2]:
             engine.stream.deliver(output)
@@ -189,7 +190,7 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
 
     async def read(cut: Sequence[int]) -> dict[str, float]:
         engine, metrics = HandDrivenEngine(), Metrics()
-        generation = Generation(job(1, 1), engine, tokenizer, metrics)  # type: ignore[arg-type]
+        generation = Generation(prepared(1, 1), engine, tokenizer, metrics)  # type: ignore[arg-type]
         generation.start()
         reading = asyncio.create_task(generation.collect())
         outputs = outputs_of(b"x" * 12, ("cmpl-x-0", 0), [2])
@@ -221,7 +222,7 @@ def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> Non
 @pytest.mark.parametrize(("continues_prompt", "text"), [(True, " the"), (False, "the")])
 def test_a_completion_goes_on_with_its_prompt_and_a_message_begins(continues_prompt: bool, text: str) -> None:
     """SentencePiece's decoder drops the space before the first word of a text."""
-    asked = replace(job(1, 1), prompts=[TokenPrompt([3], "a")], continues_prompt=continues_prompt)
+    asked = replace(prepared(1, 1), prompts=[TokenPrompt([3], "a")], continues_prompt=continues_prompt)
     reader = _reader(asked, 0, TOKENIZERS["bpe"])
     assert (
         reader.read(

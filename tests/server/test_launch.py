@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from truedraft.engine.messages import EncoderDecoderLengths, Ready
+from truedraft.server.cli.launch import capacity
 from truedraft.server.errors import ContextLengthError
-from truedraft.server.launch import capacity
+from truedraft.server.generation.sampling_params import build_sampling_params, longest_request
 from truedraft.server.leniency import Leniency
-from truedraft.server.sampling_params import build_sampling_params, longest_request
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.settings import RequestSettings, Settings
 from truedraft.server.text.tokenizer import load_tokenizer

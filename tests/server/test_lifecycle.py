@@ -20,8 +20,8 @@ from tests.server.refusals import COMPLETIONS
 from tests.server.running import PATIENCE_SECONDS, wait_for
 from tests.server.serve_process import ROOT, ServeProcess, body, serve_process
 from truedraft.engine.process.lifeline import PARENT_VARIABLE
-from truedraft.server.client.worker_client import WORKER_COMMAND
-from truedraft.server.client.worker_process import worker_environment
+from truedraft.server.workers.worker_client import WORKER_COMMAND
+from truedraft.server.workers.worker_process import worker_environment
 
 FOR_EVER = ("--drain-timeout", "1000")
 

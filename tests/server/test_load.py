@@ -25,7 +25,7 @@ from truedraft.loadtest.options import BenchOptions
 from truedraft.loadtest.prompts import read_prompts
 from truedraft.loadtest.report import print_table
 from truedraft.loadtest.rows import lag, load_row
-from truedraft.server.cli import main
+from truedraft.server.cli.main import main
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 6}}
 

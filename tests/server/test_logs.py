@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.server.conftest import StartServer
 from tests.server.running import RunningServer, wait_for
 from tests.server.serve_process import serve_process
-from truedraft.server.logs import TEXT, JsonFormatter, WithRequestId
-from truedraft.server.tracing import make_provider
+from truedraft.server.observability.logs import TEXT, JsonFormatter, WithRequestId
+from truedraft.server.observability.tracing import make_provider
 
 SECONDS = {"seconds", "queue_seconds", "first_token_seconds"}
 
@@ -124,7 +124,9 @@ def test_an_exception_has_the_requests_id(
 
 def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr("truedraft.server.tracing.make_provider", lambda: make_provider(exporter))
+    monkeypatch.setattr(
+        "truedraft.server.observability.tracing.make_provider", lambda: make_provider(exporter)
+    )
     with start_server(otel=True) as server:
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         body = {"prompt": "log", "max_tokens": 8}

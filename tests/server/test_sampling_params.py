@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from truedraft.engine.messages import Ready, SamplingParams
+from truedraft.server.generation.sampling_params import build_sampling_params
 from truedraft.server.leniency import Leniency
-from truedraft.server.sampling_params import build_sampling_params
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.completion import CompletionRequest
 from truedraft.server.settings import RequestSettings

@@ -17,8 +17,9 @@ import pytest
 
 from tests.server.running import PATIENCE_SECONDS, wait_for
 from tests.server.serve_process import ROOT, SERVE, body, serve_process
-from truedraft.server import cli, launch
-from truedraft.server.client.worker_client import WorkerClient
+from truedraft.server.cli import launch
+from truedraft.server.cli import main as cli
+from truedraft.server.workers.worker_client import WorkerClient
 
 FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
 

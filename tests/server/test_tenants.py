@@ -9,8 +9,8 @@ import pytest
 from tests.server.conftest import StartServer
 from tests.server.refusals import COMPLETIONS, refused
 from tests.server.running import RunningServer
-from truedraft.server.client.open_requests import FairShare
 from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.workers.open_requests import FairShare
 
 KEYS = ["anna-secret", "bert-secret"]
 

@@ -13,12 +13,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.server.tiny_tokenizer import byte_characters
 from truedraft.server.schemas.tools import FunctionDefinition
-from truedraft.server.text.chat_message import whole_message
+from truedraft.server.text.chat_parts import whole_message
 from truedraft.server.text.families import CALL_FORMATS, GENERIC, REASONING_MARKS, CallFormat, ReasoningMarks
-from truedraft.server.text.message_reader import MessageFormat, MessageReader
+from truedraft.server.text.grammar.tool_calls import after_reasoning, arguments_schema, call_grammar
+from truedraft.server.text.message_parser import MessageFormat, MessageParser
 from truedraft.server.text.tokenizer import ChatTemplates
 from truedraft.server.text.tokenizer import Tokenizer as ServerTokenizer
-from truedraft.server.text.tool_grammar import after_reasoning, arguments_schema, call_grammar
 
 FORMATS = {each.name: each for each in (*CALL_FORMATS, GENERIC)}
 EOS = "<|endoftext|>"
@@ -84,7 +84,7 @@ def drawn(grammar: str, made: Tokenizer, seed: int, start: str = "") -> str:
 def calls_of(form: CallFormat, text: str) -> list[tuple[str, Any]]:
     schemas = {each.name: arguments_schema(each) for each in FUNCTIONS}
     reasoning = REASONING_MARKS[-1] if form.before_content else None
-    reader = MessageReader(MessageFormat(reasoning, form, schemas=schemas))
+    reader = MessageParser(MessageFormat(reasoning, form, schemas=schemas))
     message = whole_message(reader.push(text) + reader.finish())
     calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
     for name, arguments in calls:
@@ -242,7 +242,7 @@ def test_nested_arguments_with_quotes(name: str) -> None:
     seen: set[str] = set()
     for seed in range(40):
         text = drawn(grammar, made, seed)
-        reader = MessageReader(MessageFormat(calls=form))
+        reader = MessageParser(MessageFormat(calls=form))
         (call,) = whole_message(reader.push(text) + reader.finish()).tool_calls or []
         arguments = json.loads(call.function.arguments)
         Draft202012Validator(NESTED).validate(arguments)
@@ -292,7 +292,7 @@ def test_required_names_without_a_schema_are_written(name: str) -> None:
     reasoning = REASONING_MARKS[-1] if form.before_content else None
     for seed in range(5):
         schemas = {"f": arguments_schema(function)}
-        reader = MessageReader(MessageFormat(reasoning, form, schemas=schemas))
+        reader = MessageParser(MessageFormat(reasoning, form, schemas=schemas))
         text = drawn(grammar, made, seed)
         (call,) = whole_message(reader.push(text) + reader.finish()).tool_calls or []
         arguments = json.loads(call.function.arguments)

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from tests.server.conftest import StartServer
 from tests.server.running import RunningServer
-from truedraft.server.cli import main
-from truedraft.server.top import Client, History, sparkline, view
+from truedraft.server.cli.main import main
+from truedraft.server.cli.top import Client, History, sparkline, view
 
 
 def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:

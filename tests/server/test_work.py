@@ -16,7 +16,7 @@ from tests.server.refusals import CHAT, COMPLETIONS
 from tests.server.running import MODEL, RunningServer, wait_for
 from truedraft.server.errors import QueueFullError
 from truedraft.server.http.body_limit import HeldBodies
-from truedraft.server.text.grammar_checks import GrammarChecks
+from truedraft.server.text.grammar.validator import GrammarValidator
 from truedraft.server.text.tokenizer import Tokenizer
 
 KEYS = ["anna-secret", "bert-secret"]
@@ -144,7 +144,7 @@ def test_the_deadline_covers_grammars(start_server: StartServer, monkeypatch: py
         asked.set()
         return await server.loop.create_future()  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(GrammarChecks, "_ask", hang)
+    monkeypatch.setattr(GrammarValidator, "_ask", hang)
     with start_server(request_timeout=LONG_SECONDS) as server, ThreadPoolExecutor() as threads:
         body = {"prompt": "x", "structured_outputs": {"regex": "a"}}
         answer = threads.submit(server.post, COMPLETIONS, body)
@@ -155,8 +155,8 @@ def test_the_deadline_covers_grammars(start_server: StartServer, monkeypatch: py
         asked.clear()
         with server.unanswered(COMPLETIONS, body):
             asked.wait()
-            assert server.services.grammar_checks._turns.num_at_work == 1
-        wait_for(lambda: server.services.grammar_checks._turns.num_at_work == 0, "its end")
+            assert server.services.grammar_validator._turns.num_at_work == 1
+        wait_for(lambda: server.services.grammar_validator._turns.num_at_work == 0, "its end")
 
 
 def test_the_deadline_counts_from_the_request(start_server: StartServer, encoder: Encoder) -> None:

@@ -21,11 +21,11 @@ from tests.server.running import MODEL, PATIENCE_SECONDS, RunningServer, fake_wo
 from tests.server.serve_process import ROOT
 from tests.server.wire import events
 from truedraft.engine.config import EngineConfig
-from truedraft.server.client import worker_client
-from truedraft.server.client.worker_client import WorkerClient
 from truedraft.server.errors import error_codes
-from truedraft.server.metrics import WorkerMetrics
+from truedraft.server.observability.metrics import WorkerMetrics
 from truedraft.server.text.tokenizer import Tokenizer
+from truedraft.server.workers import worker_client
+from truedraft.server.workers.worker_client import WorkerClient
 
 COMPLETIONS = "/v1/completions"
 

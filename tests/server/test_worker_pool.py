@@ -6,15 +6,15 @@ import pytest
 
 from tests.server.test_launch import worker as ready_message
 from truedraft.engine.messages import Abort, Generate, SamplingParams, TokenOutput, ToWorker
-from truedraft.server.client.engine_stream import EngineStream
-from truedraft.server.client.open_requests import QueueLimits
-from truedraft.server.client.prefix_affinity import LONGEST, MAX_HASHES, KnownPrefixes, Prefix, prefixes_of
-from truedraft.server.client.worker_client import EngineState, WorkerClient
-from truedraft.server.client.worker_pool import TOKENS_PER_SEQUENCE, WorkerFailedError, WorkerPool
+from truedraft.server.cli.launch import thread_share
 from truedraft.server.errors import NotReadyError, QueueFullError, WorkerLostError
-from truedraft.server.launch import thread_share
-from truedraft.server.metrics import WorkerMetrics
+from truedraft.server.observability.metrics import WorkerMetrics
 from truedraft.server.settings import Settings
+from truedraft.server.workers.engine_stream import EngineStream
+from truedraft.server.workers.open_requests import QueueLimits
+from truedraft.server.workers.prefix_affinity import LONGEST, MAX_HASHES, KnownPrefixes, Prefix, prefixes_of
+from truedraft.server.workers.worker_client import EngineState, WorkerClient
+from truedraft.server.workers.worker_pool import TOKENS_PER_SEQUENCE, WorkerFailedError, WorkerPool
 
 LOST = WorkerLostError("It died.")
 READY = EngineState("ready", "", ready_message())

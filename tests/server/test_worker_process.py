@@ -9,8 +9,8 @@ import pytest
 from tests.server.running import PATIENCE_SECONDS
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.messages import Failed, FromWorker
-from truedraft.server.client import worker_process
-from truedraft.server.client.worker_process import WorkerProcess
+from truedraft.server.workers import worker_process
+from truedraft.server.workers.worker_process import WorkerProcess
 
 # Its messages come when it is dead already, as from a connection that has been slow: a child brings them.
 LATE = """

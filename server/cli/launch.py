@@ -1,0 +1,334 @@
+"""Start the server for given settings: open the port, start the worker, run until a signal ends it.
+
+The one place where engine client, app and uvicorn meet. Called by ``server.cli.main``; prints for people.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from itertools import repeat
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.machine.limits import num_cpus
+from truedraft.engine.machine.openmp import THREADS_VARIABLE
+from truedraft.engine.messages import Ready
+from truedraft.server.app import create_app
+from truedraft.server.cli.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
+from truedraft.server.generation.sampling_params import longest_request
+from truedraft.server.http.protocol import LimitedProtocol
+from truedraft.server.observability.metrics import Metrics
+from truedraft.server.services import Services
+from truedraft.server.settings import Settings
+from truedraft.server.version import package_version
+from truedraft.server.workers.open_requests import QueueLimits
+from truedraft.server.workers.worker_client import WorkerClient
+from truedraft.server.workers.worker_pool import WorkerPool
+from truedraft.server.workers.worker_process import WorkerTimeouts
+
+# Draft sources, as the start shows them.
+DRAFTERS = {
+    "auto": "draft model or n-grams, by expected speed",
+    "draft_model": "the draft model",
+    "ngram": "n-grams of the text so far",
+}
+
+
+# Each connection is one. Shells and containers often allow 1,024 unless a process asks for more.
+MAX_DESCRIPTORS = 65536
+
+
+logger = logging.getLogger("truedraft.server")
+
+
+# When loading says what it is at, after the time before: soon at first, then every half minute.
+PROGRESS_SECONDS = (3, 5, 8, 14, *repeat(30, 200))
+
+
+class StartError(Exception):
+    """The server cannot start; the message says what to do about it."""
+
+
+def launch(settings: Settings) -> int:
+    """Serve until a signal comes; returns the exit code.
+
+    Raises ``StartError`` or, if a model does not load or the worker keeps dying, that error.
+    """
+    check_models(settings)
+    check_tls(settings)
+    raise_descriptor_limit()
+    with _listen(settings) as listener:
+        app = make_app(settings)
+        config = http_config(app, settings)
+        _say(_introduction(settings, listener), settings.log_format)
+        server = Server(config, settings.drain_timeout)
+        try:
+            with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                runner.run(serve(server, listener, app.state.services))
+        finally:
+            server.has_ended()
+    # The interpreter's last collection would take a second to walk through what transformers has imported.
+    gc.freeze()
+    return server.exit_code
+
+
+def http_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,  # ours has more in it
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="on",
+        server_header=False,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+        timeout_keep_alive=settings.keep_alive_timeout,
+    )
+
+
+def make_app(settings: Settings) -> FastAPI:
+    """The application, which starts its workers when it starts itself."""
+    configs = settings.worker_configs()
+    metrics = Metrics(settings.metrics_prefix, settings.model_name, len(configs))
+    workers = [
+        WorkerClient(
+            config,
+            observer,
+            environment=thread_share(len(configs), os.environ),
+            timeouts=WorkerTimeouts(settings.heartbeat_timeout, settings.step_timeout),
+            max_restarts=settings.max_worker_restarts,
+        )
+        for config, observer in zip(configs, metrics.workers, strict=True)
+    ]
+    pool = WorkerPool(workers, QueueLimits.of(settings), shares_prefixes=settings.prefix_caching)
+    return create_app(settings, pool, metrics)
+
+
+def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What tells one of several workers how many processors are its own."""
+    if num_workers == 1:
+        return {}
+    given = environ.get(THREADS_VARIABLE, "")
+    num_threads = int(given) if given.isdecimal() else num_cpus()
+    return {THREADS_VARIABLE: str(max(1, num_threads // num_workers))}
+
+
+def check_models(settings: Settings) -> None:
+    """Find missing folders before anything slow starts. Hub ids are left to the worker."""
+    for role, model in (("target", settings.target), ("draft", settings.draft)):
+        if model is None or Path(model).is_dir():
+            continue
+        if Path(model).is_file():
+            if is_gguf(model):
+                continue
+            raise StartError(
+                f"The {role} model {model} is a file; a folder with config.json and safetensors, or a .gguf "
+                "file, is needed."
+            )
+        if is_gguf(model) and not Path(model).is_absolute() and not model.startswith(("./", "../", "~")):
+            continue  # a file on the hub
+        if Path(model).is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1:
+            raise StartError(f"The {role} model folder {model} does not exist. Set --{role}.")
+
+
+def check_tls(settings: Settings) -> None:
+    if settings.ssl_certfile is None or settings.ssl_keyfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A passphrase is not asked for: a server is started by machines, too.
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
+    except OSError as error:  # SSLError included
+        files = f"{settings.ssl_certfile} and {settings.ssl_keyfile}"
+        reason = error.strerror or error
+        raise StartError(f"Cannot use ssl_certfile and ssl_keyfile ({files}): {reason}.") from error
+
+
+def raise_descriptor_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def _listen(settings: Settings) -> socket.socket:
+    if settings.uds is not None:
+        return bind_unix(settings.uds)
+    listener = bind(settings.host, settings.port)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Connections inherit it. The kernel ends one whose client takes nothing of what waits for it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, settings.send_timeout * 1000)
+    return listener
+
+
+def bind_unix(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_served(path):
+            path.unlink()  # of a server that was killed
+        listener.bind(str(path))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"Cannot listen on {path}: {error.strerror or error}. Choose another with --uds."
+        ) from error
+    return listener
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(str(path)) == 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Listen on the port before anything else, so that a taken one is noticed at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is spelt out because asyncio switches Nagle's algorithm off only where it can see TCP;
+    # with it, every answer in two packets waits 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"Cannot listen on {host} port {port}: {error.strerror}. Choose another with --port."
+        ) from error
+    return listener
+
+
+async def serve(server: Server, listener: socket.socket, services: Services) -> None:
+    """Serves until a signal or a failure ends it; raises what the failure was."""
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    announcing = asyncio.create_task(_announce(services, server))
+    failing = asyncio.create_task(services.engine.wait_until_failed())
+    draining = asyncio.create_task(drain_on_signal(server, services))
+    _end_with_the_terminal(server)
+    try:
+        await asyncio.wait({serving, announcing}, return_when=asyncio.FIRST_COMPLETED)
+        if announcing.done() and announcing.exception() is None:
+            await asyncio.wait({serving, failing}, return_when=asyncio.FIRST_COMPLETED)
+        server.advance(Phase.CLOSING)  # one of them has failed, or serving is over anyhow
+        await serving
+        for task in (announcing, failing):
+            if task.done() and not server.num_signals:  # after a signal, the end of the worker is no failure
+                task.result()
+    finally:
+        for task in (announcing, failing, draining):
+            task.cancel()
+
+
+def _end_with_the_terminal(server: Server) -> None:
+    """A closed terminal (SIGHUP) ends the server in order, unless it was started to survive that (nohup)."""
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.handle_exit, signal.SIGHUP, None)
+
+
+async def _announce(services: Services, server: Server) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    log_format = services.settings.log_format
+    _say(["Loading the models ..."], log_format)
+    telling = asyncio.create_task(_tell_progress(services))
+    try:
+        worker = await services.wait_until_ready()
+    finally:
+        telling.cancel()
+    # What is imported and loaded stays: to look through it again would stop every stream for a while.
+    gc.freeze()
+    _say(capacity(services.settings, worker), log_format)
+
+
+async def _tell_progress(services: Services) -> None:
+    """Says now and then what loading is at: a large model takes minutes."""
+    began = time.monotonic()
+    for seconds in PROGRESS_SECONDS:
+        await asyncio.sleep(seconds)
+        stage = services.engine.workers[0].stage or "the engine"
+        _say([f"  {time.monotonic() - began:.0f} s: loading {stage}"], services.settings.log_format)
+
+
+def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
+    """What is about to run, and where."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    where = f"unix:{settings.uds}" if settings.uds else f"{scheme}://{host}:{listener.getsockname()[1]}"
+    return [
+        f"Truedraft {package_version()}",
+        f"  target    {settings.target}",
+        f"  draft     {settings.draft or 'none'}",
+        f"  url       {where}{settings.root_path}/v1   (model name: {', '.join(settings.served_names)})",
+        f"  page      {where}{settings.root_path}/",
+    ]
+
+
+def capacity(settings: Settings, worker: Ready) -> list[str]:
+    """What the loaded pair can take: what drafts, and what fits into the cache."""
+    longest = longest_request(worker)
+    blocks_per_request = -(-longest // worker.block_size)
+    num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)
+    num_blocks, size = worker.num_target_blocks, worker.block_size
+    each = " for each model" if worker.num_draft_blocks else ""
+    way = f", {worker.forward}" if worker.forward else ""
+    each_worker = f"; each of {settings.num_workers} workers:" if settings.num_workers > 1 else "."
+    threads = [f"  threads   {worker.num_threads}: {worker.thread_limit}"] if worker.thread_limit else []
+    return [
+        f"Ready on {worker.device} in {worker.dtype}{way}{each_worker}",
+        f"  weights   {', '.join(worker.weights)}",
+        *threads,
+        f"  drafting  {_drafting(settings, worker)}",
+        f"  cache     {num_blocks:,} blocks of {size} tokens: {num_blocks * size:,} tokens{each}",
+        f"  requests  up to {longest:,} tokens, {_together(worker)}{_what_limits(longest, worker)}; "
+        f"{num_requests} of that length at once",
+    ]
+
+
+def _drafting(settings: Settings, worker: Ready) -> str:
+    length = settings.num_speculative_tokens
+    if worker.method == "none" or length == 0:
+        return "off, unless a request asks for it" if worker.methods else "off"
+    if length == "auto":
+        return f"length auto; source: {DRAFTERS[worker.method]}"
+    return f"length {length}; source: {DRAFTERS[worker.method]}"
+
+
+def _together(worker: Ready) -> str:
+    lengths = worker.encoder_decoder
+    if lengths is None:
+        return "prompt and output together"
+    return f"prompts up to {lengths.max_prompt_len:,} and outputs up to {lengths.max_output_len:,}"
+
+
+def _what_limits(longest: int, worker: Ready) -> str:
+    if longest == worker.max_model_len:
+        return ""
+    return f" (the model could take {worker.max_model_len:,}: raise cache_memory)"
+
+
+def _say(lines: Iterable[str], log_format: str) -> None:
+    """Prints for people; writes entries of the log where machines read all that the server writes."""
+    if log_format == "json":
+        for line in lines:
+            logger.info("%s", line.strip())
+        return
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError:
+        # A full disk or a reader that has gone is no reason not to serve. What is left in the buffer would
+        # make the exit code 120.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -1,0 +1,162 @@
+"""The ``truedraft`` command: picks the subcommand, reads settings, turns failures into messages.
+
+``serve`` is done by ``server.cli.launch``, ``bench`` by ``loadtest``. The other commands run the engine in
+this process and belong to ``engine``; each is imported only when asked for, because it loads torch.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import disable_created_metrics
+from pydantic_settings import BaseSettings
+
+from truedraft.engine.machine.openmp import spin_settings
+from truedraft.server.cli.help import command_help, serve_help
+from truedraft.server.cli.launch import StartError, launch
+from truedraft.server.cli.settings_sources import ConfigError, load_settings, read_options
+from truedraft.server.observability.logs import configure_logging
+from truedraft.server.observability.tracing import TracingUnavailableError
+from truedraft.server.services import TokenizerFailedError
+from truedraft.server.version import package_version
+from truedraft.server.workers.worker_pool import WorkerFailedError
+
+HELP = """\
+usage: truedraft COMMAND [OPTIONS]
+
+OpenAI-compatible inference with exact speculative sampling.
+
+commands:
+  serve           start the HTTP server; without options, the bundled demo pair on http://127.0.0.1:8000
+  generate        generate text in the terminal, without a server
+  check           test a pair of models before it is deployed: exactness, acceptance, speed-up
+  verify-trace    replay a traced answer and confirm every decision in it
+  top             watch a running server: requests, tokens per second, acceptance, speed-up
+  bench           load-test any OpenAI-compatible server: throughput, latencies, acceptance
+
+options:
+  --version       print the versions of truedraft and torch, the device and the kernels
+  --help          print this help; 'truedraft COMMAND --help' lists the options of a command
+
+examples:
+  truedraft serve
+  truedraft serve --target ./my-model --draft ./my-small-model --port 9000
+  truedraft generate "Once upon a time"
+  truedraft check --target ./my-model --draft ./my-small-model
+  truedraft verify-trace answer.json
+  truedraft bench --base-url http://127.0.0.1:8000/v1 --concurrency 1,16 --rate 4
+"""
+
+OK, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_what_is_closed()
+    if not _has_folder():
+        _complain("truedraft", "The current folder no longer exists. Change to another one.")
+        return FAILED
+    os.environ.update(spin_settings(os.environ))  # the command may load torch
+    match arguments:
+        case ["serve", *flags] if {"--help", "-h"} & set(flags):
+            print(serve_help(), end="")
+            return OK
+        case ["serve", *flags]:
+            return serve(flags)
+        case ["generate", *flags]:
+            from truedraft.engine.commands.generate import GenerateSettings
+            from truedraft.engine.commands.generate import main as generate
+
+            return in_terminal("generate", generate, GenerateSettings, flags)
+        case ["check", *flags]:
+            from truedraft.engine.commands.check import CheckSettings
+            from truedraft.engine.commands.check import main as check
+
+            return in_terminal("check", check, CheckSettings, flags)
+        case ["verify-trace", *flags]:
+            from truedraft.engine.commands.verify_trace import ReplaySettings
+            from truedraft.engine.commands.verify_trace import main as verify_trace
+
+            return in_terminal("verify-trace", verify_trace, ReplaySettings, flags)
+        case ["top", *flags]:
+            from truedraft.server.cli.top import TopOptions
+            from truedraft.server.cli.top import main as top
+
+            return in_terminal("top", top, TopOptions, flags)
+        case ["bench", *flags]:
+            return bench(flags)
+        case ["--version" | "-V"]:
+            from truedraft.engine.commands.about import about
+
+            print(f"truedraft  {package_version()}\n{about()}")
+            return OK
+        case [] | ["--help" | "-h" | "help"]:
+            print(HELP, end="")
+            return OK
+    _complain("truedraft", f"Unknown command {arguments[0]}. See 'truedraft --help'.")
+    return WRONG_USAGE
+
+
+def serve(flags: Sequence[str]) -> int:
+    try:
+        settings = load_settings(flags)
+    except ConfigError as error:
+        _complain("truedraft serve", str(error))
+        return WRONG_USAGE
+    configure_logging(settings.log_level, settings.log_format)
+    # The *_created series would double the size of /metrics for nothing.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    try:
+        return launch(settings)
+    except (StartError, WorkerFailedError, TokenizerFailedError, TracingUnavailableError) as error:
+        if settings.log_format == "json":
+            logging.getLogger("truedraft.server").error("%s", error)
+        else:
+            _complain("truedraft serve", str(error))
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def in_terminal(name: str, run: Callable[[Any], int], kind: type[BaseSettings], flags: Sequence[str]) -> int:
+    """A command with options of its own."""
+    if {"--help", "-h"} & set(flags):
+        print(command_help(name, kind), end="")
+        return OK
+    try:
+        options = read_options(kind, flags)
+    except ConfigError as error:
+        _complain(f"truedraft {name}", str(error))
+        return WRONG_USAGE
+    return run(options)
+
+
+def bench(flags: Sequence[str]) -> int:
+    from truedraft.loadtest.command import main as put_load
+    from truedraft.loadtest.options import BenchOptions
+
+    return in_terminal("bench", put_load, BenchOptions, flags)
+
+
+def _open_what_is_closed() -> None:
+    """Lets a closed standard stream lead nowhere: the next file that is opened would take its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, open(number, "r+" if number == 0 else "w"))  # noqa: SIM115
+
+
+def _has_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _complain(command: str, message: str) -> None:
+    print(f"{command}: error: {message}", file=sys.stderr)

@@ -1,0 +1,288 @@
+"""Prometheus metrics: what requests experience, and what each worker reports.
+
+The worker sends totals since its start; they are added up here as growth, so that a restarted worker does
+not make a counter fall. Updated by ``server.workers`` and ``server.generation``, read by ``/metrics``.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Metric
+
+from truedraft.engine.messages import FinishReason, Ready, Source, Stats
+from truedraft.server.errors import error_codes
+from truedraft.server.observability.metrics_registry import LabelledRegistry
+from truedraft.server.observability.speculation_status import achieved_speedup
+from truedraft.server.settings import DEFAULT_PREFIX, public_name
+from truedraft.server.text.choice import ChoiceDelta
+from truedraft.server.version import package_version
+
+LATENCY_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+DURATION_BUCKETS = (*LATENCY_BUCKETS, 20, 50, 100, 200, 500)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+RATE_BUCKETS = tuple(tenth / 10 for tenth in range(1, 11))
+
+# Where the engine's time goes, as its ``Stats`` name it.
+PHASES = ("draft", "score", "verify", "host")
+
+
+class RequestMetrics:
+    """Families of requests and their tokens."""
+
+    def __init__(self, registry: CollectorRegistry, prefix: str) -> None:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"{prefix}{name}", text, buckets=buckets, registry=registry)
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"{prefix}{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{prefix}{name}", text, registry=registry)
+
+        self.duration = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", DURATION_BUCKETS
+        )
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", DURATION_BUCKETS
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Between tokens of a sequence, one sample a token.",
+            LATENCY_BUCKETS,
+        )
+        self.round_interval = histogram(
+            "round_interval_seconds", "Between rounds of a sequence, one sample a round.", LATENCY_BUCKETS
+        )
+        self.queue_time = histogram(
+            "request_queue_time_seconds",
+            "From the worker's queue to a sequence's first step.",
+            DURATION_BUCKETS,
+        )
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", DURATION_BUCKETS
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From the first token to the last one.", DURATION_BUCKETS
+        )
+        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens per request.", TOKEN_BUCKETS)
+        self.completion_size = histogram(
+            "request_generation_tokens", "Generated tokens per request.", TOKEN_BUCKETS
+        )
+        self.acceptance_rate = histogram(
+            "request_acceptance_rate", "Accepted per drafted token, per request that drafted.", RATE_BUCKETS
+        )
+        self.requests = counter("request_success", "Finished requests.", ["finished_reason"])
+        self.http = counter("http_requests", "Answered HTTP requests.", ["route", "status"])
+        self.errors = counter("request_errors", "Requests answered with an error.", ["code"])
+        self.aborted = counter("requests_aborted", "Requests that ended early.", ["reason"])
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of submitted requests.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
+        self.running = gauge("num_requests_running", "Requests with a first token.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for their first token.")
+        self.ready = gauge("ready", "1 when a request can be taken.")
+        # A series that begins with its first event has no growth to see, and no alert for that event.
+        for code in error_codes():
+            self.errors.labels(code)
+        for reason in get_args(FinishReason):
+            self.requests.labels(reason)
+        for reason in ("disconnect", "timeout"):
+            self.aborted.labels(reason)
+
+    def add_route(self, route: str, statuses: Iterable[int]) -> None:
+        """Makes the series of a route's answers."""
+        for status in statuses:
+            self.http.labels(route, status)
+
+
+class WorkerMetrics:
+    """Families that mirror one worker's ``Stats``; observes it for ``server.workers.worker_client``.
+
+    A worker sends its totals with every step; only the last ones before ``collect`` are counted.
+    """
+
+    def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"{prefix}{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
+            return Gauge(f"{prefix}{name}", text, labels, registry=registry)
+
+        method = ["method"]
+        self._drafts = counter("spec_decode_num_drafts", "Rounds that drafted.", method)
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens.", method)
+        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Accepted tokens.", method)
+        self._drafted_at = counter(
+            "spec_decode_num_draft_tokens_per_pos", "Tokens drafted at a position.", ["position"]
+        )
+        self._accepted_at = counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Tokens accepted at a position.", ["position"]
+        )
+        self._preemptions = counter("num_preemptions", "Sequences put back to make room in the cache.")
+        self._prefix_queries = counter(
+            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."
+        )
+        self._prefix_hits = counter("prefix_cache_hits", "Of them, those that were found there.")
+        self._phase_seconds = counter("phase_seconds", "Time spent in each phase of a round.", ["phase"])
+        self._restarts = counter("worker_restarts", "Workers that died and were replaced.")
+        self._ready = gauge("worker_ready", "1 while the worker takes part.")
+        self._cache_usage = gauge("kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1.", ["model"])
+        self._num_speculative_tokens = gauge("num_speculative_tokens", "Tokens drafted per round now.")
+        self._estimated_speedup = gauge(
+            "estimated_speedup", "Tokens per second over those without drafts; NaN where not estimated."
+        )
+        self._achieved_speedup = gauge(
+            "achieved_speedup", "The same, as measured over about the last fifty steps; NaN where it is not."
+        )
+        self._build = Info(f"{prefix}build", "Version and models.", registry=registry)
+        self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}
+        self._uncounted: Stats | None = None
+        self.speculation({})
+        self._build.info({"version": package_version()})
+        for phase in PHASES:
+            self._phase_seconds.labels(phase)
+        for source in get_args(Source):
+            if source != "none":
+                for family in (self._drafts, self._draft_tokens, self._accepted_tokens):
+                    family.labels(source)
+
+    def collect(self) -> Iterator[Metric]:
+        self._count()
+        yield from self._registry.collect()
+
+    def ready(self, ready: Ready) -> None:
+        self._totals = {}
+        self.speculation({})
+        self._ready.set(1)
+        self._build.info(
+            {
+                "version": package_version(),
+                "target": public_name(ready.target),
+                "draft": public_name(ready.draft) if ready.draft else "none",
+                "device": ready.device,
+                "dtype": ready.dtype,
+            }
+        )
+
+    def lost(self) -> None:
+        self._count()
+        self._restarts.inc()
+        self._ready.set(0)
+        self._cache_usage.clear()  # the cache went with the worker
+
+    def speculation(self, state: Mapping[str, Any]) -> None:
+        self._estimated_speedup.set(state.get("predicted_speedup", math.nan))
+        achieved = achieved_speedup(state)
+        self._achieved_speedup.set(math.nan if achieved is None else achieved)
+
+    def stats(self, stats: Stats) -> None:
+        self._uncounted = stats
+
+    def _count(self) -> None:
+        stats, self._uncounted = self._uncounted, None
+        if stats is None:
+            return
+        self._num_speculative_tokens.set(stats.num_speculative_tokens)
+        for model, usage in stats.cache_usage.items():
+            self._cache_usage.labels(model).set(usage)
+        self._grow(self._preemptions, (), stats.num_preemptions)
+        self._grow(self._prefix_queries, (), stats.num_prefix_queries)
+        self._grow(self._prefix_hits, (), stats.num_prefix_hits)
+        for method, counts in stats.drafts.items():
+            self._grow(self._drafts, (method,), counts.num_drafts)
+            self._grow(self._draft_tokens, (method,), counts.num_draft_tokens)
+            self._grow(self._accepted_tokens, (method,), counts.num_accepted_tokens)
+        self._grow_positions(self._drafted_at, stats.draft_tokens_per_position)
+        self._grow_positions(self._accepted_at, stats.accepted_tokens_per_position)
+        for phase, seconds in stats.phase_seconds.items():
+            self._grow(self._phase_seconds, (phase,), seconds)
+
+    def _grow_positions(self, counter: Counter, totals: Sequence[int]) -> None:
+        for position, total in enumerate(totals):
+            if total:  # the worker reports every position it could draft; most are never reached
+                self._grow(counter, (position,), total)
+
+    def _grow(self, counter: Counter, labels: tuple[str | int, ...], total: float) -> None:
+        """Add what this worker's total has grown by since it was last counted; most have not grown."""
+        known = self._totals.get((counter, labels))
+        if known == total:
+            return
+        growing = counter.labels(*labels) if labels else counter
+        growing.inc(max(0.0, total - (known or 0.0)))
+        self._totals[counter, labels] = total
+
+
+class Metrics:
+    """All metrics of one server; ``exposed`` is what ``/metrics`` reads."""
+
+    def __init__(self, prefix: str = DEFAULT_PREFIX, model_name: str = "", num_workers: int = 1) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = RequestMetrics(self.registry, prefix)
+        self.workers = [WorkerMetrics(prefix) for _ in range(num_workers)]
+        self.exposed = LabelledRegistry(self.registry, self.workers, model_name)
+
+    def count_error(self, code: str) -> None:
+        self.requests.errors.labels(code).inc()
+
+    def count_answer(self, route: str, status: int) -> None:
+        self.requests.http.labels(route, status).inc()
+
+
+class RequestTimer:
+    """Observes one HTTP request from arrival to its end."""
+
+    def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._started = time.perf_counter()
+        self._last_output: dict[int, float] = {}  # choice -> time of its last round
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self.first_token_seconds: float | None = None
+        self.queue_seconds: float | None = None  # of the first choice that had a token
+
+    def submitted(self) -> None:
+        self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        self._metrics.prompt_size.observe(self._num_prompt_tokens)
+
+    def output(self, delta: ChoiceDelta, queue_seconds: float | None) -> None:
+        """Rounds that came together share the time since the last ones, and so do their tokens.
+
+        A choice's first output tells how long it had waited.
+        """
+        now = time.perf_counter()
+        num_tokens = len(delta.token_ids)
+        if queue_seconds is not None:
+            self._metrics.queue_time.observe(queue_seconds)
+        if not self._last_output:
+            self.first_token_seconds = now - self._started
+            self.queue_seconds = queue_seconds
+            self._metrics.first_token.observe(self.first_token_seconds)
+            self._metrics.prefill_time.observe(max(0.0, self.first_token_seconds - (queue_seconds or 0.0)))
+        if (previous := self._last_output.get(delta.index)) is not None:
+            for _ in range(delta.num_rounds):
+                self._metrics.round_interval.observe((now - previous) / delta.num_rounds)
+            for _ in range(num_tokens):
+                self._metrics.inter_token.observe((now - previous) / num_tokens)
+        self._last_output[delta.index] = now
+        self._num_tokens += num_tokens
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def finished(self, finish_reason: FinishReason, num_drafted: int, num_accepted: int) -> None:
+        self._metrics.requests.labels(finish_reason).inc()
+        seconds = self.seconds
+        self._metrics.duration.observe(seconds)
+        self._metrics.decode_time.observe(seconds - (self.first_token_seconds or 0.0))
+        self._metrics.completion_size.observe(self._num_tokens)
+        if num_drafted:
+            self._metrics.acceptance_rate.observe(num_accepted / num_drafted)
+
+    @property
+    def seconds(self) -> float:
+        """Since the arrival."""
+        return time.perf_counter() - self._started
+
+    def aborted(self, reason: str) -> None:
+        self._metrics.aborted.labels(reason).inc()

@@ -1,0 +1,16 @@
+"""The status of an answer, for what is written down after it."""
+
+from starlette.types import Message, Send
+
+
+class StatusRecorder:
+    """Notes the status that passes through ``send``; it stays 0 if the client leaves before an answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)

@@ -1,0 +1,204 @@
+"""A grammar of tool calls in a family's own syntax, in llguidance's Lark: what constrains them.
+
+Text in front of a call is free up to the family's trigger. Arguments match their tool's schema, and are
+written with spaces as chat templates write them.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from truedraft.server.schemas.tools import FunctionDefinition
+from truedraft.server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
+from truedraft.server.text.grammar.quoted_arguments import QuotedArguments
+from truedraft.server.text.schema.one_of import as_any_of
+from truedraft.server.text.schema.pattern import read_schema
+from truedraft.server.text.tool_arguments import is_plain_text, properties_of
+
+JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+PARAMETER_END = "\n</parameter>\n"
+SPEAKS_OF_OTHERS = {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}
+# Keywords that a text in tags cannot be held to.
+NOT_IN_TEXT = {"pattern", "format", "const", "anyOf", "allOf", "oneOf", "not"}
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
+    """Functions take what they declare: other names are allowed only by a schema that speaks of them."""
+    parameters = function.parameters
+    if parameters is None:
+        return NO_PARAMETERS
+    properties, required = parameters.get("properties"), parameters.get("required")
+    if not isinstance(properties, dict) or parameters.keys() & SPEAKS_OF_OTHERS:
+        return {"type": "object"} | parameters
+    for name in required if isinstance(required, list) else []:
+        if isinstance(name, str) and name not in properties:
+            properties = properties | {name: {}}  # which declares it, too
+    return {"type": "object", "additionalProperties": False} | parameters | {"properties": properties}
+
+
+def call_grammar(
+    functions: Sequence[FunctionDefinition],
+    calls: CallFormat,
+    token_ids: Mapping[str, int],
+    *,
+    required: bool,
+    parallel: bool,
+    schema: Any = None,
+) -> str:
+    """Of an answer that calls ``functions``: it must if ``required``; else it may also be JSON that matches
+    ``schema``, or any text if that is None. ``token_ids``: of texts that are written as one token
+    and match as that only."""
+    rules = Rules(token_ids)
+    literal = rules.literal
+    rules.add("call", " | ".join(rules.call(function, calls) for function in functions))
+    one = f"call {literal(calls.end)}"
+    more = f"({literal(calls.later)} {one})*" if parallel and calls.later is not None else ""
+    rules.add("calls", f"{one} {more} {literal(calls.last)}")
+    rest = f"{literal(calls.first.removeprefix(calls.trigger))} calls"
+    content = literal(calls.before_content)
+    if required:
+        rules.add("start", f"{literal(calls.trigger)} {rest}")
+    elif content:
+        text = f"{rules.other_tokens(*token_ids)}*" if schema is None else _json(schema)
+        rules.add("start", f"{literal(calls.trigger)} {rest} | {content} {text}")
+    elif schema is not None:
+        # Cut after a brace, which is how JSON begins: the longest piece that may follow wins.
+        trigger = " ".join(map(literal, calls.trigger.partition("{")[1:])) if calls.at_start else ""
+        rules.add("start", f"{trigger or literal(calls.trigger)} {rest} | {_json(schema)}")
+    elif calls.trigger in token_ids:
+        rules.add("start", f"{rules.other_tokens(calls.trigger)}* ({literal(calls.trigger)} {rest})?")
+    else:
+        # As soon as the trigger is complete, what stands before it can no longer be text.
+        rules.add("opening[lazy]", f"{'' if calls.at_start else 'TEXT '}{literal(calls.trigger)}")
+        rules.add("start", f"text | opening {rest}")
+        rules.add("text", "TEXT")
+        rules.add("TEXT", r"/(.|\n)*/")
+    return str(rules)
+
+
+def after_reasoning(
+    grammar: str,
+    marks: ReasoningMarks,
+    token_ids: Mapping[str, int],
+    *,
+    is_open: bool,
+    has_header: bool = False,
+) -> tuple[str, list[int]]:
+    """For a model that may reason before what ``grammar`` is of, or does if the prompt has opened that: a
+    grammar, and the tokens after which it starts; without any it starts at once. The closing mark must be a
+    token, or the tokens of a message's end. ``has_header``: ``grammar`` begins with that of the answer."""
+    rules = Rules(token_ids)
+    after = []
+    if marks.answer:
+        if not token_ids.keys() >= {MESSAGE_END, HEADER_END, "<|channel|>"}:
+            return grammar, []
+        header = f'{rules.literal("<|channel|>")} ("analysis" | "commentary") {rules.literal(HEADER_END)}'
+        rules.add("message", f"{header} {rules.other_tokens(*token_ids)}* {rules.literal(marks.close)}")
+        rules.add("start", f"message* {'' if has_header else rules.literal(marks.answer)} @body")
+    elif marks.close not in token_ids:
+        return grammar, []
+    else:
+        close = rules.literal(marks.close)
+        thought = f"{rules.literal(marks.open)} {rules.other_tokens(marks.close)}* {close}"
+        rules.add("start", "SPACE @body" if is_open else f"({thought} SPACE)? @body")
+        rules.add("SPACE", r"/\s*/")
+        after = [token_ids[marks.close]] if is_open else []
+    body = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    whole = [{"name": "answer", "lark_grammar": str(rules)}, body[0] | {"name": "body"}, *body[1:]]
+    return json.dumps({"grammars": whole}), after
+
+
+class Rules:
+    def __init__(self, token_ids: Mapping[str, int]) -> None:
+        self._token_ids = token_ids
+        self._tokens = re.compile("|".join(map(re.escape, token_ids)) or r"(?!)")
+        self._lines: list[str] = []
+
+    def __str__(self) -> str:
+        return "\n".join(["%llguidance {}", *self._lines])
+
+    def add(self, name: str, expression: str) -> str:
+        self._lines.append(f"{name}: {expression}")
+        return name.partition("[")[0]
+
+    def literal(self, text: str) -> str:
+        """``text``, with tokens that match as such only."""
+        pieces, start = [], 0
+        for match in self._tokens.finditer(text):
+            pieces += [_quoted(text[start : match.start()]), f"<[{self._token_ids[match[0]]}]>"]
+            start = match.end()
+        return " ".join(filter(None, [*pieces, _quoted(text[start:])]))
+
+    def other_tokens(self, *texts: str) -> str:
+        """Any token but these."""
+        ids = ",".join(str(self._token_ids[text]) for text in texts)
+        return f"<[^{ids}]>" if ids else "<[*]>"
+
+    def call(self, function: FunctionDefinition, calls: CallFormat) -> str:
+        """From the name to the end of the arguments."""
+        name = f"call_{len(self._lines)}"
+        schema = arguments_schema(function)
+        if schema["type"] != "object":
+            raise ValueError(f"the parameters of '{function.name}' are not of type 'object'")
+        match calls.arguments:
+            case "json":
+                arguments = _json(schema)
+            case "tags":
+                arguments = self._tagged(name, schema)
+            case "quoted":
+                marks = (calls.quote, calls.end.removeprefix("}"))
+                if not self._token_ids.keys() >= {*marks}:
+                    raise ValueError(f"the model has no token for {calls.quote!r}")
+                schema = as_any_of(schema)
+                arguments = QuotedArguments(self, name, schema, marks).members(schema)
+        return self.add(name, f"{self.literal(function.name + calls.before_arguments)} {arguments}")
+
+    def _tagged(self, prefix: str, schema: dict[str, Any]) -> str:
+        """The properties in their order, each in its tags."""
+        required = schema.get("required")
+        required = required if isinstance(required, list) else []
+        shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        tagged = []
+        for number, (name, inner) in enumerate(properties_of(schema).items()):
+            if re.search(r"[>\n]", name):
+                raise ValueError(f"{name!r} cannot be written as the name of a parameter")
+            rule = f"{prefix}_{number}"
+            if not is_plain_text(inner):
+                self.add(rule, f"{_json(_with(inner, shared))} {_quoted(PARAMETER_END)}")
+            elif "enum" in inner:
+                self.add(rule, f"({' | '.join(map(_quoted, inner['enum']))}) {_quoted(PARAMETER_END)}")
+            else:
+                self._text(rule, inner)
+            one = f"{_quoted(f'<parameter={name}>' + chr(10))} {rule}"
+            tagged.append(one if name in required else f"({one})?")
+        return " ".join(tagged)
+
+    def _text(self, rule: str, schema: dict[str, Any]) -> None:
+        """Any text of the right length, with the end of its tags, by which it is known to have ended."""
+        unsupported = sorted(schema.keys() & NOT_IN_TEXT)
+        if unsupported:
+            raise ValueError(f"{unsupported} of a string is not supported where arguments stand in tags")
+        lengths = [schema[name] for name in ("minLength", "maxLength") if name in schema]
+        if not all(isinstance(length, int) for length in lengths):
+            raise ValueError("minLength and maxLength are numbers")
+        length = f"{schema.get('minLength', 0)},{schema.get('maxLength', '')}"
+        is_bounded = "maxLength" in schema
+        end = re.escape(PARAMETER_END.strip()).replace("/", r"\/")
+        self.add(rule if is_bounded else f"{rule}[lazy]", rf"/(.|\n){{{length}}}\n{end}\n/")
+
+
+def _with(schema: Any, shared: dict[str, Any]) -> Any:
+    return schema | shared if isinstance(schema, dict) else schema
+
+
+def _json(schema: Any) -> str:
+    schema = read_schema(schema)
+    if isinstance(schema, dict):
+        schema = {"x-guidance": JSON_LAYOUT} | schema
+    return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""

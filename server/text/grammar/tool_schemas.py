@@ -1,0 +1,87 @@
+"""Libraries write odd schemas of tools. One that cannot be used must not cost the request.
+
+A strict tool is refused by the place of its fault. Of any other one is left out, and reported, what cannot be
+enforced: a keyword at first, and the whole schema if it still has no grammar.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from truedraft.server.errors import InvalidRequestError
+from truedraft.server.leniency import Leniency
+from truedraft.server.schemas.tools import FunctionDefinition
+from truedraft.server.text.families import CallFormat
+from truedraft.server.text.grammar import quoted_arguments
+from truedraft.server.text.grammar.tool_calls import NOT_IN_TEXT
+from truedraft.server.text.schema.cleaning import NOT_ENFORCED, Cleaner, SchemaError
+from truedraft.server.text.schema.one_of import as_any_of
+from truedraft.server.text.tool_arguments import is_plain_text, properties_of
+
+ANY_OBJECT = {"type": "object"}
+
+UNSUPPORTED_IN = {"json": NOT_ENFORCED, "tags": NOT_ENFORCED, "quoted": quoted_arguments.UNSUPPORTED}
+
+# A schema that is made to can take the whole ``grammar_timeout``, twice.
+MAX_LOOSENED = 8
+
+
+def cleaned(
+    function: FunctionDefinition, place: str, calls: CallFormat, leniency: Leniency
+) -> FunctionDefinition:
+    """Returns the function with what can be enforced of its parameters, which the body has at ``place``."""
+    if function.parameters is None:
+        return function
+    schema = as_any_of(function.parameters)
+    try:
+        if function.strict:
+            return _with(function, Cleaner(None).clean(schema, place))
+        cleaner = Cleaner(leniency.ignore, loose=True, unsupported=UNSUPPORTED_IN[calls.arguments])
+        schema = cleaner.clean(schema, place)
+    except SchemaError as error:
+        raise _refusal(error.place, function, str(error)) from error
+    if calls.arguments == "tags":
+        for name, inner in properties_of(schema).items():
+            if is_plain_text(inner):
+                for keyword in sorted(inner.keys() & NOT_IN_TEXT):
+                    leniency.ignore(f"{place}.properties.{name}.{keyword}")
+                    del inner[keyword]
+    return _with(function, schema)
+
+
+async def loosen(
+    functions: list[FunctionDefinition],
+    places: Sequence[str],
+    error_of: Callable[[FunctionDefinition], Awaitable[str]],
+    leniency: Leniency,
+) -> bool:
+    """Replaces functions that have no grammar by looser ones, and returns whether there were any.
+
+    ``error_of`` tells why a function alone has none. It is empty for one that has.
+    """
+    num_loosened = 0
+    for number, (function, place) in enumerate(zip(functions, places, strict=True)):
+        if not (reason := await error_of(function)):
+            continue
+        num_loosened += 1
+        if function.strict or num_loosened > MAX_LOOSENED:
+            raise _refusal(place, function, reason)
+        leniency.ignore(place)
+        without_patterns = Cleaner(lambda _: None, loose=True, patterns=False)
+        looser = _with(function, without_patterns.clean(function.parameters or {}, place))
+        functions[number] = _with(function, ANY_OBJECT) if await error_of(looser) else looser
+    return num_loosened > 0
+
+
+def _with(function: FunctionDefinition, parameters: dict[str, Any]) -> FunctionDefinition:
+    kind = parameters.get("type")
+    if isinstance(kind, list) and "object" in kind:
+        parameters = parameters | {"type": "object"}
+    return function.model_copy(update={"parameters": parameters})
+
+
+def _refusal(place: str, function: FunctionDefinition, reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{place} of the tool '{function.name}' cannot be used: {reason.strip()}",
+        param=place,
+        code="invalid_grammar",
+    )

@@ -1,0 +1,274 @@
+"""The parts of an assistant's message, out of its text as it comes: reasoning, content, tool calls.
+
+Knows nothing of tokens. However the text is cut, the pieces of a part add up to the same.
+"""
+
+import re
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from truedraft.server.text.detokenizer import longest_stop_prefix
+from truedraft.server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
+from truedraft.server.text.tool_arguments import quoted_as_json, tagged_as_json
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """More of the last call's arguments."""
+
+    text: str
+
+
+Part = TextPart | CallStart | Arguments
+# Whom a message with a header is for.
+RECIPIENT = re.compile(r"to=functions\.([\w-]+)")
+# A step of the reader: a part, or None where it needs more text.
+Steps = Generator[Part | None, None, None]
+
+
+def joined(parts: list[Part], later: list[Part]) -> list[Part]:
+    """One after the other, without a cut through a text."""
+    result = list(parts)
+    for part in later:
+        last = result[-1] if result else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart) and part.kind == last.kind:
+            result[-1] = TextPart(part.kind, last.text + part.text)
+        elif isinstance(part, Arguments) and isinstance(last, Arguments):
+            result[-1] = Arguments(last.text + part.text)
+        else:
+            result.append(part)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """``calls``: None if the model may not call anything. ``schemas``: of the tools' arguments, by name.
+    ``is_reasoning``: the prompt has opened the reasoning. ``token_ids``: of texts in marks that are tokens;
+    spelled in other tokens they mark nothing."""
+
+    reasoning: ReasoningMarks | None = None
+    calls: CallFormat | None = None
+    is_reasoning: bool = False
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    token_ids: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def literals(self) -> list[str]:
+        """Texts that have to be in the decoded text, also where they are special tokens."""
+        marks = self.reasoning.literals if self.reasoning else []
+        return marks + (self.calls.literals if self.calls else [])
+
+
+class MessageParser:
+    """Of one choice: ``push`` its text, and ``finish`` once. ``mark_ids`` are tokens whose ends count."""
+
+    def __init__(self, form: MessageFormat) -> None:
+        self._form = form
+        self.mark_ids = frozenset(form.token_ids.values())
+        self._mark_ends: set[int] = set()
+        self._held = ""
+        self._num_read = 0
+        self._is_over = False
+        self._steps = self._read()
+        # Characters up to the end of the reasoning and its mark; None while that is not known.
+        self.reasoning_end: int | None = None
+        self.num_calls = 0
+        self.is_in_call = False  # whose arguments are not complete
+
+    def push(self, text: str, mark_ends: Iterable[int] = ()) -> list[Part]:
+        """``mark_ends``: places in the whole text where tokens of ``mark_ids`` end."""
+        self._mark_ends.update(mark_ends)
+        self._held += text
+        parts: list[Part] = []
+        for part in self._steps:
+            if part is None:
+                break
+            parts.append(part)
+        return parts
+
+    def finish(self) -> list[Part]:
+        """No more text will come. A call whose name is not complete is left out."""
+        self._is_over = True
+        return self.push("")
+
+    def _read(self) -> Steps:
+        if self._form.reasoning is not None and self._form.reasoning.answer:
+            yield from self._read_messages()
+            return
+        yield from self._read_reasoning()
+        if self.reasoning_end is None:
+            self.reasoning_end = 0
+        calls = self._form.calls
+        if calls is None:
+            yield from self._read_text("content", "")
+            return
+        if calls.at_start:
+            yield from self._await(len(calls.first))
+        is_text = calls.at_start and not self._held.startswith(calls.first)
+        yield from self._read_text("content", "" if is_text else calls.first)
+        while not is_text and (not self._is_over or self._held):
+            yield from self._read_call(calls)
+            later = calls.end + (calls.later or "")
+            yield from self._await(len(later))
+            if calls.later is None or not self._held.startswith(later):
+                break
+            self._drop(len(later))
+        # What follows is constrained to be the end of the last call.
+        self._drop(len(self._held))
+
+    def _read_messages(self) -> Steps:
+        """Each with a header, which says what it is. What has none is content."""
+        has_reasoned = False
+        while not self._is_over or self._held:
+            while (place := self._find(HEADER_END)) < 0 and not self._is_over:
+                yield None
+            header = self._take(place) if place >= 0 else ""
+            if place < 0 and self._held.startswith("<|"):
+                self._drop(len(self._held))  # a header that is cut
+            self._drop(len(HEADER_END) if place >= 0 else 0)
+            if "analysis" in header:
+                has_reasoned = True
+                yield from self._read_text("reasoning", MESSAGE_END)
+                continue
+            if self.reasoning_end is None:
+                self.reasoning_end = self._num_read if has_reasoned else 0
+            calls = self._form.calls
+            if calls is not None and (called := RECIPIENT.search(header)):
+                yield from self._start_call(calls, called[1])
+                yield from self._read_object()
+                self._drop(len(self._held))
+            else:
+                yield from self._read_text("content", MESSAGE_END)
+        if self.reasoning_end is None:
+            self.reasoning_end = self._num_read
+
+    def _read_reasoning(self) -> Steps:
+        marks = self._form.reasoning
+        if marks is None:
+            return
+        if not self._form.is_reasoning:
+            while not self._is_over and marks.open.startswith(self._held.lstrip()[: len(marks.open)]):
+                if self._held.lstrip().startswith(marks.open):
+                    break
+                yield None
+            if not self._held.lstrip().startswith(marks.open):
+                return
+            self._drop(self._held.index(marks.open) + len(marks.open))
+        yield from self._skip_space()
+        yield from self._read_text("reasoning", marks.close)
+        self.reasoning_end = self._num_read
+        yield from self._skip_space()
+
+    def _read_text(self, kind: Literal["reasoning", "content"], end: str) -> Steps:
+        """Up to ``end``, which is dropped with the space before it, or all that comes."""
+        place = -1
+        while not self._is_over or self._held:
+            place = self._find(end) if end else -1
+            if place >= 0:
+                sure = len(self._held[:place].rstrip())
+            elif self._is_over:
+                sure = len(self._held)
+            else:
+                sure = self._num_sure(end)
+                sure = len(self._held[:sure].rstrip()) if end else sure
+            if sure:
+                yield TextPart(kind, self._take(sure))
+            if place >= 0:
+                self._drop(place - sure + len(end))
+                return
+            if not self._is_over:
+                yield None
+
+    def _read_call(self, calls: CallFormat) -> Steps:
+        while (place := self._held.find(calls.before_arguments)) < 0:
+            if self._is_over:
+                return
+            yield None
+        name = self._take(place)
+        self._drop(len(calls.before_arguments))
+        yield from self._start_call(calls, name)
+        if calls.arguments == "json":
+            yield from self._read_object()
+            return
+        while (place := self._find(calls.end)) < 0 and not self._is_over:
+            yield None
+        self.is_in_call = place < 0
+        text = self._take(place if place >= 0 else self._num_sure(calls.end))
+        if calls.arguments == "tags":
+            yield Arguments(tagged_as_json(text, self._form.schemas.get(name, {})))
+        else:
+            yield Arguments(quoted_as_json(text, calls.quote, is_complete=place >= 0))
+
+    def _start_call(self, calls: CallFormat, name: str) -> Steps:
+        self.num_calls += 1
+        self.is_in_call = True
+        yield CallStart(calls.new_call_id(), name)
+
+    def _read_object(self) -> Steps:
+        """The text of a JSON object, to its end."""
+        depth, is_string, is_escaped = 0, False, False
+        while True:
+            for place, character in enumerate(self._held):
+                if is_escaped:
+                    is_escaped = False
+                elif is_string:
+                    is_escaped, is_string = character == "\\", character != '"'
+                elif character == '"':
+                    is_string = True
+                elif character in "{[":
+                    depth += 1
+                elif character in "}]":
+                    depth -= 1
+                    if depth == 0:
+                        self.is_in_call = False
+                        yield Arguments(self._take(place + 1))
+                        return
+            if self._held:
+                yield Arguments(self._take(len(self._held)))
+            if self._is_over:
+                return
+            yield None
+
+    def _skip_space(self) -> Steps:
+        while not self._held.strip() and not self._is_over:
+            yield None
+        self._drop(len(self._held) - len(self._held.lstrip()))
+
+    def _await(self, length: int) -> Steps:
+        while len(self._held) < length and not self._is_over:
+            yield None
+
+    def _find(self, mark: str) -> int:
+        """Where it begins; -1 if it does not."""
+        token = next((token for token in self._form.token_ids if token in mark), None)
+        place = self._held.find(mark)
+        if token is not None:
+            end = self._num_read + mark.index(token) + len(token)
+            while place >= 0 and place + end not in self._mark_ends:
+                place = self._held.find(mark, place + 1)
+        return place
+
+    def _num_sure(self, mark: str) -> int:
+        """Characters that are no beginning of the mark."""
+        return len(self._held) - longest_stop_prefix(self._held, [mark] if mark else [])
+
+    def _take(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        self._num_read += length
+        return text
+
+    def _drop(self, length: int) -> None:
+        self._take(length)

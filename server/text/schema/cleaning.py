@@ -1,0 +1,229 @@
+"""``Cleaner`` rids a JSON schema of what says nothing about a text, so that only the grammar is counted.
+
+Libraries write more into schemas than can be enforced. Unless a schema is strict, that is left out and
+reported by its path. What remains is for ``server.text.schema.pattern`` and llguidance.
+"""
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+from truedraft.server.text.schema.one_of import NAMED_SCHEMAS, VALUES
+from truedraft.server.text.schema.pattern import exact_pattern
+
+NOTES = {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
+NOTES |= {"$comment", "externalDocs", "markdownDescription", "enumDescriptions", "errorMessage"}
+
+# What llguidance enforces, and what other libraries write only to tell a reader what a string holds.
+ENFORCED_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri"}
+ENFORCED_FORMATS |= {"uuid"}
+NOTED_FORMATS = {"binary", "byte", "password", "unknown", "int32", "int64", "uint32", "uint64", "float"}
+NOTED_FORMATS |= {"double", "decimal"}
+
+# Keywords that llguidance enforces, and those that it knows and does not support.
+ENFORCED = {"type", "enum", "const", "properties", "patternProperties", "additionalProperties", "required"}
+ENFORCED |= {"items", "prefixItems", "additionalItems", "minItems", "maxItems", "minProperties"}
+ENFORCED |= {"maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "$ref"}
+ENFORCED |= {"exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf", "allOf", "oneOf", "$defs"}
+ENFORCED |= {"definitions"}
+NOT_ENFORCED = {"not", "if", "then", "else", "contains", "minContains", "maxContains", "dependencies"}
+NOT_ENFORCED |= {"dependentRequired", "dependentSchemas", "propertyNames", "uniqueItems", "unevaluatedItems"}
+NOT_ENFORCED |= {"unevaluatedProperties", "$dynamicAnchor", "$dynamicRef", "$recursiveAnchor"}
+NOT_ENFORCED |= {"$recursiveRef"}
+
+TYPES = {"null", "boolean", "integer", "number", "string", "array", "object"}
+
+
+class SchemaError(ValueError):
+    """``place`` is the path of the keyword at fault."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+class Cleaner:
+    """``leave_out`` gets the paths of what is left out. It is None for a strict schema, which has errors.
+
+    ``loose``: ``unsupported`` keywords and those that make no sense are left out, too, and ``oneOf`` becomes
+    ``anyOf``. Without ``patterns`` all of these are left out.
+    """
+
+    def __init__(
+        self,
+        leave_out: Callable[[str], object] | None,
+        *,
+        loose: bool = False,
+        unsupported: Set[str] = NOT_ENFORCED,
+        patterns: bool = True,
+    ) -> None:
+        self._leave_out = leave_out
+        self._is_loose = loose and leave_out is not None
+        self._unsupported = unsupported if self._is_loose else frozenset[str]()
+        self._has_patterns = patterns
+
+    def clean(self, schema: Any, path: str) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        schema = _names_as_properties(schema)
+        written: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            place = f"{path}.{keyword}"
+            is_null = self._is_loose and value is None and keyword not in VALUES
+            if is_null or keyword in NOTES or _says_nothing(keyword, value, schema):
+                continue
+            if self._is_loose and keyword == "oneOf" and not _makes_no_sense(keyword, value):
+                self._report(place)
+                if "anyOf" not in schema:
+                    written["anyOf"] = self._inner(value, place)
+            elif not self._is_left_out(keyword, value, place):
+                written[keyword] = self._written(keyword, value, place)
+        if self._is_loose:
+            self._drop_impossible_names(written, path)
+        return written
+
+    def _written(self, keyword: str, value: Any, place: str) -> Any:
+        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+            return self._named(keyword, value, place)
+        return value if keyword in VALUES else self._inner(value, place)
+
+    def _is_left_out(self, keyword: str, value: Any, place: str) -> bool:
+        if self._leave_out is None:
+            if keyword == "pattern" and isinstance(value, str) and (fault := _fault_of(value)):
+                raise SchemaError(fault, place)
+            return False
+        is_left_out = keyword in self._unsupported or (self._is_loose and _makes_no_sense(keyword, value))
+        if isinstance(value, str):
+            is_left_out |= keyword == "pattern" and self._is_left_out_as_pattern(value)
+            is_left_out |= keyword == "format" and value not in ENFORCED_FORMATS
+        if is_left_out:
+            self._report(place)
+        return is_left_out
+
+    def _is_left_out_as_pattern(self, pattern: str) -> bool:
+        return not self._has_patterns or bool(_fault_of(pattern))
+
+    def _report(self, place: str) -> None:
+        assert self._leave_out is not None
+        self._leave_out(place)
+
+    def _named(self, keyword: str, schemas: Mapping[str, Any], place: str) -> dict[str, Any]:
+        written = {}
+        for name, schema in schemas.items():
+            if keyword != "patternProperties" or not self._is_left_out("pattern", name, f"{place}.{name}"):
+                written[name] = self._schema(schema, f"{place}.{name}")
+        return written
+
+    def _schema(self, value: Any, place: str) -> Any:
+        if self._is_loose and not isinstance(value, dict | bool):
+            self._report(place)
+            return True
+        return self.clean(value, place)
+
+    def _inner(self, value: Any, place: str) -> Any:
+        if isinstance(value, list):
+            return [self.clean(each, f"{place}.{number}") for number, each in enumerate(value)]
+        return self.clean(value, place)
+
+    def _drop_impossible_names(self, schema: dict[str, Any], path: str) -> None:
+        """A property that is required and not allowed would allow no object."""
+        required, properties = schema.get("required"), schema.get("properties", {})
+        if schema.get("additionalProperties") is not False or "patternProperties" in schema or not required:
+            return
+        if any(name not in properties for name in required):
+            self._report(f"{path}.required")
+            schema["required"] = [name for name in required if name in properties]
+
+
+def _fault_of(pattern: str) -> str:
+    """Returns why it cannot be enforced, and nothing if it can."""
+    try:
+        exact_pattern(pattern)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _says_nothing(keyword: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    is_empty = isinstance(value, dict) and not value
+    match keyword:
+        case "format" if isinstance(value, str):
+            kinds = schema.get("type", "string")
+            is_said = "pattern" in schema or "string" not in (kinds if isinstance(kinds, list) else [kinds])
+            return value in NOTED_FORMATS or (is_said and value not in ENFORCED_FORMATS)
+        case "propertyNames":
+            return value is True or (isinstance(value, dict) and not _without_notes(value))
+        case "uniqueItems" | "not":
+            return value is False
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return value is True or is_empty
+        case "dependencies" | "dependentRequired" | "dependentSchemas":
+            return is_empty
+        case "then" | "else":
+            return "if" not in schema
+        case "if":
+            return not schema.keys() & {"then", "else"}
+        case "minContains" | "maxContains":
+            return "contains" not in schema
+    return keyword.startswith("x-") and keyword != "x-guidance"
+
+
+def _without_notes(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema of strings without what is true of any string."""
+    return {
+        keyword: value
+        for keyword, value in schema.items()
+        if keyword not in NOTES and (keyword, value) != ("type", "string")
+    }
+
+
+def _names_as_properties(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record's schema with its names as properties, where that means the same."""
+    names = schema.get("propertyNames")
+    if not isinstance(names, dict) or schema.keys() & {"properties", "patternProperties"}:
+        return schema
+    value = schema.get("additionalProperties", True)
+    match _without_notes(names):
+        case {"pattern": str(pattern), **others} if not others:
+            by_name = {"patternProperties": {pattern: value}}
+        case {"enum": list(choices), **others} if not others and all(
+            isinstance(each, str) for each in choices
+        ):
+            by_name = {"properties": dict.fromkeys(choices, value)}
+        case {"const": str(only), **others} if not others:
+            by_name = {"properties": {only: value}}
+        case _:
+            return schema
+    rest = {keyword: each for keyword, each in schema.items() if keyword != "propertyNames"}
+    return rest | by_name | {"additionalProperties": False}
+
+
+def _makes_no_sense(keyword: str, value: Any) -> bool:
+    match keyword:
+        case "type":
+            kinds: list[object] = value if isinstance(value, list) else [value]
+            return not kinds or any(not isinstance(kind, str) or kind not in TYPES for kind in kinds)
+        case "enum":
+            return not isinstance(value, list) or not value
+        case "required":
+            return not isinstance(value, list) or not all(isinstance(name, str) for name in value)
+        case "properties" | "patternProperties" | "$defs" | "definitions":
+            return not isinstance(value, dict)
+        case "anyOf" | "oneOf" | "allOf" | "prefixItems":
+            return not isinstance(value, list) or not value or not all(map(_is_schema, value))
+        case "items":
+            return not all(map(_is_schema, value if isinstance(value, list) else [value]))
+        case "additionalProperties":
+            return not _is_schema(value)
+        case "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties":
+            return not isinstance(value, int) or isinstance(value, bool) or value < 0
+        case "minimum" | "maximum" | "multipleOf":
+            return not isinstance(value, int | float) or isinstance(value, bool)
+        case "exclusiveMinimum" | "exclusiveMaximum":
+            return not isinstance(value, int | float)
+        case "pattern" | "format" | "$ref":
+            return not isinstance(value, str)
+    return False
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)

@@ -1,0 +1,259 @@
+"""The front end's side of one worker: keep it alive, pass its messages on.
+
+The worker process is started again when it dies, and killed first when it hangs. What that means for requests
+is decided by ``server.workers.worker_pool``. Built by ``server.cli.launch``.
+"""
+
+import asyncio
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from truedraft.engine.config import EngineConfig
+from truedraft.engine.messages import (
+    Failed,
+    FromWorker,
+    Loading,
+    Ready,
+    SpeculationState,
+    Stats,
+    StepOutput,
+    TokenOutput,
+    ToWorker,
+)
+from truedraft.server.errors import ApiError, EngineError, InvalidRequestError, WorkerLostError
+from truedraft.server.observability.metrics import WorkerMetrics
+from truedraft.server.settings import public_name
+from truedraft.server.workers.worker_process import WorkerHungError, WorkerProcess, WorkerTimeouts
+
+logger = logging.getLogger("truedraft.worker")
+
+# -P: the current folder is no place to import from; an engine.py there is not ours.
+WORKER_COMMAND = (sys.executable, "-P", "-m", "truedraft.engine.process.spawned")
+
+# Codes of ``Failed`` that say that the request cannot be served as it is.
+REFUSAL_CODES = frozenset(
+    {"context_length_exceeded", "empty_prompt", "invalid_grammar", "invalid_token_id"}
+    | {"speculation_unavailable", "unsupported_parameter"}
+)
+
+# A worker that served this long before it died is restarted without delay. Loading does not count.
+STABLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """Whether a worker can take a request, and why not."""
+
+    status: Literal["ready", "loading", "restarting", "failed", "stopped"]
+    reason: str  # for clients: without paths
+    worker: Ready | None = None
+    cause: str = ""  # for who runs the server, if a worker has died
+
+
+class WorkerListener(Protocol):
+    """What a worker's news mean for requests; the pool of workers."""
+
+    def outputs(self, outputs: Sequence[TokenOutput]) -> None: ...
+
+    def request_failed(self, request_id: str, error: ApiError) -> None: ...
+
+    def worker_ready(self, number: int) -> None: ...
+
+    def worker_lost(self, number: int, error: ApiError, *, was_ready: bool) -> None: ...
+
+
+class WorkerClient:
+    """Keeps a worker process alive and passes messages."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        observer: WorkerMetrics,
+        *,
+        environment: Mapping[str, str] | None = None,
+        worker_command: Sequence[str] = WORKER_COMMAND,
+        timeouts: WorkerTimeouts | None = None,
+        max_restarts: int = 5,
+        first_backoff_seconds: float = 0.5,
+        max_backoff_seconds: float = 30.0,
+    ) -> None:
+        """``environment`` are variables beside those of this process."""
+        self._config = config
+        self._observer = observer
+        self._environment = environment
+        self._worker_command = worker_command
+        self._timeouts = timeouts
+        self._max_restarts = max_restarts
+        self._first_backoff_seconds = first_backoff_seconds
+        self._max_backoff_seconds = max_backoff_seconds
+        self._state = EngineState("loading", "The models are loading.")
+        self._first_load_over = asyncio.Event()
+        self._has_failed = asyncio.Event()
+        self._worker: WorkerProcess | None = None
+        self._load_error = ""
+        self._stage = ""
+        self._ready_since = math.inf  # of the worker that runs now
+        self._speculation: dict[str, Any] = {}
+        self._stats: Stats | None = None
+        self._supervision: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def stage(self) -> str:
+        """Names what the worker is loading; empty before it says so."""
+        return self._stage
+
+    @property
+    def speculation(self) -> dict[str, Any]:
+        return self._speculation
+
+    @property
+    def stats(self) -> Stats | None:
+        return self._stats
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._worker is None else self._worker.pid
+
+    def start(self, listener: WorkerListener, number: int) -> None:
+        """``number`` is what ``listener`` knows it by."""
+        self._supervision = asyncio.create_task(self._supervise(listener, number))
+
+    async def first_load(self) -> EngineState:
+        """The state once the first load is over, however it ended."""
+        await self._first_load_over.wait()
+        return self._state
+
+    async def failure(self) -> str:
+        """Why no further worker will be started, once that is so."""
+        await self._has_failed.wait()
+        return self._state.cause or self._state.reason
+
+    async def stop(self) -> None:
+        was_ready = self._state.status == "ready"
+        self._state = EngineState("stopped", "The server is shutting down.")
+        if self._worker is not None:
+            await self._worker.stop(at_once=not was_ready)
+        if self._supervision is not None:
+            self._supervision.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervision
+        self._first_load_over.set()
+
+    def send(self, message: ToWorker) -> None:
+        """Nothing where there is no process: what it was asked for ended with it."""
+        if self._worker is not None:
+            self._worker.send(message)
+
+    async def _supervise(self, listener: WorkerListener, number: int) -> None:
+        """Run worker after worker; give up if the first never becomes ready, or if too many die in a row."""
+        backoff = self._first_backoff_seconds
+        num_in_a_row = 0
+        while True:
+            self._ready_since = math.inf
+            reason = await self._run_worker(listener, number)
+            if self._state.status == "stopped":
+                return
+            was_ready = self._state.status == "ready"
+            if time.monotonic() - self._ready_since >= STABLE_SECONDS:
+                backoff, num_in_a_row = self._first_backoff_seconds, 0
+            num_in_a_row += 1
+            if not self._first_load_over.is_set():
+                self._state = self._state_after("failed", reason)
+            elif num_in_a_row > self._max_restarts:
+                again = f"It had been restarted {self._max_restarts} times (max_worker_restarts)."
+                self._state = self._state_after("failed", f"{reason} {again}")
+            else:
+                self._state = self._state_after("restarting", f"{reason} It is being restarted.")
+            if self._first_load_over.is_set():
+                self._observer.lost()
+            listener.worker_lost(
+                number, WorkerLostError(f"The request was lost. {self._public(reason)}"), was_ready=was_ready
+            )
+            if self._state.status == "failed":
+                self._first_load_over.set()
+                self._has_failed.set()
+                return
+            logger.error("%s Restarting in %.1f s (worker %d).", reason, backoff, number)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, self._max_backoff_seconds)
+
+    def _state_after(self, status: Literal["failed", "restarting"], cause: str) -> EngineState:
+        return EngineState(status, self._public(cause), cause=cause)
+
+    def _public(self, reason: str) -> str:
+        """Returns a reason as clients may read it: with the names of models, without their paths."""
+        for path in filter(None, (self._config.target, self._config.draft)):
+            for written in (str(Path(path).expanduser().absolute()), path):
+                if "/" in written.strip("./"):  # else it is no path, but may be a part of any sentence
+                    reason = reason.replace(written, public_name(path))
+        return reason
+
+    async def _run_worker(self, listener: WorkerListener, number: int) -> str:
+        """One worker from spawn to death; returns why it died."""
+        self._load_error = ""
+        try:
+            self._worker = await WorkerProcess.start(
+                self._worker_command,
+                self._config,
+                partial(self._receive, listener, number),
+                self._environment,
+            )
+            exit_code = await self._worker.run(self._timeouts)
+        except WorkerHungError as error:
+            return str(error)
+        except OSError as error:
+            return f"The worker could not be started: {error}."
+        except Exception as error:
+            logger.exception("The connection to worker %d broke", number)
+            return f"The worker could not be run: {error}."
+        finally:
+            self._worker = None
+        return self._load_error or _describe_exit(exit_code, was_ready=self._state.status == "ready")
+
+    def _receive(self, listener: WorkerListener, number: int, message: FromWorker) -> None:
+        match message:
+            case StepOutput():
+                self._stats = message.stats
+                self._observer.stats(message.stats)
+                listener.outputs(message.outputs)
+            case Failed(request_id=""):  # not one request: the worker itself cannot go on
+                self._load_error = f"The worker failed: {message.message}"
+            case Failed():
+                listener.request_failed(message.request_id, _error_from(message))
+            case Loading():
+                self._stage = message.stage
+            case SpeculationState():
+                self._speculation = message.state
+                self._observer.speculation(message.state)
+            case Ready():
+                self._speculation, self._stats = {}, None
+                self._state = EngineState("ready", "The server is ready.", message)
+                self._ready_since = time.monotonic()
+                self._observer.ready(message)
+                self._first_load_over.set()
+                listener.worker_ready(number)
+
+
+def _error_from(failed: Failed) -> ApiError:
+    """A request beyond the engine's limits is the client's fault, everything else ours."""
+    if failed.code in REFUSAL_CODES:
+        return InvalidRequestError(failed.message, code=failed.code)
+    return EngineError(failed.message, code=failed.code)
+
+
+def _describe_exit(exit_code: int, *, was_ready: bool) -> str:
+    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
+    when = "" if was_ready else " while loading; its own messages are above"
+    return f"The worker {how}{when}."

@@ -1,0 +1,175 @@
+"""The engine as the routes see it: one or several workers, and the requests that are divided among them.
+
+A request goes to the worker where it costs least: each open sequence of a worker counts 1, and every 256
+tokens of the prompt that its prefix cache probably holds count -1. When a worker dies, its requests that
+have not received a token go to the others, or wait for its replacement. Knows token ids, neither text nor
+HTTP routes. Built by ``server.cli.launch``.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import NoReturn
+
+import msgspec
+
+from truedraft.engine.messages import Abort, Generate, Ready, TokenOutput
+from truedraft.server.errors import ApiError, NotReadyError, ShuttingDownError
+from truedraft.server.workers.engine_stream import EngineStream
+from truedraft.server.workers.open_requests import OpenRequests, QueueLimits
+from truedraft.server.workers.prefix_affinity import KnownPrefixes, prefixes_of
+from truedraft.server.workers.worker_client import EngineState, WorkerClient
+
+logger = logging.getLogger("truedraft.worker")
+
+# Above every place in a line of ``FairShare``, and small enough for priorities of 32 bits.
+MAX_PLACE = 2**31
+
+# Prompt tokens in a worker's prefix cache that outweigh one of its open sequences.
+TOKENS_PER_SEQUENCE = 256
+
+# States of workers that are not ready; the pool's is the first of those that there are.
+NOT_READY = ("loading", "restarting", "failed", "stopped")
+
+
+class WorkerFailedError(Exception):
+    """No worker is left, so the server ends."""
+
+
+class WorkerPool:
+    """Hands requests to workers. ``shares_prefixes`` says whether these have prefix caches."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerClient],
+        limits: QueueLimits | None = None,
+        *,
+        shares_prefixes: bool = True,
+    ) -> None:
+        self.workers = workers
+        self._requests = OpenRequests(limits or QueueLimits())
+        self._looks_at_prefixes = shares_prefixes and len(workers) > 1
+        self._known_prefixes = [KnownPrefixes() for _ in workers]
+
+    @property
+    def state(self) -> EngineState:
+        """That of the ready worker with the smallest caches, the limits of all; else why none is ready."""
+        states = [worker.state for worker in self.workers]
+        ready = [(state.worker.num_target_blocks, state) for state in states if state.worker is not None]
+        if ready:
+            return min(ready, key=lambda pair: pair[0])[1]
+        return min(states, key=lambda state: NOT_READY.index(state.status))
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """HTTP requests that have received a token."""
+        return self._requests.num_http_requests - self._requests.num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        """HTTP requests that wait for their first token."""
+        return self._requests.num_waiting
+
+    def num_sequences(self, number: int) -> int:
+        """Unfinished sequences of worker ``number``."""
+        return self._requests.num_sequences(number)
+
+    def start(self) -> None:
+        for number, worker in enumerate(self.workers):
+            worker.start(self, number)
+
+    async def wait_until_ready(self) -> Ready:
+        """Until the first worker is; ``WorkerFailedError`` if none can load."""
+        for first in asyncio.as_completed([worker.first_load() for worker in self.workers]):
+            if (ready := (await first).worker) is not None:
+                return ready
+        raise WorkerFailedError(self.state.cause or self.state.reason)
+
+    async def wait_until_failed(self) -> NoReturn:
+        """Raise ``WorkerFailedError`` once no further worker will be started."""
+        *_, reason = await asyncio.gather(*(worker.failure() for worker in self.workers))
+        raise WorkerFailedError(reason)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._requests.fail_all(ShuttingDownError("The server is shutting down."))
+
+    def check_room(self, num_sequences: int, num_tokens: int = 0) -> None:
+        self._requests.check_room(num_sequences, num_tokens)
+
+    def submit(self, requests: Sequence[Generate], key: str = "") -> EngineStream:
+        state = self.state
+        if state.status != "ready":
+            raise NotReadyError(state.reason)
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.check_room(sum(request.n for request in requests), num_tokens)
+        requests = [self._in_line(request, key) for request in requests]
+        stream = EngineStream(requests, self._abort)
+        try:
+            for request in requests:
+                self._requests.add(request, stream)
+                self._assign(request)
+        except Exception:
+            stream.close()  # aborts the parts that were submitted
+            raise
+        return stream
+
+    def _in_line(self, request: Generate, key: str) -> Generate:
+        """With the request's own priority first, and then its key's place."""
+        place = self._requests.priority(request, key)
+        if not place:
+            return request
+        return msgspec.structs.replace(request, priority=request.priority * MAX_PLACE + place)
+
+    def _assign(self, request: Generate) -> None:
+        """To the ready worker where it costs least; there must be one."""
+        prefixes = prefixes_of(request) if self._looks_at_prefixes else []
+
+        def cost(number: int) -> float:
+            saved = self._known_prefixes[number].longest(prefixes) / TOKENS_PER_SEQUENCE
+            return self._requests.num_sequences(number) - saved
+
+        number = min(self._ready(), key=cost)
+        self._known_prefixes[number].add(prefixes)
+        self._requests.assign(request, number)
+        self.workers[number].send(request)
+
+    def _ready(self) -> list[int]:
+        return [number for number, worker in enumerate(self.workers) if worker.state.status == "ready"]
+
+    def _abort(self, request_id: str, index: int | None) -> None:
+        number = self._requests.worker_of(request_id)
+        if number is not None:
+            self.workers[number].send(Abort(request_id, index))
+        self._requests.forget_if_finished(request_id)
+
+    # What the workers report.
+
+    def outputs(self, outputs: Sequence[TokenOutput]) -> None:
+        for output in outputs:
+            self._requests.deliver(output)
+
+    def request_failed(self, request_id: str, error: ApiError) -> None:
+        self._requests.fail(request_id, error)
+
+    def worker_ready(self, number: int) -> None:
+        for request in self._requests.unassigned():
+            self._assign(request)
+
+    def worker_lost(self, number: int, error: ApiError, *, was_ready: bool) -> None:
+        self._known_prefixes[number].clear()
+        self._requests.lose_worker(number, error)
+        state = self.workers[number].state
+        if self._ready():
+            if state.status == "failed":
+                logger.error("%s The others serve on without worker %d.", state.cause, number)
+            self.worker_ready(number)
+        elif not was_ready or self.state.status == "failed":  # when the next will be ready is unknown
+            self._requests.fail_all(error)
