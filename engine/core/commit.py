@@ -15,8 +15,8 @@ from truedraft.engine.messages import Failed, PredictionUse, RoundOrigin, TokenL
 def commit(
     plan: StepPlan, result: StepResult, scheduler: Scheduler, stats: EngineStats
 ) -> list[TokenOutput | Failed]:
-    """Outputs by row. Both caches keep all tokens of a sequence but the pending one, and nothing of one that
-    has ended. Counts the step's seconds; ``result.host_seconds`` is known from here on."""
+    """Returns outputs by row. Both caches keep all tokens of a sequence but the pending one, and nothing of
+    one that has ended. The step's seconds are counted; ``result.host_seconds`` is known from here on."""
     for part in plan.scheduled:
         if not part.completes:
             scheduler.publish(part.sequence)
@@ -42,9 +42,8 @@ def commit(
 def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: EngineStats) -> TokenOutput:
     sequence = part.sequence
     is_first = len(sequence.token_ids) == sequence.num_prompt_tokens
-    wants_logprobs = sequence.params.logprobs is not None
     token_ids: list[int] = []
-    logprobs: list[TokenLogprob] = []
+    logprobs: list[TokenLogprob] | None = None if sequence.params.logprobs is None else []
     origins: list[RoundOrigin] | None = [] if sequence.params.origins else None
     num_drafted = num_accepted = 0
     for one in result.rounds:
@@ -58,10 +57,9 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
             num_accepted += accepted
         if origins is not None and emitted:
             origins.append(RoundOrigin(one.source(row, part), one.num_drafted[row], accepted, len(emitted)))
-        if wants_logprobs and one.logprobs is not None:
-            logprobs += (one.logprobs[row] or [])[: len(emitted)]
-    if sequence.matcher is not None and sequence.finish_reason is None:
-        sequence.matcher.advance(sequence.token_ids[sequence.num_prompt_tokens + sequence.matcher.num_read :])
+        if logprobs is not None:
+            logprobs += one.logprobs_of(row)[: len(emitted)]
+    _follow_grammar(sequence)
     traces = result.rounds[-1].traces
     return TokenOutput(
         request_id=sequence.request_id,
@@ -74,7 +72,7 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
         seed=sequence.seed,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         queue_seconds=sequence.queue_seconds if is_first else None,
-        logprobs=logprobs if wants_logprobs else None,
+        logprobs=logprobs,
         prompt_logprobs=sequence.prompt_logprobs if is_first else None,
         trace=traces[row] if traces is not None and sequence.params.trace else None,
         prediction=_follow_prediction(part, token_ids, num_drafted),
@@ -82,17 +80,25 @@ def _commit_row(row: int, part: ScheduledSequence, result: StepResult, stats: En
     )
 
 
+def _follow_grammar(sequence: Sequence) -> None:
+    """Moves the matcher over what it has not read of the output."""
+    if sequence.matcher is not None and sequence.finish_reason is None:
+        sequence.matcher.advance(sequence.token_ids[sequence.num_prompt_tokens + sequence.matcher.num_read :])
+
+
 def _follow_prediction(part: ScheduledSequence, emitted: list[int], num_drafted: int) -> PredictionUse | None:
-    """Move the cursor over what was emitted, and report how much of it the prediction knew."""
+    """Moves the cursor over what was emitted, and reports how much of it the prediction knew."""
     cursor = part.sequence.prediction
     if cursor is None:
         return None
     first = cursor.place
-    return PredictionUse(cursor.follow(emitted), first, num_drafted if part.source == "prediction" else 0)
+    return PredictionUse(
+        cursor.follow(emitted), first, num_drafted if part.draft.first_source == "prediction" else 0
+    )
 
 
 def _failure(sequence: Sequence) -> Failed:
-    """The model gave no distribution for this sequence, or its grammar no tokens."""
+    """Says that the model gave no distribution for this sequence, or its grammar no tokens."""
     if sequence.matcher is not None and sequence.matcher.error:
         return Failed(
             sequence.request_id, "invalid_grammar", f"the grammar gave up: {sequence.matcher.error}"

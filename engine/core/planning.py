@@ -1,8 +1,9 @@
 """What the scheduler asks before a step is drawn: who drafts for each decoding sequence, and how much."""
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+from truedraft.engine.core.draft_choice import DraftChoice, InRound
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan, StepResult
 from truedraft.engine.messages import Source
@@ -14,38 +15,44 @@ AUTO_LIMITS: dict[Source, int] = {"draft_model": 8, "ngram": 16, "prediction": 3
 
 
 class Lookup(Protocol):
-    """A source of drafts in known text. ``reads``: it must read a sequence to its end before it offers."""
+    """A source of drafts in known text."""
 
     name: Source
-    reads: bool
-
-    def read(self, sequence: Sequence, max_tokens: int) -> int:
-        """Read up to ``max_tokens`` more of the sequence's tokens; return how many were read."""
-
-    def num_unread(self, sequence: Sequence) -> int:
-        """Tokens of the sequence that are still to be read."""
 
     def offers(self, sequence: Sequence, limit: int) -> tuple[int, list[int]]:
-        """The length of a match, and up to ``limit`` tokens that could follow it; no side effects."""
+        """Returns the length of a match, and up to ``limit`` tokens that could follow it; changes nothing."""
+
+
+@runtime_checkable
+class ReadingLookup(Lookup, Protocol):
+    """A source that must read a sequence to its end before it offers something."""
+
+    def read(self, sequence: Sequence, max_tokens: int) -> int:
+        """Reads up to ``max_tokens`` more of the sequence's tokens; returns how many were read."""
+
+    def num_unread(self, sequence: Sequence) -> int:
+        """Returns how many tokens of the sequence are still to be read."""
+
+
+@runtime_checkable
+class InRoundLookup(Lookup, Protocol):
+    """A source whose offers are always accepted, and which follows the rounds of a step by itself."""
+
+    def in_round(self, sequence: Sequence, limit: int) -> InRound:
+        """Returns what later rounds ask, for up to ``limit`` drafts each."""
 
 
 @dataclass(slots=True)
-class DraftChoice:
-    """What a decoding sequence drafts in this step: ``num_tokens`` at most, in each of its rounds.
+class StepChoice:
+    """What a planner decides for a step: the ``drafts`` of all decoding sequences.
 
-    ``draft_ids``: the drafts themselves, from a source that needs no model; then the step has one round,
-    unless the source is the grammar. In later rounds of a constrained sequence it forces up to ``max_forced``
-    tokens; where it forces none, the draft model drafts ``num_model_tokens``.
-    ``num_missing``: tokens that the draft model's cache must compute before it drafts, the pending token
-    apart.
+    They stand for ``max_rounds`` rounds if the rows stay. ``option`` comes back to ``observe`` in the step's
+    plan: it is whatever the planner must know to learn from the step.
     """
 
-    source: str = "none"
-    num_tokens: int = 0
-    num_missing: int = 0
-    draft_ids: list[int] = field(default_factory=list)
-    max_forced: int = 0
-    num_model_tokens: int = 0
+    drafts: dict[Sequence, DraftChoice]
+    max_rounds: int = 1
+    option: object = None
 
 
 class Planner(Protocol):
@@ -53,27 +60,23 @@ class Planner(Protocol):
     output's law."""
 
     @property
-    def max_rounds(self) -> int:
-        """Rounds for which the last ``choose`` stands, if the rows stay."""
-
-    @property
     def num_speculative_tokens(self) -> float:
-        """Mean length of the drafts that the last ``choose`` has asked for."""
+        """Returns the mean length of the drafts that the last ``choose`` has asked for."""
 
-    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
-        """For sequences whose pending token is all that the target has to compute."""
+    def choose(self, decoding: list[Sequence]) -> StepChoice:
+        """Chooses for sequences whose pending token is all that the target has to compute."""
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
-        """For a prompt of one token, which is a row at once."""
+        """Chooses for a prompt of one token, which is a row at once."""
 
     def prefills_draft(self, sequence: Sequence) -> bool:
-        """Whether the draft model computes a prompt along with the target, or catches up when it drafts."""
+        """Tells whether the draft model computes a prompt along with the target, or catches up later."""
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """The verdicts on what ``choose`` asked for, and what the rounds cost."""
+        """Learns from the verdicts on what ``choose`` asked for, and from what the rounds cost."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Forgets a sequence, which has ended."""
 
     def state(self) -> dict[str, object]:
-        """For ``GET /speculation``: builtins only."""
+        """Returns builtins only, for ``GET /speculation``."""

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from truedraft.engine.core.sequence import RowNeeds
+from truedraft.engine.core.needs import Needs
 from truedraft.engine.core.step import StepPlan, StepResult
 
 
@@ -12,8 +12,8 @@ class Runner(Protocol):
     truncates."""
 
     @property
-    def supports(self) -> RowNeeds:
-        """What rows may need for this runner to execute their step."""
+    def supports(self) -> Needs:
+        """Returns what rows may need for this runner to execute their step."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """One round, or several up to ``plan.max_rounds`` where they are short."""

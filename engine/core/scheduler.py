@@ -10,11 +10,14 @@ numbers depend on positions only, so nothing it says changes.
 import time
 from bisect import insort
 from collections.abc import Set
+from dataclasses import replace
 from itertools import count
 
 from truedraft.engine.core.block_pool import BlockPool
-from truedraft.engine.core.planning import DraftChoice, Planner
-from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.draft_choice import DraftChoice
+from truedraft.engine.core.needs import Need, Needs
+from truedraft.engine.core.planning import Planner
+from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import (
     MAX_CATCH_UP_TOKENS,
     MAX_PROMPT_TOKENS,
@@ -121,36 +124,35 @@ class Scheduler:
         """The next step, its blocks reserved; empty if there is nothing to do."""
         started = time.perf_counter()
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        choices = self.planner.choose(decoding)
+        choice = self.planner.choose(decoding)
         self._catch_up_budget = budget = self.max_num_batched_tokens
         scheduled: list[ScheduledSequence] = []
         # One that is preempted for an earlier one leaves the list at its end, and is not met.
         for sequence in self.running:
             if budget <= 0:
                 break
-            part = self._plan(sequence, budget, choices.get(sequence))
+            part = self._plan(sequence, budget, choice.drafts.get(sequence))
             if self._reserve_or_preempt(sequence, part):
                 scheduled.append(part)
-                budget -= part.num_tokens + part.num_draft_tokens
+                budget -= part.num_tokens + part.draft.num_first_drafts
         while self.waiting and budget > 0 and len(self.running) < self.max_num_sequences:
             admitted = self._admit(self.waiting[0], budget)
             if admitted is None:
                 break
             scheduled.append(admitted)
-            budget -= admitted.num_tokens + admitted.num_draft_tokens
+            budget -= admitted.num_tokens + admitted.draft.num_first_drafts
         rows = [part for part in scheduled if part.completes]
         needs = _needs(scheduled)
         max_rounds = 1
-        if rows and len(rows) == len(self.running) and RowNeeds.PROMPT not in needs:
-            max_rounds = self._reserve_rounds(rows)
-        return StepPlan(scheduled, rows, needs, max_rounds, started)
+        if rows and len(rows) == len(self.running) and Need.PROMPT not in needs:
+            max_rounds = self._reserve_rounds(rows, choice.max_rounds)
+        return StepPlan(scheduled, rows, needs, max_rounds, started, choice.option)
 
-    def _reserve_rounds(self, rows: list[ScheduledSequence]) -> int:
-        """Make room for all rounds that the planner's choice stands for, if no sequence has to give way for
-        it; else for one, which has been reserved."""
-        max_rounds = self.planner.max_rounds
+    def _reserve_rounds(self, rows: list[ScheduledSequence], max_rounds: int) -> int:
+        """Makes room for all rounds that the planner's choice stands for, if no sequence has to give way for
+        it; else for one, which has been reserved. Returns how many there is room for."""
         if max_rounds > 1:
-            num_tokens = max_rounds * (1 + max(part.max_num_drafts for part in rows))
+            num_tokens = max_rounds * (1 + max(part.draft.max_num_drafts for part in rows))
             if not all(self._reserve_ahead(part.sequence, num_tokens) for part in rows):
                 return 1
         return max_rounds
@@ -200,30 +202,26 @@ class Scheduler:
     def _uses_prefix_cache(self, sequence: Sequence) -> bool:
         return self.prefix_caching and sequence.cache_prompt
 
-    def _plan(self, sequence: Sequence, budget: int, choice: DraftChoice | None) -> ScheduledSequence:
+    def _plan(self, sequence: Sequence, budget: int, draft: DraftChoice | None) -> ScheduledSequence:
         num_uncomputed = sequence.num_uncomputed_tokens
         if sequence.must_encode:
             return ScheduledSequence(sequence, num_uncomputed)
         if not sequence.is_decoding:
             prefill_draft = self.planner.prefills_draft(sequence)
             return ScheduledSequence(sequence, min(num_uncomputed, budget), prefill_draft=prefill_draft)
-        if choice is None:
-            choice = self.planner.choose_for_prompt(sequence)
-        part = ScheduledSequence(sequence, 1, min(choice.num_tokens, budget - 1), choice.source)
-        part.max_forced = choice.max_forced
-        part.num_model_tokens = choice.num_model_tokens
-        if part.num_draft_tokens:
-            part.num_catch_up_tokens = min(choice.num_missing, self._catch_up_budget)
-            self._catch_up_budget -= part.num_catch_up_tokens
-            part.draft_ids = choice.draft_ids[: part.num_draft_tokens]
-            if part.num_catch_up_tokens < choice.num_missing:
-                # All of it would stall the others; the rest comes in the next steps.
-                part.num_draft_tokens = part.num_model_tokens = 0
-        return part
+        if draft is None:
+            draft = self.planner.choose_for_prompt(sequence)
+        draft = draft.within(budget - 1)
+        num_catch_up_tokens = min(draft.num_missing, self._catch_up_budget) if draft.num_first_drafts else 0
+        self._catch_up_budget -= num_catch_up_tokens
+        if num_catch_up_tokens < draft.num_missing:
+            # All of it would stall the others; the rest comes in the next steps.
+            draft = replace(draft, num_tokens=0)
+        return ScheduledSequence(sequence, 1, draft, num_catch_up_tokens)
 
     def _reserve_or_preempt(self, sequence: Sequence, part: ScheduledSequence) -> bool:
         """Make room for ``part``, taking blocks from the last in order; False if that was it itself."""
-        num_tokens = len(sequence.token_ids) + part.num_draft_tokens
+        num_tokens = len(sequence.token_ids) + part.draft.num_first_drafts
         growing = [
             (pool, table)
             for pool, table in self._shares(sequence)
@@ -271,21 +269,20 @@ def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.priority, sequence.arrival
 
 
-def _needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
-    """Returns those of the whole step. Bits, since a flag's own operators are slow in Python."""
-    bits = num_prompt_tokens = 0
+def _needs(scheduled: list[ScheduledSequence]) -> Needs:
+    """Returns the needs of the whole step: those of its rows, and what they have to compute in it."""
+    needs = set[Need]()
+    num_prompt_tokens = 0
     for part in scheduled:
-        bits |= part.sequence.needs._value_
+        needs |= part.sequence.needs
         if part.kind is not Kind.DECODE:
-            bits |= RowNeeds.PROMPT._value_
+            needs.add(Need.PROMPT)
             num_prompt_tokens += part.num_tokens
             is_whole = part.completes and not part.sequence.wants_prompt_logprobs
             if not is_whole or num_prompt_tokens > MAX_PROMPT_TOKENS:
-                bits |= RowNeeds.LONG_PROMPT._value_
-        if part.sequence.matcher is not None:
-            bits |= RowNeeds.MASK._value_
-        if part.model_tokens:
-            bits |= RowNeeds.DRAFT_MODEL._value_
-        if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.num_draft_tokens else 0):
-            bits |= RowNeeds.CATCH_UP._value_
-    return RowNeeds(bits)
+                needs.add(Need.LONG_PROMPT)
+        if part.draft.num_tokens:
+            needs.add(Need.DRAFT_MODEL)
+        if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.draft.num_first_drafts else 0):
+            needs.add(Need.CATCH_UP)
+    return needs

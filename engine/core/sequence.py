@@ -5,36 +5,15 @@ A request with ``n`` choices is ``n`` sequences. The last of a running sequence'
 """
 
 from dataclasses import dataclass, field
-from enum import Flag, auto
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING
 
+from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.prediction import PredictionCursor
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher
-
-
-class RowNeeds(Flag):
-    """What a row asks of a runner beyond its next token. The only test that chooses a runner is whether it
-    supports all that the rows of a step need."""
-
-    NONE = 0
-    PROMPT = auto()  # more known tokens than the pending one, or a piece of a prompt
-    LONG_PROMPT = auto()  # many of them, or only a part of them; or the log-probabilities of a prompt
-    DRAFT_MODEL = auto()  # drafts from the draft model
-    CATCH_UP = auto()  # its cache computes more than a few missing tokens first, or instead of a draft
-    SAMPLING = auto()  # temperature above 0
-    BLOCK_RULE = auto()  # block verification
-    BIAS = auto()  # logit_bias, or stop tokens forbidden below min_tokens
-    PENALTIES = auto()  # presence, frequency, repetition
-    RULES = auto()  # what the checkpoint's generation config forbids or forces
-    MASK = auto()  # tokens allowed by position, as a grammar says
-    LOGPROBS = auto()
-    TRACE = auto()
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -71,26 +50,27 @@ class Sequence:
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
     greedy: bool = field(init=False)
     uses_draft_model: bool = field(init=False)  # whether it has a part in the draft model's cache
-    needs: RowNeeds = field(init=False)  # in every round; what else a step adds is in its plan
+    needs: Needs = field(init=False)  # in every round; what else a step adds is in its plan
 
     def __post_init__(self) -> None:
         self.greedy = self.params.temperature == 0 or self.params.top_k == 1
         self.uses_draft_model = "draft_model" in self.sources
         self.needs = self._needs()
 
-    def _needs(self) -> RowNeeds:
+    def _needs(self) -> Needs:
         params = self.params
+        penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         asked = {
-            RowNeeds.SAMPLING: not self.greedy,
-            RowNeeds.BLOCK_RULE: not self.greedy and self.verification == "block",
-            RowNeeds.BIAS: bool(params.logit_bias) or params.min_tokens > 0,
-            RowNeeds.PENALTIES: (params.presence_penalty, params.frequency_penalty) != (0, 0)
-            or params.repetition_penalty != 1,
-            RowNeeds.RULES: self.has_rules,
-            RowNeeds.LOGPROBS: params.logprobs is not None,
-            RowNeeds.TRACE: params.trace,
+            Need.SAMPLING: not self.greedy,
+            Need.BLOCK_RULE: not self.greedy and self.verification == "block",
+            Need.BIAS: bool(params.logit_bias) or params.min_tokens > 0,
+            Need.PENALTIES: penalties != (0, 0, 1),
+            Need.RULES: self.has_rules,
+            Need.MASK: self.matcher is not None,
+            Need.LOGPROBS: params.logprobs is not None,
+            Need.TRACE: params.trace,
         }
-        return reduce(or_, (need for need, is_asked in asked.items() if is_asked), RowNeeds.NONE)
+        return frozenset(need for need, is_asked in asked.items() if is_asked)
 
     def __len__(self) -> int:
         return len(self.token_ids)

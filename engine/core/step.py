@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.draft_choice import NO_DRAFT, DraftChoice
+from truedraft.engine.core.needs import Need, Needs
+from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.messages import RoundTrace, TokenLogprob
 
 # Tokens of one sequence that a pass over decoding rows takes: a draft cache may catch up with these and draft
@@ -34,23 +36,16 @@ class ScheduledSequence:
     """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
     ``kind`` follows from what the sequence has left to compute when the part is made.
-    ``source`` drafts up to ``num_draft_tokens`` in each round.
-    ``draft_ids`` are drafts that are known already, of the first round: those of a source without a model.
     ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
-    instead of it; a prompt's chunk does not count. ``prefill_draft``: the draft model computes a prompt's
-    chunk too, now. A constrained sequence drafts up to ``max_forced`` tokens in each later round that its
-    grammar forces; where it forces none, ``num_model_tokens`` of the draft model.
+    instead of it; a prompt's chunk does not count. ``prefill_draft`` says whether the draft model computes a
+    prompt's chunk too, now.
     """
 
     sequence: Sequence
     num_tokens: int
-    num_draft_tokens: int = 0
-    source: str = "none"
+    draft: DraftChoice = NO_DRAFT
     num_catch_up_tokens: int = 0
     prefill_draft: bool = True
-    draft_ids: list[int] = field(default_factory=list)
-    max_forced: int = 0
-    num_model_tokens: int = 0
     kind: Kind = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,44 +60,41 @@ class ScheduledSequence:
         """Tells whether the last known token is computed, so that the sequence is a row of the rounds."""
         return self.kind is not Kind.PIECE
 
-    @property
-    def model_tokens(self) -> int:
-        """That the draft model may draft in a round."""
-        return self.num_draft_tokens if self.source == "draft_model" else self.num_model_tokens
-
-    @property
-    def max_num_drafts(self) -> int:
-        """In any round."""
-        return max(self.num_draft_tokens, self.max_forced, self.num_model_tokens)
+    def num_drawn_by(self, proposer: str) -> int:
+        """Returns how many drafts of the first round a proposer with a model has to draw."""
+        draft = self.draft
+        return draft.num_tokens if draft.known is None and draft.source == proposer else 0
 
 
 @dataclass(slots=True)
 class StepPlan:
     """``rows`` are the scheduled sequences that complete, in order. Blocks are reserved for ``max_rounds``
-    rounds. ``started`` is the time when planning began, by ``time.perf_counter``."""
+    rounds. ``started`` is the time when planning began, by ``time.perf_counter``. ``option`` is the planner's
+    own account of what it chose, from which it learns when the step has run."""
 
     scheduled: list[ScheduledSequence]
     rows: list[ScheduledSequence]
-    needs: RowNeeds
+    needs: Needs
     max_rounds: int
     started: float
+    option: object = None
 
     def __bool__(self) -> bool:
         return bool(self.scheduled)
 
     @property
     def is_decode_only(self) -> bool:
-        """No prompt takes part: the step's duration is that of its rounds."""
-        return RowNeeds.PROMPT not in self.needs
+        """Tells whether no prompt takes part, so that the step's duration is that of its rounds."""
+        return Need.PROMPT not in self.needs
 
     @property
     def prompts(self) -> list[ScheduledSequence]:
-        """Prompts that take part, and pieces of them."""
+        """Returns the prompts that take part, and pieces of them."""
         return [part for part in self.scheduled if part.kind is not Kind.DECODE]
 
 
 class PhaseSeconds(NamedTuple):
-    """Wall time of a round."""
+    """The wall time of a round is the sum of these."""
 
     draft: float
     score: float
@@ -113,9 +105,9 @@ class PhaseSeconds(NamedTuple):
 class Round:
     """What became of one round, row by row.
 
-    ``emitted``: the accepted drafts and the token that follows them, before stop tokens and limits cut them
-    off. ``failed`` rows had no distribution to draw from. ``sources`` drafted, if not as planned. The
-    optional columns are None where no row asks for them.
+    ``emitted`` are the accepted drafts and the token that follows them, before stop tokens and limits cut
+    them off. ``failed`` rows had no distribution to draw from. ``sources`` says who drafted, where that is
+    not as planned for the first round. The optional columns are None where no row asks for them.
     """
 
     num_drafted: list[int]
@@ -128,14 +120,21 @@ class Round:
     sources: list[str] | None = None
 
     def source(self, row: int, part: ScheduledSequence) -> str:
-        """Who drafted for the row, which is that of ``part``."""
-        return part.source if self.sources is None else self.sources[row]
+        """Returns who drafted for the row, which is that of ``part``."""
+        return part.draft.first_source if self.sources is None else self.sources[row]
+
+    def logprobs_of(self, row: int) -> list[TokenLogprob]:
+        """Returns the log-probabilities of what the row emitted, if it asks for them."""
+        return [] if self.logprobs is None else self.logprobs[row] or []
 
 
 @dataclass(slots=True)
 class StepResult:
-    """``rounds``: at least one, if the plan has rows; only in the last one may a row end. ``prompt_seconds``:
-    of prompts, outside rounds. ``host_seconds``: what the step took besides, known once it is committed."""
+    """``rounds`` has at least one, if the plan has rows; only in the last one may a row end.
+
+    ``prompt_seconds`` are those of prompts, outside rounds. ``host_seconds`` are what else the step took,
+    known once it is committed.
+    """
 
     rounds: list[Round]
     prompt_seconds: PhaseSeconds | None = None
@@ -143,7 +142,7 @@ class StepResult:
 
     @property
     def seconds(self) -> float:
-        """Drafting, scoring and verifying."""
+        """Returns the time of drafting, scoring and verifying."""
         parts = [one.seconds for one in self.rounds]
         if self.prompt_seconds is not None:
             parts.append(self.prompt_seconds)

@@ -16,8 +16,8 @@ class Proposer(Protocol):
     def propose(self, scheduled: list[ScheduledSequence], sampler: Sampler) -> Drafts:
         """``scheduled`` is the whole step; ``sampler`` has one row per sequence that completes, in order.
 
-        ``num_draft_tokens`` is how many tokens to draft for it at most, decided before anything is drawn.
-        Rows whose ``source`` is another proposer's name get none.
+        ``num_drawn_by`` this proposer is how many tokens to draft for it at most, decided before anything is
+        drawn.
         """
 
     def prefill(self, prompts: list[ScheduledSequence]) -> None:

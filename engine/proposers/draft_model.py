@@ -31,7 +31,7 @@ class DraftModelProposer:
 
     def propose(self, scheduled: list[ScheduledSequence], sampler: Sampler) -> Drafts:
         completing = [part for part in scheduled if part.completes]
-        lengths = [part.num_draft_tokens if part.source == self.name else 0 for part in completing]
+        lengths = [part.num_drawn_by(self.name) for part in completing]
         logits = self._first_pass(scheduled)
         num_positions = max(lengths, default=0)
         if num_positions == 0:
@@ -72,15 +72,14 @@ class DraftModelProposer:
         sequence = part.sequence
         start = sequence.draft_blocks.num_computed_tokens
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens
+        num_logits = min(1, part.num_drawn_by(self.name))
         if part.kind is Kind.DECODE:
-            if part.source != self.name:
-                return None
-            end = start + part.num_catch_up_tokens + min(1, part.num_draft_tokens)
+            end = start + part.num_catch_up_tokens + num_logits
         elif not part.prefill_draft:
             return None
         if not sequence.uses_draft_model or start == end or end > self.max_len:
             return None
-        return Span(sequence.draft_blocks, sequence.token_ids[start:end], min(1, part.num_draft_tokens))
+        return Span(sequence.draft_blocks, sequence.token_ids[start:end], num_logits)
 
     def _forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [spans that want them, the target's vocabulary]."""

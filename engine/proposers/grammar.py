@@ -3,25 +3,38 @@
 The target's distribution there is one-hot, so they are accepted with certainty, whatever the rule.
 """
 
+from dataclasses import dataclass
+
+from truedraft.engine.core.draft_choice import InRound
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.messages import Source
+from truedraft.engine.sampling.grammar import Matcher
 
 # The strength of an offer, as that of a long match: it never fails.
 CERTAIN = 16
+
+
+@dataclass(slots=True)
+class ForcedTokens:
+    """Asks a sequence's grammar anew before every round: the matcher follows what the rounds emit."""
+
+    matcher: Matcher
+    limit: int
+    source: Source = "grammar"
+
+    def drafts(self) -> list[int]:
+        return self.matcher.forced(self.limit)
 
 
 class GrammarProposer:
     """Offers what the grammar forces next, if it forces anything."""
 
     name: Source = "grammar"
-    reads = False
-
-    def num_unread(self, sequence: Sequence) -> int:
-        return 0
-
-    def read(self, sequence: Sequence, max_tokens: int) -> int:
-        return 0
 
     def offers(self, sequence: Sequence, limit: int) -> tuple[int, list[int]]:
         assert sequence.matcher is not None
         return CERTAIN, sequence.matcher.forced(limit)
+
+    def in_round(self, sequence: Sequence, limit: int) -> InRound:
+        assert sequence.matcher is not None
+        return ForcedTokens(sequence.matcher, limit)

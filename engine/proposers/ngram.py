@@ -17,7 +17,6 @@ class NgramProposer:
     token takes about five microseconds."""
 
     name: Source = "ngram"
-    reads = True
 
     def __init__(self, min_match: int, max_tokens: int = 32, choice: NgramChoice = "most_recent") -> None:
         self.min_match = min_match

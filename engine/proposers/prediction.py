@@ -8,13 +8,6 @@ class PredictionProposer:
     """Offers what the prediction goes on with; the engine moves the cursors over what is emitted."""
 
     name: Source = "prediction"
-    reads = False
-
-    def num_unread(self, sequence: Sequence) -> int:
-        return 0
-
-    def read(self, sequence: Sequence, max_tokens: int) -> int:
-        return 0
 
     def offers(self, sequence: Sequence, limit: int) -> tuple[int, list[int]]:
         """After a run of agreeing tokens; a run of none is a guess that one token was replaced."""

@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.needs import EVERY_NEED, Need
+from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import RoundTrace, TokenLogprob
@@ -27,7 +28,7 @@ from truedraft.engine.sampling.verify import RowVerdict
 class PhaseRunner:
     """``proposer`` drafts with a model; None without one. Other drafts are known when a step is planned."""
 
-    supports = ~RowNeeds.NONE
+    supports = EVERY_NEED
 
     def __init__(
         self, target: ModelRunner, proposer: Proposer | None, make_backend: Callable[[], SamplingBackend]
@@ -80,8 +81,8 @@ class PhaseRunner:
         parts = []
         if self.proposer is not None and any(part.sequence.uses_draft_model for part in plan.scheduled):
             parts.append(self.proposer.propose(plan.scheduled, sampler))
-        if any(part.draft_ids for part in plan.rows):
-            parts.append(known_drafts([part.draft_ids for part in plan.rows], sampler.device))
+        if any(part.draft.known for part in plan.rows):
+            parts.append(known_drafts([part.draft.known_ids for part in plan.rows], sampler.device))
         return merge_drafts(parts, sampler)
 
     def _score(self, plan: StepPlan, drafted: list[list[int]]) -> torch.Tensor:
@@ -141,7 +142,7 @@ class PhaseRunner:
         verdicts: list[RowVerdict],
     ) -> list[RoundTrace] | None:
         """One by row, if any row wants its own."""
-        if RowNeeds.TRACE not in plan.needs or not sampler.traced:
+        if Need.TRACE not in plan.needs or not sampler.traced:
             return None
         target_probs, draft_probs, next_probs = (
             probs.tolist() for probs in sampler.traced_probs(logits, drafts, verdicts)
@@ -149,7 +150,7 @@ class PhaseRunner:
         return [
             RoundTrace(
                 position=row.position,
-                source=self._trace_source(plan.rows[i].source) if drafts.lengths[i] else "none",
+                source=self._trace_source(plan.rows[i].draft.first_source) if drafts.lengths[i] else "none",
                 rule=row.rule.value,
                 draft_ids=drafts.ids[i],
                 target_probs=target_probs[i][: drafts.lengths[i]],
@@ -183,7 +184,7 @@ def _output_logprobs(
     plan: StepPlan, drafts: Drafts, logits: torch.Tensor, emitted: list[list[int]]
 ) -> list[list[TokenLogprob] | None] | None:
     """Of the tokens that rows emitted, where they ask for them, from the raw logits."""
-    if RowNeeds.LOGPROBS not in plan.needs:
+    if Need.LOGPROBS not in plan.needs:
         return None
     result: list[list[TokenLogprob] | None] = []
     first = 0

@@ -8,7 +8,8 @@ asked as long as its balance is positive; others start as long as their group's 
 the time goes to one of them now and then. A prediction is free: it is always asked.
 
 Whatever is offered is compared with the tokens that follow, drafted or not: a sampled token equals the
-offered one as likely as a draft of it is accepted. So no round is spent on offers that do not pay.
+offered one with the probability with which a draft of it is accepted. So no round is spent on offers that do
+not pay.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from truedraft.engine.core import sequence as core
-from truedraft.engine.core.planning import Lookup
+from truedraft.engine.core.planning import InRoundLookup, Lookup, ReadingLookup
 from truedraft.engine.speculation.acceptance import Acceptance
 from truedraft.engine.speculation.costs import MIXED, Costs, Shape
 from truedraft.engine.speculation.explore import OPTION_SHARE, Explorer
@@ -40,8 +41,8 @@ MAX_STRENGTH = 5
 
 class Terms(NamedTuple):
     """What a draft from known text is measured by: the ``rate`` without it, in tokens per second; the seconds
-    of a round, ``usual``, and those that one of each length adds; what a round adds that is ``alone`` in its
-    step; and the seconds of a step that asking for a row may take for nothing, ``free``."""
+    of a round, ``usual``, and those that a draft of each length adds; what a round adds that is ``alone`` in
+    its step; and the seconds of a step that asking for a row may take for nothing, ``free``."""
 
     rate: float
     usual: float
@@ -51,7 +52,7 @@ class Terms(NamedTuple):
 
 
 def make_terms(costs: Costs, plan: Plan, longest: int, drafts: bool) -> Terms:
-    """For a row in a batch that drafts as in ``plan``, itself only if it ``drafts``."""
+    """Returns the terms of a row in a batch that drafts as in ``plan``, itself only if it ``drafts``."""
     num_rows, _, num_drafted, sizes = plan.shape
     before = costs.model_seconds(Shape(num_rows, MIXED, num_drafted, sizes))
     if drafts:
@@ -66,9 +67,32 @@ def make_terms(costs: Costs, plan: Plan, longest: int, drafts: bool) -> Terms:
 
 
 def free_seconds(costs: Costs, shape: Shape) -> float:
-    """What asking for a row may take in a step of rounds of ``shape``, whatever it brings."""
+    """Returns what asking for a row may take in a step of rounds of ``shape``, whatever it brings."""
     rounds = costs.rounds_per_step(costs.model_seconds(shape), shape.num_rows)
     return ASK_SHARE * rounds * costs.seconds(shape) / shape.num_rows
+
+
+class Offer(NamedTuple):
+    """What a source has found for a row: ``token_ids``, of which the first ``num_worth`` are to be drafted,
+    as that saves the most seconds, ``saved``. ``acceptance`` is that of matches as strong."""
+
+    acceptance: Acceptance
+    token_ids: list[int]
+    num_worth: int
+    saved: float
+
+    @property
+    def worth(self) -> tuple[list[int], float]:
+        """Returns the tokens that are to be drafted, and the seconds that this saves."""
+        return self.token_ids[: self.num_worth], self.saved
+
+    def judge(self, emitted: Sequence[int]) -> None:
+        """Compares what was offered with what followed, drafted or not."""
+        equal = [offered == token_id for offered, token_id in zip(self.token_ids, emitted, strict=False)]
+        num_accepted = equal.index(False) if False in equal else len(equal)
+        for table in (self.acceptance, self.acceptance.group):
+            if table is not None:
+                table.learn(len(equal), num_accepted)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,37 +108,47 @@ class RowLookup:
     length: int = 0  # of the text when it was last asked
     retry_at: int = 0  # length of the text from which on it may start
     wait: int = START_BALANCE  # tokens from a stop to the next start
-    pending: tuple[Acceptance, list[int]] | None = None  # what was offered in this step
+    reader: ReadingLookup | None = field(init=False)  # the source, if it reads
+    in_round: InRoundLookup | None = field(init=False)  # the source, if it follows the rounds of a step
     _tables: dict[int, Acceptance] = field(default_factory=dict)  # by strength
 
+    def __post_init__(self) -> None:
+        self.reader = self.source if isinstance(self.source, ReadingLookup) else None
+        self.in_round = self.source if isinstance(self.source, InRoundLookup) else None
+
+    @property
+    def num_unread(self) -> int:
+        """Returns how many tokens the source has yet to read of the sequence."""
+        return 0 if self.reader is None else self.reader.num_unread(self.sequence)
+
     def start(self) -> float:
-        """Be asked from now on; return the seconds that it takes to find out whether that pays."""
+        """Is asked from now on; returns the seconds that it takes to find out whether that pays."""
         self.is_asked, self.balance = True, START_BALANCE * READ_SECONDS
         self.length = len(self.sequence.token_ids)
-        return (self.source.num_unread(self.sequence) + START_BALANCE) * READ_SECONDS
+        return (self.num_unread + START_BALANCE) * READ_SECONDS
 
     def costs_little(self, free: float) -> bool:
         """Tells whether asking takes less in a step than is ``free``, with what is to be read first."""
-        num_unread = self.source.num_unread(self.sequence)
-        return ASK_SECONDS + READ_SECONDS * (1 + num_unread / ASK_ROUNDS) <= free
+        return ASK_SECONDS + READ_SECONDS * (1 + self.num_unread / ASK_ROUNDS) <= free
 
-    def ask(self, limit: int, terms: Terms, model_tokens: float, is_fixed: bool) -> tuple[float, list[int]]:
-        """What to draft instead of the draft model's ``model_tokens`` (expected to be accepted), and the
-        seconds that this saves; nothing if it saves none."""
+    def ask(self, limit: int, terms: Terms, model_tokens: float, is_fixed: bool) -> Offer | None:
+        """Returns what the source has found, judged against the draft model's ``model_tokens`` (expected to
+        be accepted); None if it has found nothing."""
         match_length, token_ids = self.source.offers(self.sequence, limit)
         if self.sequence.matcher is not None:
             token_ids = self.sequence.matcher.allowed(token_ids)
-        saved, best = 0.0, 0
+        offer = None
         if token_ids:
             acceptance = self._table(min(match_length.bit_length(), MAX_STRENGTH))
-            self.pending = acceptance, token_ids
+            saved, best = 0.0, 0
             for length in range(len(token_ids) if is_fixed else 1, len(token_ids) + 1):
                 gain = acceptance.expected(length) - model_tokens
                 if (net := gain / terms.rate - terms.seconds[length]) > saved:
                     saved, best = net, length
+            offer = Offer(acceptance, token_ids, best, saved)
         if not self.always:
-            self._settle(saved, terms.free)
-        return saved, token_ids[:best]
+            self._settle(0.0 if offer is None else offer.saved, terms.free)
+        return offer
 
     def _table(self, strength: int) -> Acceptance:
         if strength not in self._tables:
@@ -123,7 +157,7 @@ class RowLookup:
         return self._tables[strength]
 
     def _settle(self, saved: float, free: float) -> None:
-        """Count what asking has saved in this step, and cost beyond what is ``free``."""
+        """Counts what asking has saved in this step, and cost beyond what is ``free``."""
         length = len(self.sequence.token_ids)
         value = saved - max(0.0, ASK_SECONDS + READ_SECONDS * (length - self.length) - free)
         self.length = length
@@ -131,18 +165,6 @@ class RowLookup:
         _charge(self.group, -value)
         if self.balance < 0:
             self.is_asked, self.retry_at, self.wait = False, length + self.wait, 2 * self.wait
-
-    def judge(self, emitted: Sequence[int]) -> None:
-        """Compare what was offered with what followed."""
-        if self.pending is None:
-            return
-        acceptance, token_ids = self.pending
-        self.pending = None
-        equal = [offered == token_id for offered, token_id in zip(token_ids, emitted, strict=False)]
-        num_accepted = equal.index(False) if False in equal else len(equal)
-        for table in (acceptance, acceptance.group):
-            if table is not None:
-                table.learn(len(equal), num_accepted)
 
 
 @dataclass(slots=True)
@@ -186,7 +208,7 @@ class LookupReport:
 
 
 def start_if_it_pays(lookup: RowLookup, free: float) -> bool:
-    """Start what is idle if it costs little or its group's balance allows it; whether it did."""
+    """Starts what is idle if it costs little or its group's balance allows it; tells whether it did."""
     if lookup.costs_little(free):
         lookup.start()
         return True
@@ -197,7 +219,7 @@ def start_if_it_pays(lookup: RowLookup, free: float) -> bool:
 
 
 def start_some(idle: Iterable[RowLookup], free: float, explorer: Explorer, now: float) -> None:
-    """At a replan: start all that cost little or whose group pays, and one now and then to explore."""
+    """Starts at a replan all that cost little or whose group pays, and one now and then to explore."""
     for lookup in idle:
         if start_if_it_pays(lookup, free) or lookup.retry_at > len(lookup.sequence.token_ids):
             continue
@@ -210,8 +232,8 @@ def _charge(group: Group, seconds: float) -> None:
 
 
 def read_all(asked: Iterable[RowLookup]) -> None:
-    """Read the texts of those that are asked, as far as a step's share of tokens goes."""
+    """Reads the texts of those that are asked, as far as a step's share of tokens goes."""
     left = MAX_READ
     for lookup in asked:
-        if left > 0:
-            left -= lookup.source.read(lookup.sequence, left)
+        if lookup.reader is not None and left > 0:
+            left -= lookup.reader.read(lookup.sequence, left)

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence as Sequences
 from ctypes import memmove
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tests.engine.native_pair import native_runner
 from tests.engine.planners import phases_of
 from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.runner import Runner
-from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
@@ -91,7 +93,7 @@ class RandomMasks:
 class NoPhases:
     """For a runner that needs no others."""
 
-    supports = RowNeeds.NONE
+    supports: Needs = frozenset()
 
     def run(self, plan: StepPlan) -> StepResult:
         raise AssertionError("runs by phases")
@@ -132,51 +134,42 @@ class Side:
 
     def plan(self, max_rounds: int) -> StepPlan:
         parts = [self._part(sequence) for sequence in self.sequences]
-        if any(part.draft_ids for part in parts):
+        if any(part.draft.known for part in parts):
             max_rounds = 1
-        needs = RowNeeds.NONE
+        needs = set[Need]()
         for part in parts:
             needs |= part.sequence.needs
-            if part.num_draft_tokens and not part.draft_ids:
-                needs |= RowNeeds.DRAFT_MODEL
+            if part.draft.num_tokens:
+                needs.add(Need.DRAFT_MODEL)
             if part.kind is not Kind.DECODE:
-                needs |= RowNeeds.PROMPT
+                needs.add(Need.PROMPT)
                 max_rounds = 1
             if part.sequence.matcher is not None:
-                needs |= RowNeeds.MASK
-            self._reserve(part.sequence, max_rounds * (part.num_draft_tokens + 1))
+                needs.add(Need.MASK)
+            self._reserve(part.sequence, max_rounds * (part.draft.num_first_drafts + 1))
         return StepPlan(parts, parts, needs, max_rounds, 0.0)
 
     def _part(self, sequence: Sequence) -> ScheduledSequence:
         row, length = self.rows[sequence], len(sequence)
         if not sequence.is_decoding:
             return ScheduledSequence(sequence, sequence.num_uncomputed_tokens)
-        part = ScheduledSequence(sequence, 1)
-        part.draft_ids = row.draft_ids.get(length - len(row.prompt), [])
-        part.source = "ngram" if part.draft_ids else "draft_model"
-        self.limit(part, len(part.draft_ids) or row.num_draft_tokens)
-        if sequence.matcher is not None:
-            part.num_model_tokens = part.num_draft_tokens
-        return part
+        draft_ids = row.draft_ids.get(length - len(row.prompt), [])
+        room = sequence.max_num_tokens - length - 1
+        if draft_ids:
+            return ScheduledSequence(sequence, 1, DraftChoice(known=Known("ngram", draft_ids)).within(room))
+        return self._drawing(sequence, row.num_draft_tokens)
 
-    def limit(self, part: ScheduledSequence, num_draft_tokens: int) -> None:
-        """As planners do."""
-        sequence = part.sequence
-        room = sequence.max_num_tokens - len(sequence) - 1
-        if part.source == "draft_model":
-            room = min(room, self.max_draft_len - len(sequence))
-        part.num_draft_tokens = max(0, min(num_draft_tokens, room))
-        part.draft_ids = part.draft_ids[: part.num_draft_tokens]
-        part.num_catch_up_tokens = 0
-        if part.source == "draft_model" and part.num_draft_tokens:
-            part.num_catch_up_tokens = len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens
+    def _drawing(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+        """Returns a part that drafts with the model, limited as planners do."""
+        room = min(sequence.max_num_tokens - len(sequence) - 1, self.max_draft_len - len(sequence))
+        draft = DraftChoice("draft_model", max(0, min(num_tokens, room)))
+        num_missing = len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens
+        return ScheduledSequence(sequence, 1, draft, num_missing if draft.num_tokens else 0)
 
     def next_round(self, plan: StepPlan) -> StepPlan:
-        """What is left of it for the next round alone."""
-        for part in plan.rows:
-            part.draft_ids = []
-            self.limit(part, part.num_draft_tokens)
-        return plan
+        """Returns what is left of it for the next round alone."""
+        rows = [self._drawing(part.sequence, part.draft.num_tokens) for part in plan.rows]
+        return replace(plan, scheduled=rows, rows=rows)
 
     def append(self, one: Round) -> None:
         for sequence, emitted in zip(self.sequences, one.emitted, strict=True):
@@ -233,7 +226,7 @@ def compare(ours: Side, theirs: Side, max_rounds: int, phases_every: int = 0) ->
             has_ended = any(sequence.finish_reason for sequence in theirs.sequences)
             assert not has_ended or one is rounds[-1]
             if not has_ended:
-                theirs.next_round(their_plan)
+                their_plan = theirs.next_round(their_plan)
         for side in (ours, theirs):
             side.end_step()
         _assert_same_state(ours, theirs)

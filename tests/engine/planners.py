@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 
+from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.planning import MAX_FORCED, DraftChoice, Lookup, Planner
+from truedraft.engine.core.planning import MAX_FORCED, Lookup, Planner, ReadingLookup, StepChoice
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.proposers.grammar import ForcedTokens
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.runtime.phases import PhaseRunner
@@ -50,10 +52,10 @@ class FixedPlanner:
         self.num_speculative_tokens = 0.0
         self.observed: list[tuple[StepPlan, StepResult]] = []
 
-    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
-        choices = {sequence: self.choose_for_prompt(sequence) for sequence in decoding}
-        self.num_speculative_tokens = sum(choice.num_tokens for choice in choices.values())
-        return choices
+    def choose(self, decoding: list[Sequence]) -> StepChoice:
+        drafts = {sequence: self.choose_for_prompt(sequence) for sequence in decoding}
+        self.num_speculative_tokens = sum(draft.num_first_drafts for draft in drafts.values())
+        return StepChoice(drafts, self.max_rounds)
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
         options = [choice for source in sequence.sources if (choice := self._choice(sequence, source))]
@@ -70,21 +72,18 @@ class FixedPlanner:
         if source not in self.lookups:
             return None
         lookup = self.lookups[source]
-        lookup.read(sequence, ALL)
+        if isinstance(lookup, ReadingLookup):
+            lookup.read(sequence, ALL)
         draft_ids = lookup.offers(sequence, room)[1] if room > 0 else []
         if sequence.matcher is not None:
             draft_ids = sequence.matcher.allowed(draft_ids)
-        max_forced = MAX_FORCED if source == "grammar" else 0
         if not draft_ids:
             return None
-        model_tokens = room if source == "grammar" and "draft_model" in sequence.sources else 0
-        return DraftChoice(
-            source,
-            len(draft_ids),
-            draft_ids=draft_ids,
-            max_forced=max_forced,
-            num_model_tokens=model_tokens,
-        )
+        known = Known(lookup.name, draft_ids)
+        if source != "grammar" or sequence.matcher is None:
+            return DraftChoice(known=known)
+        model = ("draft_model", room) if "draft_model" in sequence.sources else ("none", 0)
+        return DraftChoice(*model, known=known, in_round=ForcedTokens(sequence.matcher, MAX_FORCED))
 
     def prefills_draft(self, sequence: Sequence) -> bool:
         return self.prefills

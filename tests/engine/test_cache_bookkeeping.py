@@ -103,9 +103,9 @@ def test_every_sequence_finishes_and_every_block_comes_back(
             break
         parts = scheduler.schedule().scheduled
         assert parts, "a step with work must do some"
-        assert sum(part.num_tokens + part.num_draft_tokens for part in parts) <= budget
+        assert sum(part.num_tokens + part.draft.num_first_drafts for part in parts) <= budget
         for part in parts:
-            simulate(scheduler, part.sequence, part.num_tokens, part.num_draft_tokens, data)
+            simulate(scheduler, part.sequence, part.num_tokens, part.draft.num_first_drafts, data)
         assert_partition(scheduler.target_pool, [s.target_blocks for s in sequences])
         assert_partition(scheduler.draft_pool, [s.draft_blocks for s in sequences])
     assert all(sequence.finish_reason == "length" for sequence in sequences)

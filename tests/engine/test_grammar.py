@@ -332,7 +332,7 @@ def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained,
     use_planner(core, fixed)
     assert run_engine(core, PROMPTS, params) == plain
     steps = [
-        (len(result.rounds), part.source, [one.num_drafted[row] for one in result.rounds[1:]])
+        (len(result.rounds), part.draft.first_source, [one.num_drafted[row] for one in result.rounds[1:]])
         for plan, result in fixed.observed
         for row, part in enumerate(plan.rows)
         if part.sequence.matcher is not None

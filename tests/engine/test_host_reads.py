@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.engine.conftest import Models
 from tests.engine.planners import phases_of
 from tests.models import make_engine, run_engine
+from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.sequence import Sequence as Text
 from truedraft.engine.core.step import ScheduledSequence
@@ -106,8 +107,7 @@ def part_of(number: int, given: SamplingParams, length: int) -> ScheduledSequenc
     return ScheduledSequence(
         text,
         num_tokens=1,
-        num_draft_tokens=length,
-        source="draft_model",
+        draft=DraftChoice("draft_model", length),
         num_catch_up_tokens=1,
     )
 

@@ -7,7 +7,7 @@ import pytest
 from tests.engine.native_pair import save_pair
 from tests.models import make_engine, stepped
 from truedraft.engine.core import scheduler
-from truedraft.engine.core.sequence import RowNeeds
+from truedraft.engine.core.needs import Need
 from truedraft.engine.messages import Generate, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
@@ -32,6 +32,6 @@ def test_a_draft_cache_that_lags_by_more_than_a_step_catches_up(tmp_path: Path) 
 def test_rounds_that_never_catch_up_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: C runs the step as if the row only wanted no draft."""
     honest = scheduler._needs
-    monkeypatch.setattr(scheduler, "_needs", lambda scheduled: honest(scheduled) & ~RowNeeds.CATCH_UP)
+    monkeypatch.setattr(scheduler, "_needs", lambda scheduled: honest(scheduled) - {Need.CATCH_UP})
     with pytest.raises(AssertionError):
         test_a_draft_cache_that_lags_by_more_than_a_step_catches_up(tmp_path)

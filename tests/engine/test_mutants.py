@@ -263,7 +263,7 @@ def draft_cache_skips_a_token(patch: Patch) -> None:
 
     def catch_up(self: Any, part: Any) -> Any:
         span = honest(self, part)
-        if span is not None and part.num_draft_tokens and len(span.token_ids) == 2:
+        if span is not None and part.draft.num_first_drafts and len(span.token_ids) == 2:
             return batch.Span(span.table, span.token_ids[-1:], span.num_logits)
         return span
 

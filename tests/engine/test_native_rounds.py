@@ -17,7 +17,7 @@ from tests.engine.planners import phases_of
 from tests.engine.test_native import plant
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.core.sequence import RowNeeds
+from truedraft.engine.core.needs import EVERY_NEED, Need, Needs
 from truedraft.engine.core.step import Round, StepPlan, StepResult
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from truedraft.engine.native import library
@@ -214,7 +214,7 @@ def test_logits_are_adjusted_as_by_torch() -> None:
 
 
 class CountingPhases:
-    supports = ~RowNeeds.NONE
+    supports = EVERY_NEED
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []
@@ -261,7 +261,7 @@ def test_what_it_does_not_support_goes_by_phases(tmp_path: Path) -> None:
         (RowPlan(with_params(GREEDY, trace=True), [1, 2, 3]), {}),
         (RowPlan(with_params(REJECTION, verification="block"), [1, 2, 3]), {}),
         (RowPlan(GREEDY, list(range(40)), num_missing=39), {}),
-        (RowPlan(COUPLED, [1, 2, 3]), {"supports": RowNeeds.DRAFT_MODEL}),
+        (RowPlan(COUPLED, [1, 2, 3]), {"supports": {Need.DRAFT_MODEL}}),
     ]
     for row, changed in cases:
         runner, plan, rounds = one_step(tmp_path, row, **changed)
@@ -274,10 +274,8 @@ def test_it_supports_what_its_models_and_draws_do(tmp_path: Path) -> None:
     core = make_engine(*save_pair(tmp_path))
     whole = native_runner(core)
     lone = NativeRunner(whole.target, None, None, whole.phases, False, LONG, 0)
-    assert whole.supports & ~lone.supports == RowNeeds.DRAFT_MODEL | RowNeeds.SAMPLING
-    assert not whole.supports & (
-        RowNeeds.TRACE | RowNeeds.LONG_PROMPT | RowNeeds.CATCH_UP | RowNeeds.BLOCK_RULE
-    )
+    assert whole.supports - lone.supports == {Need.DRAFT_MODEL, Need.SAMPLING}
+    assert not whole.supports & {Need.TRACE, Need.LONG_PROMPT, Need.CATCH_UP, Need.BLOCK_RULE}
 
 
 def test_a_row_with_log_probabilities_bounds_the_rounds_by_memory(
@@ -443,7 +441,7 @@ def test_an_aborted_request_is_gone_after_its_step(tmp_path: Path) -> None:
     assert core.scheduler.target_pool.usage == 0
 
 
-def spied_needs(monkeypatch: pytest.MonkeyPatch, runner: Any, name: str) -> list[RowNeeds]:
+def spied_needs(monkeypatch: pytest.MonkeyPatch, runner: Any, name: str) -> list[Needs]:
     """Of the steps that a method is called with, from now on."""
     honest, seen = getattr(runner, name), []
 
@@ -475,9 +473,9 @@ def test_long_prompts_and_parts_of_them_go_by_phases(tmp_path: Path, monkeypatch
     assert texts[0] == texts[1]
     # Three prompts, one of them with log-probabilities, beside a part of the last one; its other parts.
     assert len(by_phases) >= 2
-    assert all(RowNeeds.LONG_PROMPT in needs for needs in by_phases)
-    assert any(RowNeeds.PROMPT in needs for needs in in_c)
-    assert not any(RowNeeds.LONG_PROMPT in needs for needs in in_c)
+    assert all(Need.LONG_PROMPT in needs for needs in by_phases)
+    assert any(Need.PROMPT in needs for needs in in_c)
+    assert not any(Need.LONG_PROMPT in needs for needs in in_c)
 
 
 # Planted bugs: what is right, what is wrong, and rows that show it.

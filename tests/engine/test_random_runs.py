@@ -1,15 +1,14 @@
 """Random engines and requests say what plain decoding says; bugs of parts and budgets are planted."""
 
 from collections.abc import Callable
-from functools import reduce
-from operator import or_
 
 import pytest
 
 from tests.engine.random_runs import Arrival, Pair, RandomRun, check, random_run
 from truedraft.engine.core import scheduler
+from truedraft.engine.core.needs import Needs
 from truedraft.engine.core.scheduler import Scheduler
-from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, ScheduledSequence
 from truedraft.engine.messages import Generate, SamplingParams
 
@@ -47,9 +46,9 @@ def pieces_of_one_token_are_rows(patch: pytest.MonkeyPatch) -> None:
     """A part is taken for a prompt by its number of tokens: a piece of a single one is not."""
     honest = scheduler._needs
 
-    def needs(scheduled: list[ScheduledSequence]) -> RowNeeds:
+    def needs(scheduled: list[ScheduledSequence]) -> Needs:
         found = honest([part for part in scheduled if part.completes or part.num_tokens > 1])
-        return reduce(or_, (part.sequence.needs for part in scheduled), found)
+        return found.union(*(part.sequence.needs for part in scheduled))
 
     patch.setattr(scheduler, "_needs", needs)
 

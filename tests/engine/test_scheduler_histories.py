@@ -100,7 +100,7 @@ class World:
 
     def _compute(self, part: ScheduledSequence, data: st.DataObject) -> None:
         sequence, target = part.sequence, part.sequence.target_blocks
-        drafted = [data.draw(st.integers(0, 1)) for _ in range(part.num_draft_tokens)]
+        drafted = [data.draw(st.integers(0, 1)) for _ in range(part.draft.num_first_drafts)]
         first = target.num_computed_tokens
         known = sequence.token_ids[first : first + part.num_tokens] + drafted
         if sequence.uses_draft_model:

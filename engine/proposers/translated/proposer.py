@@ -127,7 +127,7 @@ class TranslatedDraftProposer:
             num_ids = len(state.draft_text.ids)
             num_tokens = min(state.num_missing, budget)
             num_steps = 0
-            wanted = part.num_draft_tokens if part.source == self.name else 0
+            wanted = part.num_drawn_by(self.name)
             if wanted and num_tokens == state.num_missing:
                 # One target token more than wanted: the last one is dropped.
                 num_steps = math.ceil((wanted + 1) * state.draft_tokens_per_token)
@@ -191,7 +191,7 @@ class TranslatedDraftProposer:
         return known[: next(unknown, len(known))]
 
     def _is_mine(self, part: ScheduledSequence) -> bool:
-        plain_decoding = part.num_draft_tokens == 0 and part.kind is Kind.DECODE
+        plain_decoding = part.draft.num_first_drafts == 0 and part.kind is Kind.DECODE
         return part.sequence.uses_draft_model and not plain_decoding
 
     def _follow(self, sequence: Sequence) -> _State:

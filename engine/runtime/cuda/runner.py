@@ -14,8 +14,9 @@ from typing import TypeVar
 
 import torch
 
+from truedraft.engine.core.needs import Need
 from truedraft.engine.core.runner import Runner
-from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.runtime.cuda.capture import Mark
@@ -30,7 +31,7 @@ T = TypeVar("T")
 class CudaRunner:
     """``phases`` runs what is not captured. A draft model's ids are the target's."""
 
-    supports = RowNeeds.DRAFT_MODEL | RowNeeds.CATCH_UP | RowNeeds.SAMPLING | RowNeeds.BLOCK_RULE
+    supports = frozenset({Need.DRAFT_MODEL, Need.CATCH_UP, Need.SAMPLING, Need.BLOCK_RULE})
 
     def __init__(self, graphs: RoundGraphs, phases: Runner) -> None:
         self.graphs = graphs
@@ -59,21 +60,19 @@ class CudaRunner:
         return StepResult([done])
 
     def _is_captured(self, part: ScheduledSequence) -> bool:
-        sequence, rows = part.sequence, self.graphs.rows
-        if part.kind is not Kind.DECODE or sequence.matcher is not None:
+        draft, rows = part.draft, self.graphs.rows
+        if part.kind is not Kind.DECODE or not part.sequence.needs <= self.supports:
             return False
-        if sequence.needs not in self.supports:
-            return False
-        if part.draft_ids or not part.num_draft_tokens + part.num_catch_up_tokens:
-            return len(part.draft_ids) <= rows.max_drafts
-        return self.draft is not None and part.num_draft_tokens <= self.graphs.max_drawn
+        if draft.known or not draft.num_tokens + part.num_catch_up_tokens:
+            return len(draft.known_ids) <= rows.max_drafts
+        return self.draft is not None and draft.num_tokens <= self.graphs.max_drawn
 
     def _launch(self, parts: list[ScheduledSequence]) -> "_Launched | None":
         """None, and nothing has happened, if no captured passes hold the rows."""
         graphs, rows = self.graphs, self.graphs.rows
         draws = max(_draws_of(part.sequence) for part in parts)
-        drawn = [0 if part.draft_ids else part.num_draft_tokens for part in parts]
-        lengths = [len(part.draft_ids) or part.num_draft_tokens for part in parts]
+        drawn = [0 if part.draft.known else part.draft.num_tokens for part in parts]
+        lengths = [part.draft.num_first_drafts for part in parts]
         score = graphs.find(draws, len(parts), max(lengths) + 1)
         draft = graphs.find(draws, len(parts), None) if any(drawn) else None
         if score is None or (draft is None and any(drawn)):
@@ -90,7 +89,7 @@ class CudaRunner:
             sequence = part.sequence
             last = len(sequence.token_ids) - 1
             before = sequence.token_ids[last - 1] if last else 0
-            known = [before, sequence.token_ids[last], *part.draft_ids]
+            known = [before, sequence.token_ids[last], *part.draft.known_ids]
             has_before = sequence.draft_blocks.num_computed_tokens >= last
             rows.set_row(row, last, known, length, num_drawn, int(has_before))
             rows.set_table(TARGET, row, sequence.target_blocks.block_ids)
@@ -112,11 +111,11 @@ class CudaRunner:
         """Compute what the draft's cache misses but for the last two tokens, or what the planner asks for."""
         spans = []
         for part in parts:
-            if self.draft is None or part.source != "draft_model" or part.draft_ids:
+            if self.draft is None or part.draft.first_source != "draft_model":
                 continue
             table, token_ids = part.sequence.draft_blocks, part.sequence.token_ids
             start = table.num_computed_tokens
-            end = len(token_ids) - 2 if part.num_draft_tokens else start + part.num_catch_up_tokens
+            end = len(token_ids) - 2 if part.draft.num_tokens else start + part.num_catch_up_tokens
             if start < end:
                 spans.append(Span(table, token_ids[start:end], 0))
         if spans:

@@ -10,6 +10,7 @@ from ctypes import addressof, memset
 
 import torch
 
+from truedraft.engine.core.draft_choice import Known
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import ScheduledSequence
 from truedraft.engine.memory.pointers import address
@@ -108,11 +109,12 @@ class NativeRow:
             self._take_in(sequence)
         if sequence.target_blocks.block_ids != self._block_ids:
             self._set_blocks(sequence.target_blocks.block_ids)
-        if part.draft_ids or self._draft_ids is not None:
-            self._set_draft_ids(part.draft_ids)
-        row.num_draft_tokens = len(part.draft_ids) or part.num_draft_tokens
-        drafts_first = part.num_draft_tokens > 0 and not part.draft_ids
-        self._uses_model = drafts_first or part.num_model_tokens > 0
+        draft = part.draft
+        if draft.known or self._draft_ids is not None:
+            self._set_draft_ids(draft.known_ids)
+        row.num_draft_tokens = draft.num_first_drafts
+        drafts_first = draft.num_tokens > 0 and not draft.known
+        self._uses_model = draft.num_tokens > 0
         if not self._uses_model:
             return 0
         if sequence.draft_blocks.block_ids != self._draft_block_ids:
@@ -139,21 +141,22 @@ class NativeRow:
             self._masks = array("i", bytes(WORD_BYTES * num_words))
             row.mask = address(self._masks, torch.int32, (len(self._masks),))
             row.mask_words = matcher.mask_words
-        self.sources = [part.source]
-        self._write_masks(part.draft_ids)
+        self.sources = [part.draft.first_source]
+        self._write_masks(part.draft.known_ids)
 
     def begin_round(self, part: ScheduledSequence) -> None:
-        """After what C has emitted: tokens that the grammar forces, or those of the draft model."""
-        matcher, row = self._matcher, self.row
+        """Follows what C has emitted; the next drafts are what is known then, or the draft model's."""
+        matcher, row, draft = self._matcher, self.row, part.draft
         assert matcher is not None
         first = self._num_prompt_tokens + matcher.num_read
         matcher.advance(self._token_ids[first : row.num_tokens].tolist())
-        draft_ids = matcher.forced(part.max_forced)
-        self._set_draft_ids(draft_ids)
-        row.num_draft_tokens = len(draft_ids) or part.model_tokens
-        model = "draft_model" if part.model_tokens else part.source
-        self.sources.append("grammar" if draft_ids else model)
-        self._write_masks(draft_ids)
+        known = Known("none", [])
+        if draft.in_round is not None:
+            known = Known(draft.in_round.source, draft.in_round.drafts())
+        self._set_draft_ids(known.token_ids)
+        row.num_draft_tokens = len(known.token_ids) or draft.num_tokens
+        self.sources.append(known.source if known.token_ids else draft.source)
+        self._write_masks(known.token_ids)
 
     def follow_draft(self, token_id: int) -> None:
         """The draft model has drafted one more."""

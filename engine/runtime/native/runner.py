@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from truedraft.engine.core.needs import Need
 from truedraft.engine.core.runner import Runner
-from truedraft.engine.core.sequence import RowNeeds, Sequence
+from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES
 from truedraft.engine.memory.pointers import address
@@ -54,17 +55,16 @@ class NativeRunner:
         self.phases = phases
         self.step_seconds = step_seconds
         self.max_draft_len = max_draft_len
-        self.supports = (
-            RowNeeds.PROMPT | RowNeeds.BIAS | RowNeeds.PENALTIES | RowNeeds.MASK | RowNeeds.LOGPROBS
-        )
+        supports = {Need.PROMPT, Need.BIAS, Need.PENALTIES, Need.MASK, Need.LOGPROBS}
         if draft is not None:
-            self.supports |= RowNeeds.DRAFT_MODEL
+            supports.add(Need.DRAFT_MODEL)
         if can_sample:
-            self.supports |= RowNeeds.SAMPLING
+            supports.add(Need.SAMPLING)
+        self.supports = frozenset(supports)
         self._rows: WeakKeyDictionary[Sequence, NativeRow] = WeakKeyDictionary()
 
     def run(self, plan: StepPlan) -> StepResult:
-        if plan.needs not in self.supports:
+        if not plan.needs <= self.supports:
             return self.phases.run(plan)
         prompt_seconds = None if plan.is_decode_only else self._prefill_prompts(plan)
         rounds = self.run_rounds(plan)
@@ -84,19 +84,19 @@ class NativeRunner:
         num_missing = max(row.update(part) for row, part in zip(rows, plan.rows, strict=True))
         if num_missing > MAX_GROUPED_QUERIES:
             return []
-        max_drafts = max(part.max_num_drafts for part in plan.rows)
+        max_drafts = max(part.draft.max_num_drafts for part in plan.rows)
         num_rounds = plan.max_rounds
         logits: dict[int, torch.Tensor] = {}
-        if RowNeeds.LOGPROBS in plan.needs:
+        if Need.LOGPROBS in plan.needs:
             logits, num_rounds = self._keep_logits(plan, rows, num_rounds, max_drafts)
-        if RowNeeds.MASK in plan.needs:
+        if Need.MASK in plan.needs:
             for row, part in zip(rows, plan.rows, strict=True):
                 row.begin_masks(part, max_drafts)
         results = _Results(len(rows), num_rounds)
         pointers = array("q", [row.address for row in rows])
         num_done = self.target.library.run_rounds(
             byref(self.target.decoder),
-            byref(self.draft.decoder) if self.draft and RowNeeds.DRAFT_MODEL in plan.needs else None,
+            byref(self.draft.decoder) if self.draft and Need.DRAFT_MODEL in plan.needs else None,
             byref(
                 Rounds(
                     *(len(rows), num_rounds, max_drafts, self.max_draft_len, MAX_GROUPED_QUERIES),
@@ -112,10 +112,10 @@ class NativeRunner:
             return []
         emitted = [row.commit(part.sequence) for row, part in zip(rows, plan.rows, strict=True)]
         rounds = results.rounds(emitted, num_done)
-        if RowNeeds.MASK in plan.needs:
+        if Need.MASK in plan.needs:
             for number, one in enumerate(rounds):
                 one.sources = [
-                    row.sources[number] if row.sources else part.source
+                    row.sources[number] if row.sources else part.draft.first_source
                     for row, part in zip(rows, plan.rows, strict=True)
                 ]
         if logits:
@@ -146,7 +146,7 @@ class NativeRunner:
 
 def _constrain(rows: list[NativeRow], plan: StepPlan) -> Any:
     """What C calls: masks follow what their rows have emitted and drafted. An exception becomes 0."""
-    if RowNeeds.MASK not in plan.needs:
+    if Need.MASK not in plan.needs:
         return Constrain()
 
     def constrain(row: int, num_drafted: int, last_draft: int) -> int:

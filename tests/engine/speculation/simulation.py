@@ -7,15 +7,16 @@ was drafted, per noiseless second, so that luck in the drawing does not decide.
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from truedraft.engine.core.planning import DraftChoice, Planner
+from truedraft.engine.core.draft_choice import DraftChoice
+from truedraft.engine.core.needs import Need
+from truedraft.engine.core.planning import Planner, StepChoice
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import (
     Kind,
     PhaseSeconds,
     Round,
-    RowNeeds,
     ScheduledSequence,
     StepPlan,
     StepResult,
@@ -108,8 +109,8 @@ class FixedPlanner:
         self.max_rounds = 16 if machine.step_seconds else 1
         self.num_speculative_tokens = float(length)
 
-    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
-        return {
+    def choose(self, decoding: list[Sequence]) -> StepChoice:
+        drafts = {
             sequence: DraftChoice(
                 "draft_model",
                 min(self.length, sequence.max_num_tokens - len(sequence) - 1),
@@ -117,6 +118,7 @@ class FixedPlanner:
             )
             for sequence in decoding
         }
+        return StepChoice(drafts, self.max_rounds)
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
         return DraftChoice()
@@ -197,7 +199,8 @@ class Simulation:
         host = self.machine.host_seconds(num_rows) * self.speed(self.now)
         result = StepResult(rounds, None, host * self._noise())
         length = sum(sum(one.num_drafted) for one in rounds) / num_rows / len(rounds)
-        source = max((part.source for part in plan.rows if part.num_draft_tokens), default="none")
+        drafts = [part.draft for part in plan.rows]
+        source = max((draft.first_source for draft in drafts if draft.num_first_drafts), default="none")
         self.steps.append(
             Step(self.now, expected, true_seconds + host, length, len(rounds), num_rows, source)
         )
@@ -246,29 +249,28 @@ class Simulation:
 
     def _plan(self) -> StepPlan:
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        choices = self.planner.choose(decoding) if decoding else {}
-        needs, budget = RowNeeds.NONE, MAX_BATCHED_TOKENS
+        choices = self.planner.choose(decoding)
+        needs, budget = set[Need](), MAX_BATCHED_TOKENS
         rows = []
         for sequence in self.running:
-            choice = choices.get(sequence)
+            choice = choices.drafts.get(sequence)
             if choice is None:
-                needs |= RowNeeds.PROMPT
+                needs.add(Need.PROMPT)
                 prefills = self.planner.prefills_draft(sequence)
                 num_tokens = sequence.num_uncomputed_tokens
                 rows.append(ScheduledSequence(sequence, num_tokens, prefill_draft=prefills))
                 continue
-            part = ScheduledSequence(sequence, 1, choice.num_tokens, choice.source)
-            part.draft_ids = choice.draft_ids
-            if choice.source == "draft_model" and choice.num_tokens:
+            part = ScheduledSequence(sequence, 1, choice)
+            if choice.num_missing:
                 part.num_catch_up_tokens = min(choice.num_missing, budget)
                 budget -= part.num_catch_up_tokens
                 if part.num_catch_up_tokens < choice.num_missing:
-                    part.num_draft_tokens = 0
+                    part.draft = replace(choice, num_tokens=0)
                 if choice.num_missing > FEW_MISSING:
-                    needs |= RowNeeds.CATCH_UP
+                    needs.add(Need.CATCH_UP)
             rows.append(part)
-        max_rounds = 1 if RowNeeds.PROMPT in needs else self.planner.max_rounds
-        return StepPlan(rows, rows, needs, max_rounds, self.now)
+        max_rounds = 1 if Need.PROMPT in needs else choices.max_rounds
+        return StepPlan(rows, rows, needs, max_rounds, self.now, choices.option)
 
     def _rounds(self, plan: StepPlan) -> tuple[list[Round], float, float]:
         rounds: list[Round] = []
@@ -292,7 +294,7 @@ class Simulation:
             sequence = part.sequence
             kept, num_passes, rates = self._draft(part, place)
             passes.append(num_passes)
-            is_model = part.source == "draft_model"
+            is_model = part.draft.first_source == "draft_model"
             if is_model and (part.num_catch_up_tokens or kept):
                 behind = len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens
                 num_caught_up += min(behind, part.num_catch_up_tokens) if is_first else behind
@@ -335,10 +337,10 @@ class Simulation:
     def _draft(self, part: ScheduledSequence, place: int) -> tuple[int, int, list[float]]:
         """Tokens kept, draft passes, acceptance rates of the kept ones."""
         sequence = part.sequence
-        length = min(part.num_draft_tokens, sequence.max_num_tokens - len(sequence) - 1)
-        if part.draft_ids:
+        length = min(part.draft.num_first_drafts, sequence.max_num_tokens - len(sequence) - 1)
+        if part.draft.known:
             text = self._upcoming(sequence)
-            rates = [float(a == b) for a, b in zip(part.draft_ids[:length], text, strict=False)]
+            rates = [float(a == b) for a, b in zip(part.draft.known_ids[:length], text, strict=False)]
             return length, 0, rates
         alpha = self.acceptance(self.now, place)
         decay = 1.0 if alpha == 1.0 else self.position_decay

@@ -6,6 +6,7 @@ Properties, with margins for noise; how well each choice is tuned is ``benchmark
 import math
 import random
 import re
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -20,15 +21,17 @@ from tests.engine.speculation.simulation import (
     fixed_rates,
     interpolate,
 )
-from truedraft.engine.core.planning import DraftChoice
+from truedraft.engine.core.draft_choice import DraftChoice
+from truedraft.engine.core.needs import Need
+from truedraft.engine.core.planning import StepChoice
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import PhaseSeconds, Round, RowNeeds, ScheduledSequence, StepPlan, StepResult
+from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.speculation import lookups
 from truedraft.engine.speculation.acceptance import Acceptance
 from truedraft.engine.speculation.costs import MAX_LENGTH, MIXED, Costs, PassCosts, Shape
-from truedraft.engine.speculation.planner import SpeculationPlanner
-from truedraft.engine.speculation.policy import FEW_ROUNDS
+from truedraft.engine.speculation.planner import Option, SpeculationPlanner
+from truedraft.engine.speculation.policy import FEW_ROUNDS, Batch, Choice, Policy, Timing
 
 PACKED, GPU = MACHINES[0], MACHINES[4]
 ACCEPTANCES = (0.1, 0.5, 0.8, 0.95)
@@ -71,15 +74,14 @@ def test_the_same_past_gives_the_same_choices() -> None:
 class NeverIdle(SpeculationPlanner):
     """Takes the long way in every step."""
 
-    def choose(self, decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
-        self._is_idle = False
-        return super().choose(decoding)
+    def _stays(self) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.8])
 def test_the_short_way_while_drafting_is_off_finds_the_same(acceptance: float) -> None:
     first, second = (
-        Simulation(SMALL, planner, always(acceptance), lambda now: 1 + int(now * 3) % 12).run(6.0)
+        Simulation(SMALL, planner, always(acceptance), rows_that_come_and_go).run(6.0)
         for planner in (
             SpeculationPlanner(SMALL.costs(), max_draft_len=1 << 30),
             NeverIdle(SMALL.costs(), max_draft_len=1 << 30),
@@ -119,12 +121,13 @@ def test_a_slower_machine_changes_nothing() -> None:
     assert simulation.rate(20.0) > 0.95 * best / 5
 
 
-def test_rows_come_and_go() -> None:
-    def num_rows(now: float) -> int:
-        return 1 + int(now * 3) % 12
+def rows_that_come_and_go(now: float) -> int:
+    return 1 + int(now * 3) % 12
 
+
+def test_rows_come_and_go() -> None:
     rates = [
-        Simulation(SMALL, planner, always(0.8), num_rows).run(6.0).rate(1.0)
+        Simulation(SMALL, planner, always(0.8), rows_that_come_and_go).run(6.0).rate(1.0)
         for planner in (auto(SMALL), NoDrafts(SMALL.costs()))
     ]
     assert rates[0] > 0.97 * rates[1]
@@ -162,10 +165,9 @@ def test_sequences_that_decide_for_themselves_do_not_stop_drafting() -> None:
 class NoDrafts(SpeculationPlanner):
     """Drafting is always off."""
 
-    def choose(self, decoding):  # type: ignore[no-untyped-def]
-        choices = super().choose([])
-        self.max_rounds = 16
-        return choices | {sequence: self.choose_for_prompt(sequence) for sequence in decoding}
+    def choose(self, decoding: list[Sequence]) -> StepChoice:
+        super().choose([])
+        return StepChoice({sequence: self.choose_for_prompt(sequence) for sequence in decoding}, 16)
 
 
 def test_a_choice_does_not_outlive_its_exploration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,11 +175,11 @@ def test_a_choice_does_not_outlive_its_exploration(monkeypatch: pytest.MonkeyPat
     planner = auto(SMALL)
     honest, explored = planner.choose, []
 
-    def choose(decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
-        choices = honest(decoding)
+    def choose(decoding: list[Sequence]) -> StepChoice:
+        choice = honest(decoding)
         if planner.policy.exploration is not None:
-            explored.append((planner.max_rounds, planner.policy.exploration.rounds_left))
-        return choices
+            explored.append((choice.max_rounds, planner.policy.exploration.rounds_left))
+        return choice
 
     monkeypatch.setattr(planner, "choose", choose)
     Simulation(SMALL, planner, always(0.8), lambda _: 2).run(8.0)
@@ -192,12 +194,12 @@ def test_rows_may_come_and_go_while_the_same_ones_scout(monkeypatch: pytest.Monk
     planner = auto(SMALL)
     honest, explored = planner.choose, dict[int, list[tuple[int, set[Sequence]]]]()
 
-    def choose(decoding: list[Sequence]) -> dict[Sequence, DraftChoice]:
-        choices = honest(decoding)
+    def choose(decoding: list[Sequence]) -> StepChoice:
+        choice = honest(decoding)
         if planner.policy.exploration is not None:
-            scouts = {sequence for sequence, choice in choices.items() if choice.num_tokens}
+            scouts = {sequence for sequence, draft in choice.drafts.items() if draft.num_tokens}
             explored.setdefault(planner.policy.explorer.num_explored, []).append((len(decoding), scouts))
-        return choices
+        return choice
 
     monkeypatch.setattr(planner, "choose", choose)
     Simulation(SMALL, planner, always(0.4), lambda now: 15 + int(50 * now) % 2).run(20.0)
@@ -322,11 +324,77 @@ def test_a_bound_on_reading_that_is_used_up_is_caught(monkeypatch: pytest.Monkey
     def read_all(asked: list[lookups.RowLookup]) -> None:
         nonlocal left
         for lookup in asked:
-            left -= lookup.source.read(lookup.sequence, left)
+            assert lookup.reader is not None
+            left -= lookup.reader.read(lookup.sequence, left)
 
     monkeypatch.setattr("truedraft.engine.speculation.planner.read_all", read_all)
     with pytest.raises(AssertionError):
         test_ngrams_still_draft_after_many_tokens()
+
+
+def check_that_options_are_learned_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a step has drafted is what its seconds are learned for, explorations and look-ups included."""
+    planner = auto(SMALL, lookups=[NgramProposer(2)])
+    learned: list[tuple[int, set[int], bool]] = []
+    honest = planner.policy.learn
+
+    def learn(choice: Choice, plan: StepPlan, result: StepResult, timing: Timing) -> None:
+        honest(choice, plan, result, timing)
+        roomy = [part for part in plan.rows if part.sequence.max_num_tokens - len(part.sequence) > MAX_LENGTH]
+        lengths = {part.draft.num_tokens for part in roomy} - {0}
+        learned.append((timing.shape.option, lengths, any(part.draft.known for part in plan.rows)))
+
+    monkeypatch.setattr(planner.policy, "learn", learn)
+    Simulation(
+        SMALL,
+        planner,
+        always(0.7),
+        rows_that_come_and_go,
+        sources=("ngram", "draft_model"),
+        text=lambda rng, number: repeating(rng, number) if number % 3 == 0 else random_text(rng, number),
+        num_prompt_tokens=8,
+    ).run(6.0)
+    for option, lengths, is_known in learned:
+        assert (option == MIXED) is is_known
+        assert is_known or lengths <= {option}
+    assert len({option for option, _, _ in learned}) > 4
+
+
+def test_options_are_learned_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_that_options_are_learned_by_their_names(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda option: option.choice.best.active.shape.option,  # of what was not explored
+        lambda option: MAX_LENGTH,
+    ],
+)
+def test_an_option_that_is_learned_under_the_name_of_another_is_caught(
+    monkeypatch: pytest.MonkeyPatch, name: Callable[[Option], int]
+) -> None:
+    """Planted bugs."""
+    monkeypatch.setattr(Option, "costs_as", property(name))
+    with pytest.raises(AssertionError):
+        check_that_options_are_learned_by_their_names(monkeypatch)
+
+
+def test_an_option_that_is_learned_as_the_last_one_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: the planner remembers what it chose last, and learns from earlier steps as from that."""
+    honest = Policy.choose
+    last: list[Choice] = []
+
+    def choose(self: Policy, batch: Batch) -> Choice:
+        last.append(honest(self, batch))
+        return last[-1]
+
+    monkeypatch.setattr(Policy, "choose", choose)
+    monkeypatch.setattr(
+        Option, "costs_as", property(lambda self: MIXED if self.is_mixed else last[-1].plan.shape.option)
+    )
+    with pytest.raises(AssertionError):
+        check_that_options_are_learned_by_their_names(monkeypatch)
 
 
 @pytest.mark.parametrize("machine", [PACKED, SMALL], ids=lambda machine: machine.name)
@@ -349,9 +417,9 @@ def test_a_row_that_only_catches_up_teaches_nothing() -> None:
     (group,) = planner._groups.values()
     before = list(group.acceptance.reached)
     sequence.draft_blocks.num_computed_tokens = 0
-    planner.choose([sequence])
-    part = ScheduledSequence(sequence, 1, 0, "draft_model", num_catch_up_tokens=1024)
-    plan = StepPlan([part], [part], RowNeeds.CATCH_UP, 1, 0.0)
+    option = planner.choose([sequence]).option
+    part = ScheduledSequence(sequence, 1, DraftChoice("draft_model"), num_catch_up_tokens=1024)
+    plan = StepPlan([part], [part], {Need.CATCH_UP}, 1, 0.0, option)
     one = Round([0], [0], [[7]], PhaseSeconds(0.1, 0.01, 0.0))
     planner.observe(plan, StepResult([one], host_seconds=0.001))
     assert group.acceptance.reached == before

@@ -1,0 +1,26 @@
+"""What the rows of a step ask of a runner: sets of names, as those are quick to unite and to compare."""
+
+from collections.abc import Set
+from enum import StrEnum, auto
+
+
+class Need(StrEnum):
+    """Names what not every runner does. A row's needs never change; others arise from a step's plan."""
+
+    PROMPT = auto()  # more known tokens than the pending one, or a piece of a prompt
+    LONG_PROMPT = auto()  # many of them, or only a part of them; or the log-probabilities of a prompt
+    DRAFT_MODEL = auto()  # drafts from the draft model
+    CATCH_UP = auto()  # its cache computes more than a few missing tokens first, or instead of a draft
+    SAMPLING = auto()  # temperature above 0
+    BLOCK_RULE = auto()  # block verification
+    BIAS = auto()  # logit_bias, or stop tokens forbidden below min_tokens
+    PENALTIES = auto()  # presence, frequency, repetition
+    RULES = auto()  # what the checkpoint's generation config forbids or forces
+    MASK = auto()  # tokens allowed by position, as a grammar says
+    LOGPROBS = auto()
+    TRACE = auto()
+
+
+# A runner executes a step if it supports all of the step's needs: ``needs <= supports``.
+Needs = Set[Need]
+EVERY_NEED: Needs = frozenset(Need)
