@@ -120,8 +120,7 @@ def build_engine(config: EngineConfig, begin: Callable[[str], None] = lambda sta
         max_draft_len,
         tracks_draft_cache=pairing is None or pairing.translators is None,
     )
-    make_backend = _sampling_backend(config, device)
-    phases = PhaseRunner(target_runner, proposer, make_backend)
+    phases = PhaseRunner(target_runner, proposer, _sampling_backend(config, device))
     runner: Runner = phases
     if native is not None:
         runner = _native_runner(config, native, phases, max_draft_len)
@@ -164,7 +163,7 @@ def _native_runner(
     draft, proposer = None, phases.proposer
     if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.fast_pass, NativeDecoder):
         draft = proposer.model.fast_pass
-    can_sample = isinstance(phases.make_backend(), NativeBackend)
+    can_sample = isinstance(phases.backend, NativeBackend)
     return NativeRunner(target, draft, proposer, phases, can_sample, config.step_seconds, max_draft_len)
 
 
@@ -186,10 +185,10 @@ def _proposer(
     return _translated(config, target, draft, draft_pool, pairing)
 
 
-def _sampling_backend(config: EngineConfig, device: torch.device) -> Callable[[], SamplingBackend]:
-    """How every step's sampler draws."""
+def _sampling_backend(config: EngineConfig, device: torch.device) -> SamplingBackend:
+    """Returns what draws in every step."""
     native = native_backend() if config.native_kernels and device.type == "cpu" else None
-    return TorchBackend if native is None else lambda: native
+    return native or TorchBackend()
 
 
 def _num_threads(target: Model) -> int:

@@ -15,7 +15,8 @@ from truedraft.engine.messages import SamplingParams
 from truedraft.engine.native.library import Processors, load_library
 from truedraft.engine.sampling.backend import TorchBackend
 from truedraft.engine.sampling.processors import SamplingTensors
-from truedraft.engine.sampling.random import Stream
+from truedraft.engine.sampling.random import KeptNoise, Stream
+from truedraft.engine.sampling.verify import Accepted
 
 CPU = torch.device("cpu")
 FLOAT, DOUBLE, INTEGER = torch.float32, torch.float64, torch.int64
@@ -76,7 +77,12 @@ class NativeBackend:
         return probs
 
     def gumbel_argmax(
-        self, probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, offset: int
+        self,
+        probs: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        offset: int,
+        noise: KeptNoise | None = None,
     ) -> torch.Tensor:
         # Kept as long as the pointers to them are used.
         probs, seeds, positions = probs.contiguous(), seeds.contiguous(), positions.contiguous()
@@ -117,18 +123,9 @@ class NativeBackend:
         )
         return ids
 
-    def draw_next(
-        self,
-        target_probs: torch.Tensor,
-        draft_probs: torch.Tensor,
-        num_draft: torch.Tensor,
-        num_accepted: torch.Tensor,
-        weights: torch.Tensor,
-        recover_uniforms: torch.Tensor,
-    ) -> torch.Tensor:
-        args = [target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms]
-        args = [arg.contiguous() for arg in args]
-        rows, drafts, vocab_size = shape_of(draft_probs, 3)
+    def draw_next(self, accepted: Accepted) -> torch.Tensor:
+        args = [arg.contiguous() for arg in accepted]
+        rows, drafts, vocab_size = shape_of(accepted.draft_probs, 3)
         each, places = (rows,), (rows, drafts + 1)
         types = FLOAT, FLOAT, INTEGER, INTEGER, DOUBLE, DOUBLE
         shapes = (*places, vocab_size), (rows, drafts, vocab_size), each, each, each, places
@@ -167,5 +164,5 @@ def _agrees(backend: NativeBackend) -> bool:
     draft = probs[:, :1].sqrt()
     draft /= draft.sum(-1, keepdim=True)
     weights = (1 + uniforms[:, 1]) / 2
-    follow = probs, draft, torch.ones_like(seeds), seeds % 2, weights, uniforms
-    return torch.equal(backend.draw_next(*follow), reference.draw_next(*follow))
+    accepted = Accepted(probs, draft, torch.ones_like(seeds), seeds % 2, weights, uniforms)
+    return torch.equal(backend.draw_next(accepted), reference.draw_next(accepted))

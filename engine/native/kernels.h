@@ -9,7 +9,7 @@
 #include "threads.h"
 
 /* As in random.py. */
-enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, RACE_STREAM = 4 };
+enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, NOISE_STREAM = 4 };
 
 /* What weights are kept in. Quantised embeddings add their type in blocks.h. */
 enum { FLOAT32, FLOAT16, BFLOAT16, QUANTISED = 16 };

@@ -15,7 +15,7 @@
 /* Numbers that are looked at together; all of them by the same instructions, so that ties stay ties. */
 #define CHUNK 64
 /* Tokens of a row whose noise is hashed together. */
-#define HEAT 16
+#define HASHED 16
 
 #define ALWAYS __attribute__((always_inline))
 #define NEVER __attribute__((noinline))
@@ -230,7 +230,7 @@ void uniform(double *out, const int64_t *seeds, const int64_t *positions, int64_
 
 /* out [vocab]: the numbers that the noise of gumbel_argmax is made of, for comparisons. */
 void noise_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab) {
-    const uint64_t key = key_of(seed, position, RACE_STREAM);
+    const uint64_t key = key_of(seed, position, NOISE_STREAM);
     for (int64_t i = 0; i < vocab; i++) out[i] = to_unit_interval(mix(key + (uint64_t)(i + 1) * WEYL) >> 12);
 }
 
@@ -239,25 +239,25 @@ void noise_uniforms(double *out, int64_t seed, int64_t position, int64_t vocab) 
 static int64_t gumbel_argmax_row(const float *probs, uint64_t key, int64_t vocab) {
     double best = 0.0;
     int64_t winner = 0;
-    for (int64_t begin = 0; begin < vocab; begin += HEAT) {
-        float last[HEAT] = {0};
+    for (int64_t begin = 0; begin < vocab; begin += HASHED) {
+        float last[HASHED] = {0};
         const float *p = probs + begin;
-        if (vocab - begin < HEAT) p = memcpy(last, p, (vocab - begin) * sizeof(float));
+        if (vocab - begin < HASHED) p = memcpy(last, p, (vocab - begin) * sizeof(float));
         int runs = 0;
-        for (int i = 0; i < HEAT; i++) runs |= p[i] > 0.0f;
+        for (int i = 0; i < HASHED; i++) runs |= p[i] > 0.0f;
         if (!runs) continue;
-        uint64_t n[HEAT];
+        uint64_t n[HASHED];
         /* Unrolled, these loops would no longer be taken for vectors. */
         #pragma GCC unroll 1
-        for (int i = 0; i < HEAT; i++) n[i] = mix(key + (uint64_t)(begin + i + 1) * WEYL) >> 12;
+        for (int i = 0; i < HASHED; i++) n[i] = mix(key + (uint64_t)(begin + i + 1) * WEYL) >> 12;
         /* The highest score there can be, a little more than that for rounding, against the best so far. */
-        int64_t may_win[HEAT], any = 0;
+        int64_t may_win[HASHED], any = 0;
         #pragma GCC unroll 1
-        for (int i = 0; i < HEAT; i++)
+        for (int i = 0; i < HASHED; i++)
             may_win[i] = p[i] * (1.0 + 1e-12) >= best * to_unit_interval(ALL_52 - n[i]);
-        for (int i = 0; i < HEAT; i++) any |= may_win[i];
+        for (int i = 0; i < HASHED; i++) any |= may_win[i];
         if (!any) continue;
-        for (int i = 0; i < HEAT; i++) {
+        for (int i = 0; i < HASHED; i++) {
             if (!may_win[i] || !(p[i] > 0.0f)) continue;
             const double score = p[i] / -log(to_unit_interval(n[i]));
             if (score > best) {
@@ -279,7 +279,7 @@ typedef struct {
 static void gumbel_argmax_task(const void *arguments, int64_t row) {
     const Noise *of = arguments;
     const int64_t sequence = row / of->positions, position = of->offset + row % of->positions;
-    const uint64_t key = key_of(of->seeds[sequence], of->first_positions[sequence] + position, RACE_STREAM);
+    const uint64_t key = key_of(of->seeds[sequence], of->first_positions[sequence] + position, NOISE_STREAM);
     of->ids[row] = gumbel_argmax_row(of->probs + row * of->vocab, key, of->vocab);
 }
 

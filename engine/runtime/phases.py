@@ -5,7 +5,6 @@ parameters and positions, so that other runners can be compared with it bit for 
 """
 
 import time
-from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,19 +29,17 @@ class PhaseRunner:
 
     supports = EVERY_NEED
 
-    def __init__(
-        self, target: ModelRunner, proposer: Proposer | None, make_backend: Callable[[], SamplingBackend]
-    ) -> None:
+    def __init__(self, target: ModelRunner, proposer: Proposer | None, backend: SamplingBackend) -> None:
         self.target = target
         self.proposer = proposer
-        self.make_backend = make_backend
+        self.backend = backend
         self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Propose, score, verify."""
         clock = _Clock()
-        sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.make_backend)
+        sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.backend)
         drafts = self._propose(plan, sampler)
         draft_seconds = clock.lap()
         logits = self._score(plan, drafts.ids)

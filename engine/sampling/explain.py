@@ -58,18 +58,6 @@ def explain_block(
     )
 
 
-def explain_equality(target_ids: torch.Tensor, draft_ids: torch.Tensor, vocab_size: int) -> Explanation:
-    """Exact match and coupled: ``target_ids`` [B, K+1] are what the target says; no chance is left."""
-    accept_probs = (target_ids[:, :-1] == draft_ids).double()
-    one = torch.ones_like(target_ids[:, :1], dtype=torch.float64)
-    length_probs = torch.cat([one, accept_probs.cumprod(-1)], dim=1) * torch.cat(
-        [1 - accept_probs, one], dim=1
-    )
-    return Explanation(
-        accept_probs, length_probs, torch.nn.functional.one_hot(target_ids, vocab_size).double()
-    )
-
-
 def _lengths(draft_ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(draft_ids.shape[1] + 1, device=draft_ids.device)
 

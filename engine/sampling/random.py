@@ -20,12 +20,12 @@ FEW = 16
 
 
 class Stream(IntEnum):
-    """What a number is for. Streams are independent; only RACE is shared by target and draft."""
+    """What a number is for. Streams are independent; only NOISE is shared by target and draft."""
 
     DRAFT = 1  # draws a drafted token, under the rejection rule
     ACCEPT = 2  # accepts or rejects a drafted token
     RECOVER = 3  # draws the recovered or bonus token
-    RACE = 4  # exponential noise over the vocabulary, under the coupled rule
+    NOISE = 4  # exponential noise over the vocabulary, under the coupled rule
     ROUND = 5  # seeds of rounds, under the block rule
 
 
@@ -59,7 +59,7 @@ def uniform_on_device(seeds: Any, positions: Any, stream: Stream) -> torch.Tenso
 
 def noise_on_device(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """``exponential_noise`` by the tensors' own operations, on any device."""
-    mixed = _mix(_keys(seeds, positions, Stream.RACE)[..., None] + _counters(vocab_size, seeds.device))
+    mixed = _mix(_keys(seeds, positions, Stream.NOISE)[..., None] + _counters(vocab_size, seeds.device))
     return _to_unit_interval(mixed).log_().neg_()
 
 
@@ -77,12 +77,35 @@ def exponential_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: 
     """
     with np.errstate(over="ignore"):
         if _are_few(seeds, positions):
-            few, shape = _few_keys(seeds, positions, Stream.RACE)
+            few, shape = _few_keys(seeds, positions, Stream.NOISE)
             keys = np.array(few, dtype=np.uint64).view(np.int64).reshape(shape)
         else:
-            keys = _keys(_integers(seeds), _integers(positions), Stream.RACE)
+            keys = _keys(_integers(seeds), _integers(positions), Stream.NOISE)
         mixed = _mix(keys[..., None] + _integers(_counters(vocab_size, seeds.device)))
     return _to_unit_interval(mixed).log_().neg_()
+
+
+class KeptNoise:
+    """Keeps the noise of some sequences: target and draft meet the same at the same positions."""
+
+    def __init__(self) -> None:
+        self._noise: list[torch.Tensor] = []  # [sequences, vocab] of the first positions
+
+    def take(
+        self, seeds: torch.Tensor, positions: torch.Tensor, offset: int, num_positions: int, vocab_size: int
+    ) -> torch.Tensor:
+        """Returns the noise of ``num_positions`` positions of each sequence from ``positions`` + ``offset``
+        on: [sequences, num_positions, vocab]. The sequences are always the same."""
+        end = offset + num_positions
+        noise = self._noise[offset:end]
+        first_new = offset + len(noise)
+        if first_new < end:
+            new = positions[:, None] + torch.arange(first_new, end, device=positions.device)
+            computed = exponential_noise(seeds[:, None], new, vocab_size).unbind(1)
+            noise += computed
+            if first_new == len(self._noise):
+                self._noise += computed
+        return torch.stack(noise, dim=1)
 
 
 def _are_few(seeds: torch.Tensor, positions: torch.Tensor) -> bool:

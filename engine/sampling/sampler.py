@@ -5,7 +5,6 @@ handled together, and all of it is a function of each row's own parameters, seed
 Knows nothing of models and schedules: logits come in, token ids go out.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -20,7 +19,7 @@ from truedraft.engine.sampling.adjust import History, adjust_logits, replace_bro
 from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
 from truedraft.engine.sampling.ops import argmax
 from truedraft.engine.sampling.processors import SamplingTensors
-from truedraft.engine.sampling.random import Stream, round_seeds
+from truedraft.engine.sampling.random import KeptNoise, Stream, round_seeds
 from truedraft.engine.sampling.verify import (
     RowVerdict,
     probs_of_draft,
@@ -31,8 +30,9 @@ from truedraft.engine.sampling.verify import (
     verify_rejection,
 )
 
-# Of a tensor's rows; see ``_take``.
+# All of a tensor's rows; see ``_take``.
 ALL = slice(None)
+TORCH = TorchBackend()
 
 
 class Rule(Enum):
@@ -136,7 +136,7 @@ class Sampler:
         rows: list[Row],
         vocab_size: int,
         device: torch.device,
-        make_backend: Callable[[], SamplingBackend] = TorchBackend,
+        backend: SamplingBackend = TORCH,
     ) -> None:
         self.rows = rows
         self.vocab_size = vocab_size
@@ -149,8 +149,8 @@ class Sampler:
         self.traced = any(rows[i].params.trace for i in special)
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
         self._adjusted = [i for i in special if rows[i].history.needs_adjustment]
-        self.make_backend = make_backend
-        self._backend = make_backend()
+        self.backend = backend
+        self._noise = KeptNoise()  # of the rows under the coupled rule
         self._sampling: dict[tuple[int, ...], SamplingTensors] = {}  # by rows
 
     @property
@@ -168,7 +168,7 @@ class Sampler:
     def select(self, indices: list[int]) -> "Sampler":
         if len(indices) == len(self.rows):
             return self
-        return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device, self.make_backend)
+        return Sampler([self.rows[i] for i in indices], self.vocab_size, self.device, self.backend)
 
     def draw_drafts(self, logits: torch.Tensor, drafted: torch.Tensor) -> DraftDraw:
         """Draw each row's next draft from the draft's ``logits`` [B, V], after ``drafted`` [B, so far]."""
@@ -230,7 +230,7 @@ class Sampler:
         else:
             probs = probs[:, 0]
             seeds, positions = self._seeds(rule, members), _take(self.positions, members) + offset
-            ids = self._backend.inverse_cdf(probs, self._backend.uniform(seeds, positions, Stream.DRAFT))
+            ids = self.backend.inverse_cdf(probs, self.backend.uniform(seeds, positions, Stream.DRAFT))
         return DraftDraw(ids, probs if self.uses_draft_probs else None)
 
     def _judge(
@@ -261,16 +261,16 @@ class Sampler:
             _take(drafts.token_ids, members),
             self._draft_probs(drafts, members),
             on_device([drafts.lengths[i] for i in indices], self.device),
-            accept_uniforms=self._backend.uniform(spent_seeds, positions[:, :-1], Stream.ACCEPT),
-            recover_uniforms=self._backend.uniform(seeds, positions, Stream.RECOVER),
-            draw=self._backend.draw_next,
+            accept_uniforms=self.backend.uniform(spent_seeds, positions[:, :-1], Stream.ACCEPT),
+            recover_uniforms=self.backend.uniform(seeds, positions, Stream.RECOVER),
+            draw=self.backend.draw_next,
         )
         return read_verdict(verdict, broken)
 
     def _gumbel_argmax(self, probs: torch.Tensor, members: slice | torch.Tensor, offset: int) -> torch.Tensor:
         """What the rows ``members`` draw from ``probs`` [members, n, V], from ``offset`` on: [members, n]."""
-        return self._backend.gumbel_argmax(
-            probs, _take(self.seeds, members), _take(self.positions, members), offset
+        return self.backend.gumbel_argmax(
+            probs, _take(self.seeds, members), _take(self.positions, members), offset, self._noise
         )
 
     def _target_logits(
@@ -300,7 +300,7 @@ class Sampler:
         # Any distribution will do for a draft, as the verdict knows it; only a trace must be reproducible.
         if is_draft and not self.traced and self.device.type != "cpu":
             sampling = sampling._replace(may_wait=False)
-        return self._backend.probs(logits, sampling)
+        return self.backend.probs(logits, sampling)
 
     def _draft_probs(self, drafts: Drafts, members: slice | torch.Tensor) -> torch.Tensor:
         """The distributions the members' drafts were drawn from; one-hot for deterministic drafts."""

@@ -97,18 +97,20 @@ def accept_while_equal(target_ids: list[int], draft_ids: list[int]) -> tuple[int
     return len(draft_ids), target_ids[len(draft_ids)]
 
 
-def draw_next(
-    target_probs: torch.Tensor,
-    draft_probs: torch.Tensor,
-    num_draft: torch.Tensor,
-    num_accepted: torch.Tensor,
-    weights: torch.Tensor,
-    recover_uniforms: torch.Tensor,
-) -> torch.Tensor:
-    """The recovered token, or the bonus token of rows whose drafts all stand: int64 [B].
+class Accepted(NamedTuple):
+    """What a rule has accepted of each row, and all from which the token after it is drawn."""
 
-    ``weights`` float64 [B] is 1 except under block verification, ``recover_uniforms`` [B, K+1].
-    """
+    target_probs: torch.Tensor  # float32 [B, K+1, V]
+    draft_probs: torch.Tensor  # float32 [B, K, V]
+    num_draft: torch.Tensor  # int64 [B]
+    num_accepted: torch.Tensor  # int64 [B]
+    weights: torch.Tensor  # float64 [B], 1 except under block verification
+    recover_uniforms: torch.Tensor  # float64 [B, K+1]
+
+
+def draw_next(accepted: Accepted) -> torch.Tensor:
+    """Draws the recovered token, or the bonus token of rows whose drafts all stand: int64 [B]."""
+    target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms = accepted
     rows = torch.arange(len(num_draft), device=num_draft.device)
     row = target_probs[rows, num_accepted].double()
     num_positions = draft_probs.shape[1]
@@ -126,7 +128,7 @@ def verify_rejection(
     num_draft: torch.Tensor,
     accept_uniforms: torch.Tensor,
     recover_uniforms: torch.Tensor,
-    draw: Callable[..., torch.Tensor] = draw_next,
+    draw: Callable[[Accepted], torch.Tensor] = draw_next,
 ) -> Verdict:
     """Speculative sampling (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, alg. 2).
 
@@ -139,8 +141,8 @@ def verify_rejection(
     num_accepted = _leading(accept_uniforms * draft_of_draft < target_of_draft, num_draft)
     # Steps 2 and 3: draw from what the draft left of the target, or from the target after the last.
     weights = torch.ones_like(num_accepted, dtype=torch.float64)
-    args = target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms
-    return Verdict(num_accepted, draw(*args))
+    accepted = Accepted(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
+    return Verdict(num_accepted, draw(accepted))
 
 
 def verify_block(
@@ -150,15 +152,15 @@ def verify_block(
     num_draft: torch.Tensor,
     accept_uniforms: torch.Tensor,
     recover_uniforms: torch.Tensor,
-    draw: Callable[..., torch.Tensor] = draw_next,
+    draw: Callable[[Accepted], torch.Tensor] = draw_next,
 ) -> Verdict:
     """Block verification (Sun et al. 2403.10444): the same distribution, never fewer tokens expected.
 
     Arguments as ``verify_rejection``. All lengths are tried independently and the longest one kept.
     """
     num_accepted, weights = longest_block(target_probs, draft_ids, draft_probs, num_draft, accept_uniforms)
-    args = target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms
-    return Verdict(num_accepted, draw(*args))
+    accepted = Accepted(target_probs, draft_probs, num_draft, num_accepted, weights, recover_uniforms)
+    return Verdict(num_accepted, draw(accepted))
 
 
 def longest_block(

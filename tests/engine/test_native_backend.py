@@ -21,14 +21,15 @@ from truedraft.engine.native import library
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.threads import set_num_threads
 from truedraft.engine.sampling.adjust import History
-from truedraft.engine.sampling.backend import SamplingBackend, TorchBackend
+from truedraft.engine.sampling.backend import TorchBackend
 from truedraft.engine.sampling.ops import argmax
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream, exponential_noise, uniform
 from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler
+from truedraft.engine.sampling.verify import Accepted
 
 CPU = torch.device("cpu")
-TORCH = TorchBackend
+TORCH = TorchBackend()
 SEEDS = torch.tensor([0, 1, -1, 12345, 2**63 - 1, -(2**63)])
 RULES = [Rule.COUPLED, Rule.REJECTION, Rule.BLOCK]
 
@@ -47,7 +48,7 @@ def params(**named: Any) -> SamplingParams:
 
 
 def both(native: NativeBackend, logits: torch.Tensor, rows: list[SamplingParams]) -> list[torch.Tensor]:
-    return [draws.probs(logits, SamplingTensors.build(rows, CPU)) for draws in (TORCH(), native)]
+    return [draws.probs(logits, SamplingTensors.build(rows, CPU)) for draws in (TORCH, native)]
 
 
 def random_logits(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -140,7 +141,7 @@ def random_probs(rows: int, positions: int, vocab_size: int, seed: int = 3) -> t
     """Flat and sharp, whole and cut."""
     logits = random_logits(rows, positions, vocab_size, seed=seed) * torch.linspace(0, 3, rows)[:, None, None]
     cuts = [params(), params(top_p=0.8), params(top_k=3)]
-    return TORCH().probs(logits, SamplingTensors.build([cuts[row % 3] for row in range(rows)], CPU))
+    return TORCH.probs(logits, SamplingTensors.build([cuts[row % 3] for row in range(rows)], CPU))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 16, 100, 2053])
@@ -148,7 +149,7 @@ def test_gumbel_argmax_is_torchs(native: NativeBackend, vocab_size: int) -> None
     probs = random_probs(200, 5, vocab_size)
     seeds = torch.arange(200) * 7919 - 5
     for offset in (0, 3):
-        expected = TORCH().gumbel_argmax(probs, seeds, seeds.abs(), offset)
+        expected = TORCH.gumbel_argmax(probs, seeds, seeds.abs(), offset)
         assert torch.equal(native.gumbel_argmax(probs, seeds, seeds.abs(), offset), expected)
 
 
@@ -166,13 +167,13 @@ def test_shares_and_residuals_are_drawn_the_same(native: NativeBackend, vocab_si
     num_draft, num_accepted = seeds % (k + 1), (seeds // 4) % (k + 1)
     num_accepted = torch.minimum(num_accepted, num_draft)
     for weights in (torch.ones(rows, dtype=torch.float64), uniforms[:, 0] ** 0.1):
-        args = target, draft, num_draft, num_accepted, weights, uniforms
-        assert torch.equal(native.draw_next(*args), TORCH().draw_next(*args))
+        accepted = Accepted(target, draft, num_draft, num_accepted, weights, uniforms)
+        assert torch.equal(native.draw_next(accepted), TORCH.draw_next(accepted))
     weights = target[:, 0]
     # The ends of the interval: a token of weight zero is never drawn, nor one that does not exist.
     ends = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64).repeat(rows // 2)
     inside, at_ends = (
-        [backend.inverse_cdf(weights, numbers) for backend in (native, TORCH())]
+        [backend.inverse_cdf(weights, numbers) for backend in (native, TORCH)]
         for numbers in (uniforms[:, 1], ends)
     )
     for drawn in (*inside, *at_ends):
@@ -186,8 +187,9 @@ def test_shares_and_residuals_are_drawn_the_same(native: NativeBackend, vocab_si
 def test_without_drafts_there_is_no_residual(native: NativeBackend) -> None:
     target, none = random_probs(9, 1, 50), torch.zeros(9, dtype=torch.int64)
     uniforms = uniform(torch.arange(9)[:, None], torch.zeros(1, dtype=torch.int64), Stream.RECOVER)
-    drawn = native.draw_next(target, target[:, :0], none, none, torch.ones(9).double(), uniforms)
-    assert torch.equal(drawn, TORCH().inverse_cdf(target[:, 0], uniforms[:, 0]))
+    weights = torch.ones(9, dtype=torch.float64)
+    drawn = native.draw_next(Accepted(target, target[:, :0], none, none, weights, uniforms))
+    assert torch.equal(drawn, TORCH.inverse_cdf(target[:, 0], uniforms[:, 0]))
 
 
 @pytest.mark.usefixtures("one_thread_afterwards")
@@ -211,10 +213,6 @@ def test_a_row_does_not_depend_on_its_neighbours(native: NativeBackend, threads:
 # --- through the sampler
 
 
-def make_sampler(rows: list[Row], make_backend: Callable[[], SamplingBackend]) -> Sampler:
-    return Sampler(rows, 100, CPU, make_backend)
-
-
 def test_a_step_of_all_rules_is_torchs(native: NativeBackend) -> None:
     """Rows of every rule side by side, drafts of different lengths, one row cut, one broken."""
     k = 3
@@ -231,8 +229,8 @@ def test_a_step_of_all_rules_is_torchs(native: NativeBackend) -> None:
     logits[4, 1, 7], logits[8, 0], logits[9, 0, 0] = torch.nan, -torch.inf, torch.inf
     lengths = [i % (k + 1) for i in range(len(rows))]
     results = []
-    for make_backend in (TORCH, lambda: native):
-        sampler = make_sampler(rows, make_backend)
+    for backend in (TORCH, native):
+        sampler = Sampler(rows, 100, CPU, backend)
         ids = torch.zeros(len(rows), k, dtype=torch.int64)
         probs = torch.zeros(len(rows), k, 100)
         for j in range(k):
@@ -253,7 +251,7 @@ def sample_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[NativeBackend], No
     """Lets the simulated rounds draw in C."""
 
     def use(draws: NativeBackend) -> None:
-        monkeypatch.setattr(simulation, "Sampler", partial(Sampler, make_backend=lambda: draws))
+        monkeypatch.setattr(simulation, "Sampler", partial(Sampler, backend=draws))
 
     return use
 
@@ -301,13 +299,13 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeBackend], None]]] = {
     ),
     "gives up too early": ("(1.0 + 1e-12)", "0.7", wide_gumbel_argmax_is_fair),
     "misses the last of a vector": (
-        "for (int i = 0; i < HEAT; i++) {",
-        "for (int i = 0; i < HEAT - 1; i++) {",
+        "for (int i = 0; i < HASHED; i++) {",
+        "for (int i = 0; i < HASHED - 1; i++) {",
         wide_gumbel_argmax_is_fair,
     ),
     "one noise for all positions": (
-        "of->first_positions[sequence] + position, RACE_STREAM",
-        "0, RACE_STREAM",
+        "of->first_positions[sequence] + position, NOISE_STREAM",
+        "0, NOISE_STREAM",
         joint_distribution(Rule.COUPLED, "plain"),
     ),
     "top-p keeps too few": (
@@ -374,14 +372,12 @@ def test_wrong_draws_are_noticed_at_load_and_by_the_gate(
 def test_who_draws_in_the_engine(
     native: NativeBackend, models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert isinstance(phases_of(make_engine(models.target, None)).make_backend(), NativeBackend)
-    assert isinstance(
-        phases_of(make_engine(models.target, None, native_kernels=False)).make_backend(), TorchBackend
-    )
+    assert isinstance(phases_of(make_engine(models.target, None)).backend, NativeBackend)
+    assert isinstance(phases_of(make_engine(models.target, None, native_kernels=False)).backend, TorchBackend)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "false")
     library.load_library.cache_clear()
     try:
-        assert isinstance(phases_of(make_engine(models.target, None)).make_backend(), TorchBackend)
+        assert isinstance(phases_of(make_engine(models.target, None)).backend, TorchBackend)
     finally:
         library.load_library.cache_clear()

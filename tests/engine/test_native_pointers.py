@@ -42,6 +42,7 @@ from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, Quant
 from truedraft.engine.runtime.native.rows import NativeRow
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream
+from truedraft.engine.sampling.verify import Accepted
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -122,7 +123,7 @@ def sampling_operations() -> dict[str, Operation]:
             lambda library, given: [NativeBackend(library).inverse_cdf(*given.values())],
         ),
         "draw_next": Operation(
-            draws, lambda library, given: [NativeBackend(library).draw_next(*given.values())]
+            draws, lambda library, given: [NativeBackend(library).draw_next(Accepted(*given.values()))]
         ),
     }
 

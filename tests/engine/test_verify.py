@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from scipy import stats
 
 from tests.engine.gates import leaves_its_inputs_alone
-from truedraft.engine.sampling.explain import Explanation, explain_block, explain_equality, explain_rejection
+from truedraft.engine.sampling.explain import Explanation, explain_block, explain_rejection
 from truedraft.engine.sampling.ops import CHUNK, gumbel_argmax, inverse_cdf
 from truedraft.engine.sampling.random import Stream, exponential_noise, uniform
 from truedraft.engine.sampling.verify import (
@@ -264,13 +264,6 @@ def test_greedy_rows_fail_where_they_meet_what_is_no_distribution(value: float) 
     assert [verdict.failed for verdict in verify_greedy(logits, reached)] == [True, False]
     assert [verdict.failed for verdict in verify_greedy(logits, rejected_before)] == [False, False]
     assert [verdict.failed for verdict in verify_greedy(logits, others)] == [False, True]
-
-
-def test_equality_rules_explain_themselves() -> None:
-    target_ids, draft_ids = torch.tensor([[4, 2, 1], [0, 0, 0]]), torch.tensor([[4, 3], [0, 0]])
-    explanation = explain_equality(target_ids, draft_ids, vocab_size=5)
-    assert explanation.length_probs.tolist() == [[0, 1, 0], [0, 0, 1]]
-    assert explanation.next_probs.argmax(-1).tolist() == target_ids.tolist()
 
 
 @pytest.mark.parametrize("verify", [verify for _, verify in RULES.values()])

@@ -13,7 +13,13 @@ from truedraft.engine.runtime.cuda.rows import DeviceRows, Field, RuleCode
 from truedraft.engine.sampling.ops import inverse_cdf
 from truedraft.engine.sampling.processors import to_probs
 from truedraft.engine.sampling.random import Stream, noise_on_device, round_seeds_on_device, uniform_on_device
-from truedraft.engine.sampling.verify import draw_next, leading_on_device, longest_block, probs_of_draft
+from truedraft.engine.sampling.verify import (
+    Accepted,
+    draw_next,
+    leading_on_device,
+    longest_block,
+    probs_of_draft,
+)
 
 
 class Draws(IntEnum):
@@ -92,7 +98,7 @@ def verdict(
             longest, prefix_weights = longest_block(probs, draft_ids, drawn, num_drafts, spent_accept)
             stand = torch.where(is_block, longest, stand)
             weights = torch.where(is_block, prefix_weights, weights)
-        recovered = draw_next(probs, drawn, num_drafts, stand, weights, recover)
+        recovered = draw_next(Accepted(probs, drawn, num_drafts, stand, weights, recover))
         by_probs = (rule == RuleCode.REJECTION) | (rule == RuleCode.BLOCK)
         num_accepted = torch.where(by_probs, stand, num_accepted)
         next_token = torch.where(by_probs, recovered, next_token)
