@@ -46,6 +46,7 @@ check: lint types ## Install if needed, then lint, check the formatting and the 
 lint: install-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/python -m tools.check_words
 
 types: install-dev
 	$(VENV)/bin/mypy

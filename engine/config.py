@@ -34,13 +34,14 @@ class ModelSettings(BaseModel):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Weights and activations. auto: bfloat16 on a GPU; on a CPU float32, with the weights of "
-        "a 16-bit checkpoint kept in 16 bits, which loses nothing. bfloat16 on a CPU with AVX512-BF16: what "
-        "linear layers of Llama-shaped models multiply in; their sums and all else are float32.",
+        description="Number type of weights and activations. auto: bfloat16 on a GPU; float32 on a "
+        "CPU, with the weights of a 16-bit checkpoint kept in 16 bits, which loses "
+        "nothing. bfloat16 on a CPU with AVX512-BF16: only matrix multiplications of "
+        "Llama-shaped models use it; sums and everything else stay float32.",
     )
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
         None,
-        description="Spread each model over all GPUs with accelerate, by one of its strategies. "
+        description="Spread each model over all GPUs with accelerate, using one of its strategies. "
         "Default: all on one device.",
     )
     trust_remote_code: bool = Field(
@@ -52,26 +53,25 @@ class ModelSettings(BaseModel):
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="auto: what the target's generation_config.json recommends for sampling is the default "
-        "of requests that do not say. none: it is not read for that.",
+        description="auto: requests that name no sampling parameters get those that the target's "
+        "generation_config.json recommends. none: they do not.",
     )
     self_check: bool = Field(
         True,
-        description="At load, compare a few tokens over our cache with the model's own attention, "
-        "and refuse a model that deviates.",
+        description="At load, compare a few tokens computed with our cache with the model's own "
+        "attention, and refuse a model that deviates.",
     )
     num_threads: int = Field(
         0,
         ge=0,
-        description="CPU threads of the worker; 0: as many as "
-        "torch chooses, but no more than the process has processors by its affinity mask and its control "
-        "groups' quota.",
+        description="CPU threads of the worker. 0: as many as torch chooses, but no more than the "
+        "processors that the process may use (affinity mask and control groups).",
     )
     native_kernels: bool = Field(
         True,
-        description="On a CPU, run linear layers, Llama-shaped models' passes, drafting and sampling in C, "
-        "compiled once where a C compiler is installed. They are compared with the usual ways at load and "
-        "left out if they differ.",
+        description="On a CPU, run linear layers, passes of Llama-shaped models, drafting and "
+        "sampling in C, compiled once where a C compiler is installed. They are compared "
+        "with torch's operations at load and left out if they differ.",
     )
     quantize: Literal["none", "int8", "int4"] = Field(
         "none",
@@ -82,14 +82,15 @@ class ModelSettings(BaseModel):
     )
     cuda_graphs: bool = Field(
         True,
-        description="On a GPU, capture drafting, scoring and verdicts as CUDA graphs, for Llama-shaped "
-        "models. They are compared with the usual passes at load and left out if they differ.",
+        description="On a GPU, capture drafting, scoring and verification as CUDA graphs, for Llama-"
+        "shaped models. They are compared with the usual passes at load and left out if "
+        "they differ.",
     )
     cuda_graph_seconds: float = Field(
         30,
         ge=0,
-        description="How long capturing may take at start, for both models together. Batches of shapes that "
-        "were not reached go without graphs.",
+        description="Seconds that capturing may take at start, for both models together. Batches of "
+        "shapes that were not captured run without graphs.",
     )
     max_model_len: int | None = Field(
         None,
@@ -114,17 +115,20 @@ class SpeculationSettings(BaseModel):
         2, ge=1, description="Tokens that must have occurred before for ngram to draft what followed."
     )
     ngram_max_tokens: int = Field(
-        32, ge=1, le=32, description="The most that ngram drafts in a round, if the draft length allows more."
+        32,
+        ge=1,
+        le=32,
+        description="Largest number of tokens that ngram drafts in a round, if the draft length allows more.",
     )
     ngram_choice: Literal["most_recent", "most_frequent"] = Field(
         "most_recent",
-        description="What ngram drafts where the text went on in several ways: what followed last, or "
-        "most often.",
+        description="What ngram drafts if the text has continued in several ways: the latest "
+        "continuation, or the most frequent one.",
     )
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | Literal["auto"] = Field(
         "auto",
-        description="Tokens drafted per round; 0 switches speculation off. "
-        "auto: as many as raise tokens per second, by costs measured at start and followed since.",
+        description="Tokens drafted per round; 0 switches speculation off. auto: as many as maximise "
+        "tokens per second, by costs that are measured at start and tracked from then on.",
     )
     verification: Literal["auto", "rejection", "block", "coupled"] = Field(
         "auto",
@@ -157,7 +161,7 @@ class BatchingSettings(BaseModel):
     )
     block_size: int = Field(16, ge=1, description="Tokens per cache block.")
     prefix_caching: bool = Field(
-        True, description="Let requests take over what earlier ones with the same beginning have computed."
+        True, description="Reuse what earlier requests with the same beginning have computed."
     )
     cache_memory: ByteSize | None = Field(
         None, description="Memory for both KV caches together, such as '2GiB'. Default: cache_memory_share."

@@ -34,7 +34,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Report(msgspec.Struct):
-    """Truedraft's object beside the usage."""
+    """Truedraft sends this object next to the usage."""
 
     rounds: int = 0
     drafted_tokens: int = 0
@@ -42,7 +42,7 @@ class _Report(msgspec.Struct):
 
 
 class _Timings(msgspec.Struct):
-    """llama.cpp's object beside the usage."""
+    """llama.cpp sends this object next to the usage."""
 
     draft_n: int = 0
     draft_n_accepted: int = 0
@@ -93,7 +93,7 @@ class Reply:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Of the tokens after the first text; None if there was no second chunk."""
+        """Returns the time per token after the first text; None if there was no second chunk."""
         if len(self.text_times) < 2 or self.num_tokens < 2:
             return None
         return (self.text_times[-1] - self.text_times[0]) / (self.num_tokens - 1)
@@ -158,7 +158,7 @@ async def _read(content: aiohttp.StreamReader, reply: Reply) -> None:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each event but ``[DONE]``. OpenAI's events have one line of data each.
+    """Yields the data of each event but ``[DONE]``. OpenAI's events have one line of data each.
 
     Reads to the end: a connection that is left earlier is closed, and the next request would open another.
     """

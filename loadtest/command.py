@@ -69,7 +69,7 @@ class Bench:
         self._drafts: dict[Load, DraftCounters | None] = {}
 
     async def warm_up(self) -> None:
-        """One request; its failure ends the benchmark before it has cost any time."""
+        """Sends one request; its failure ends the benchmark before it has cost any time."""
         deadline = time.monotonic() + self._options.wait
         while True:
             result = await closed_loop(self._session, self.endpoint, self.prompts, 1, 1)

@@ -38,7 +38,7 @@ class DraftCounters:
 
 
 async def read_counters(session: aiohttp.ClientSession, base_url: str) -> DraftCounters | None:
-    """None if there is no ``/metrics`` beside ``/v1`` or it counts no drafts."""
+    """Returns None if the server has no ``/metrics`` or counts no drafts there."""
     try:
         async with session.get(f"{base_url.removesuffix('/v1')}/metrics") as response:
             if response.status != 200:

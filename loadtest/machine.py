@@ -32,7 +32,7 @@ def processor_name() -> str:
 
 
 def is_busy() -> bool:
-    """Whether the machine already has work, by its load average."""
+    """Is true if the machine already has work, by its load average."""
     return os.getloadavg()[0] > BUSY_LOAD * (os.cpu_count() or 1)
 
 

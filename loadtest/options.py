@@ -39,7 +39,7 @@ class BenchOptions(ClientOptions):
     """Put load on a running OpenAI-compatible server and measure it."""
 
     model: str | None = Field(None, description="Default: the first of /v1/models.")
-    chat: bool = Field(False, description="Chat completions instead of completions.")
+    chat: bool = Field(False, description="Use chat completions instead of completions.")
     concurrency: list[PositiveInt] | None = Field(
         None, description="Numbers of clients in closed loops. Default: 1,4,16, or none with --rate."
     )
@@ -47,17 +47,20 @@ class BenchOptions(ClientOptions):
     requests: PositiveInt | None = Field(
         None, description="Requests of one load, once. Default: 2 a client, 32 for a rate."
     )
-    repeats: PositiveInt = Field(5, description="Repeats of each load, alternating.")
-    max_tokens: PositiveInt = Field(128, description="Tokens of each request at most.")
-    temperature: float = Field(0.0, description="Sent with each request.")
+    repeats: PositiveInt = Field(5, description="Number of times each load is run; loads alternate.")
+    max_tokens: PositiveInt = Field(128, description="Largest number of tokens of each request.")
+    temperature: float = Field(0.0, description="Sampling temperature, sent with each request.")
     ignore_eos: bool = Field(
-        False, description="Always --max-tokens tokens; OpenAI's own API refuses the field."
+        False,
+        description="Generate exactly --max-tokens tokens each time; OpenAI's own API refuses the field.",
     )
     extra_body: dict[str, Any] = Field({}, description="JSON object that is added to every request.")
     prompts: Path | None = Field(
         None, description="File of prompts, one a line, text or JSON. Default: story openings."
     )
-    seed: int = Field(0, description="Of the arrivals of open loops.")
+    seed: int = Field(0, description="Seed of the random arrival times under --rate.")
     timeout: PositiveFloat = Field(600.0, description="Seconds without a byte after which a request fails.")
     wait: float = Field(60.0, description="Seconds to wait for a server that is still loading.")
-    save: Path | None = Field(None, description="JSON file to write everything to; a picture goes beside it.")
+    save: Path | None = Field(
+        None, description="JSON file to write everything to; a picture is saved next to it."
+    )

@@ -24,7 +24,7 @@ STORY_OPENINGS = [
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """One prompt a line, plain or JSON with a ``prompt`` or ``text`` key; without a file, story openings."""
+    """Reads a prompt per line, plain or JSON with a ``prompt`` or ``text`` key; else uses story openings."""
     if path is None:
         return STORY_OPENINGS
     prompts = []

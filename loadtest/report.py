@@ -53,7 +53,7 @@ def write_json(path: Path | None, document: Mapping[str, Any]) -> None:
 
 
 def save(path: Path | None, document: Mapping[str, Any], draw: Callable[[Any], None]) -> None:
-    """The document as JSON at ``path``, and beside it a PNG of what ``draw`` puts on a matplotlib figure."""
+    """Writes the document as JSON to ``path``, and next to it a PNG that ``draw`` draws with matplotlib."""
     if path is None:
         return
     write_json(path, document)

@@ -13,20 +13,20 @@ MAX_PARAM_LENGTH = 200
 
 
 class ErrorDetails(BaseModel):
-    message: str = Field(description="For people.")
+    message: str = Field(description="What went wrong, for people to read.")
     type: str = Field(description="The kind of error, such as `invalid_request_error`.")
     param: str | None = Field(description="The field at fault, by its path in the body.")
-    code: str | None = Field(description="For programs.")
+    code: str | None = Field(description="What went wrong, for programs to compare.")
 
 
 class ErrorAnswer(BaseModel):
-    """Every error, whatever its status."""
+    """Errors have this form, whatever their status."""
 
     error: ErrorDetails
 
 
 class ApiError(Exception):
-    """An error with an HTTP status. Subclasses fix status, type and code."""
+    """An error has an HTTP status. Subclasses fix status, type and code."""
 
     status = 500
     type = "server_error"

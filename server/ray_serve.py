@@ -29,7 +29,7 @@ def app(args: dict[str, Any]) -> serve.Application:
 
 
 def deployment(args: dict[str, Any]) -> serve.Deployment:
-    """For other options than those of ``serve run``: ``deployment(args).options(...).bind()``."""
+    """Takes other options than those of ``serve run``: ``deployment(args).options(...).bind()``."""
     _settings(args)  # a mistake is found here, before any replica starts
 
     def build() -> FastAPI:
@@ -50,7 +50,7 @@ def deployment(args: dict[str, Any]) -> serve.Deployment:
 
 
 def make_replica(settings: Settings) -> FastAPI:
-    """The application; its start-up ends when a worker is ready."""
+    """Returns the application; its start-up ends when a worker is ready."""
     configure_logging(settings.log_level, settings.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]
     check_models(settings)

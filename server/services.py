@@ -92,7 +92,7 @@ class Services:
 
     @property
     def status(self) -> str:
-        """One word for ``/ready``."""
+        """Returns one word for ``/ready``."""
         if self._is_draining:
             return "draining"
         return "loading" if self._is_loading else self.engine.state.status

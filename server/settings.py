@@ -1,4 +1,4 @@
-"""Every setting of the server: the engine's settings and HTTP's own, declared once.
+"""Every setting of the server is declared here: HTTP's own, and by inheritance the engine's.
 
 Flags, ``TRUEDRAFT_*`` environment, a YAML file and ``--help`` all come from the ``Settings`` declaration;
 ``server.cli.settings_sources`` reads them.
@@ -59,7 +59,9 @@ class ServerSettings(BaseModel):
     )
     uds: Path | None = Field(None, description="Unix domain socket to listen on instead of host and port.")
     root_path: str = Field(
-        "", description="Path below which a proxy serves this server, such as /llm; it may strip it or not."
+        "",
+        description="Path under which a proxy serves this server, such as /llm; the proxy may strip "
+        "it or not.",
     )
     ssl_certfile: Path | None = Field(None, description="TLS certificate chain in PEM; with ssl_keyfile.")
     ssl_keyfile: Path | None = Field(None, description="TLS private key in PEM; with ssl_certfile.")
@@ -71,19 +73,19 @@ class ServerSettings(BaseModel):
         "Default: the target's folder name or hub id.",
     )
     chat_template: Path | None = Field(
-        None, description="Jinja chat template that replaces, or supplies, the model's own."
+        None, description="Jinja chat template to use instead of the model's own, or where it has none."
     )
     drain_timeout: float = Field(
         30,
         ge=0,
-        description="Seconds that running requests get to finish after a signal to stop, "
-        "while new ones get 503. A second signal stops it at once.",
+        description="Seconds that running requests get to finish after a signal to stop; new ones get"
+        " 503. A second signal stops the server at once.",
     )
     keep_alive_timeout: int = Field(
         120,
         ge=1,
-        description="Seconds that a connection may be idle between two requests. Longer than clients and "
-        "proxies keep theirs, or some of their requests meet a closed one.",
+        description="Seconds that a connection may be idle between two requests. Keep it longer than "
+        "clients' and proxies' own timeouts, or some requests meet a closed connection.",
     )
     heartbeat_timeout: float = Field(
         30, gt=0, description="Seconds without a sign of life after which the worker is killed and replaced."
@@ -94,20 +96,20 @@ class ServerSettings(BaseModel):
     max_worker_restarts: int = Field(
         5,
         ge=0,
-        description="Restarts in a row, of workers that served for less than a minute, after which the "
-        "server gives up and exits with an error.",
+        description="Restarts in a row after which the server gives up and exits with an error. Only "
+        "workers that served for less than a minute count.",
     )
     workers: int | None = Field(
         None,
         ge=1,
-        description="Workers behind this server, each with models and caches of its own. num_threads is "
-        "divided among all, the caches' memory among those of one device. Default: one, or one for each "
-        "device.",
+        description="Worker processes of this server, each with its own models and caches. They share"
+        " num_threads, and those of one device its cache memory. Default: one, or one for"
+        " each device.",
     )
     metrics_prefix: str = Field(
         DEFAULT_PREFIX,
         pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]*$",
-        description="What metric names begin with. With 'vllm:' boards and autoscalers made for vLLM work.",
+        description="Prefix of metric names. With 'vllm:', dashboards and autoscalers made for vLLM work.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least severe message that is logged; info includes one line per request."
@@ -135,9 +137,9 @@ class AccessSettings(BaseModel):
     )
     allowed_hosts: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
         [],
-        description="Names that requests may have in their Host header, comma-separated; '*.example.com' is "
-        "all below, '*' any, and addresses are always fine. Default: on loopback without keys localhost, "
-        "else any.",
+        description="Host names that requests may use, comma-separated. '*.example.com' allows all "
+        "names below it, '*' any; addresses are always allowed. Default: localhost if the"
+        " server listens on loopback without keys, else any.",
     )
     cors_origins: Annotated[list[str], NoDecode, BeforeValidator(_split_commas)] = Field(
         [], description="Web origins that may call the API from a browser, comma-separated. Default: none."
@@ -149,85 +151,96 @@ class RequestSettings(BaseModel):
 
     strict_fields: bool = Field(
         False,
-        description="Refuse a request for whatever would be reported in x-truedraft-ignored or "
-        "x-truedraft-adjusted: unknown fields, fields that ask for extra output, lengths beyond the context.",
+        description="Refuse a request for anything that would be reported in x-truedraft-ignored or "
+        "x-truedraft-adjusted: unknown fields, fields that ask for extra output, lengths "
+        "beyond the context.",
     )
     clamp_max_tokens: bool = Field(
         True,
-        description="Let chats and responses ask for more tokens than the context has left: they get what "
-        "is left, reported in x-truedraft-adjusted. Off: 400.",
+        description="Let chats and responses ask for more tokens than the context has left: they get "
+        "what is left, and x-truedraft-adjusted reports it. If off, they get 400.",
     )
     max_stop_strings: int = Field(
-        64, ge=4, description="Strings that 'stop' may have; a request with more gets 400."
+        64, ge=4, description="Largest number of strings in 'stop'; a request with more gets 400."
     )
     max_logprobs: int = Field(
-        5, ge=5, description="Largest 'logprobs' on completions; above 20, chats and prompts may have it too."
+        5,
+        ge=5,
+        description="Largest 'logprobs' of completions. Above 20, it also applies to chats and prompts.",
     )
     max_body_size: ByteSize = Field(
         ByteSize(8 << 20), description="Largest request body; a larger one gets 413."
     )
     max_held_bodies: ByteSize = Field(
         ByteSize(256 << 20),
-        description="Bytes of the bodies of all requests that are open; a request beyond them gets 429.",
+        description="Largest size of the bodies of all open requests together; a request beyond it gets 429.",
     )
     work_memory: ByteSize = Field(
         ByteSize(1 << 30),
         ge=1 << 20,
-        description="Memory that may be taken, by estimate, to read bodies, apply templates, tokenize and "
-        "write answers at one time; other requests wait for their turn, in a line that is fair between API "
-        "keys. One that takes more than most of it alone goes as the only large one.",
+        description="Estimated memory for reading bodies, applying templates, tokenizing and writing "
+        "answers at one time. Requests beyond it wait for their turn, which is fair "
+        "between API keys; one that needs more than most of it runs as the only large "
+        "one.",
     )
     max_prompt_characters: int | None = Field(
         None,
         ge=1,
-        description="Characters that the prompts of one request may have together; more get 413 before they "
-        "are tokenized. Default: 8 for each token of the model's context, but 500,000 to 4,000,000.",
+        description="Largest number of characters of one request's prompts; more get 413 before they "
+        "are tokenized. Default: 8 for each token of the model's context, but 500,000 to "
+        "4,000,000.",
     )
     max_choices: int = Field(
-        1024, ge=1, description="Choices (prompts times n) that one request may ask for; more get 400."
+        1024, ge=1, description="Largest number of choices (prompts times n) of one request; more get 400."
     )
     max_answer_values: int = Field(
         1_000_000,
         ge=1,
-        description="Values that one answer may hold: tokens times what is told of each, such as "
-        "log-probabilities, ids, origins and a trace. A request for more gets 400. Of a stream only the "
-        "prompts' and the trace count.",
+        description="Largest number of values in one answer: tokens times what is reported of each, "
+        "such as log-probabilities, ids, origins and a trace. A request for more gets "
+        "400. For a stream, only the prompts' and the trace count.",
     )
     max_grammar_size: int = Field(
         65536,
         ge=1,
         le=1 << 18,
-        description="Characters of the schema or grammar of a structured output; more get 400.",
+        description="Largest number of characters of a structured output's schema or grammar; more get 400.",
     )
     grammar_timeout: float = Field(
-        1, gt=0, description="Seconds of CPU that compiling it may take; a slower one gets 400."
+        1, gt=0, description="Seconds of CPU time that compiling a grammar may take; a slower one gets 400."
     )
     grammar_memory: ByteSize = Field(
-        ByteSize(1 << 30), ge=1 << 20, description="Memory that compiling it may take; a larger one gets 400."
+        ByteSize(1 << 30),
+        ge=1 << 20,
+        description="Memory that compiling a grammar may take; a larger one gets 400.",
     )
-    max_logit_bias: int = Field(1024, ge=0, description="Entries that 'logit_bias' may have; more get 400.")
+    max_logit_bias: int = Field(
+        1024, ge=0, description="Largest number of entries in 'logit_bias'; more get 400."
+    )
     max_queued_sequences: int = Field(
         256,
         ge=1,
-        description="Sequences (prompts times n) that may wait for their first token; more get 429, "
-        "but a request that finds nothing waiting is always taken.",
+        description="Largest number of sequences (prompts times n) that wait for their first token; "
+        "more get 429. A request that finds nothing waiting is always taken.",
     )
     max_queued_tokens: int | None = Field(
         None,
         ge=1,
-        description="Prompt tokens that may wait for their first token; more get 429, "
-        "but a request that finds nothing waiting is always taken. Default: no limit.",
+        description="Largest number of prompt tokens that wait for their first token; more get 429. A"
+        " request that finds nothing waiting is always taken. Default: no limit.",
     )
     max_concurrent_per_key: int | None = Field(
-        None, ge=1, description="Requests that one API key may have open; more get 429. Default: no limit."
+        None,
+        ge=1,
+        description="Largest number of open requests of one API key; more get 429. Default: no limit.",
     )
     allow_priority: bool = Field(
-        False, description="Honour 'priority' in requests; off: a request that has one gets 400."
+        False, description="Honour 'priority' in requests. If off, a request that has one gets 400."
     )
     share_prefixes: bool = Field(
         False,
-        description="With several API keys: let requests of one key take over prompts computed for another, "
-        "which tells by its speed and 'cached_tokens' what others have sent. Off: each key has its own.",
+        description="Share the prefix cache between API keys. Timing and 'cached_tokens' then reveal "
+        "what other keys have sent. If off, each key has its own.",
     )
     body_timeout: float = Field(
         60,
@@ -237,14 +250,14 @@ class RequestSettings(BaseModel):
     send_timeout: int = Field(
         60,
         ge=1,
-        description="Seconds after which a connection is closed whose client reads nothing of what waits "
-        "for it (Linux).",
+        description="Seconds after which a connection is closed if its client does not read what "
+        "waits for it (Linux).",
     )
     request_timeout: float | None = Field(
         None,
         gt=0,
-        description="Seconds until an unfinished request ends with 504, or a stream with an error event. "
-        "Default: no limit.",
+        description="Seconds until an unfinished request ends, with 504 or, in a stream, with an "
+        "error event. Default: no limit.",
     )
 
 
@@ -308,12 +321,12 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
 
     @property
     def model_name(self) -> str:
-        """The first of them."""
+        """Returns the first of the served names."""
         return self.served_names[0]
 
     @property
     def public_target(self) -> str:
-        """The target's hub id or folder name: its path stays inside."""
+        """Returns the target's hub id or folder name: its path is not shown to clients."""
         return public_name(str(self.target))
 
     @property
@@ -328,7 +341,7 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
         return self.workers or len(self.devices)
 
     def worker_configs(self) -> list[EngineConfig]:
-        """One for each worker, with its device and its share of threads and memory."""
+        """Returns one config for each worker, with its device and its share of threads and memory."""
         num_sharing = self.num_workers // len(self.devices)
         share: dict[str, Any] = {}
         if self.num_threads:
@@ -350,5 +363,5 @@ def _default_model_name(target: str) -> str:
 
 
 def public_name(model: str) -> str:
-    """A model's hub id, or the name of its folder without the path."""
+    """Returns a model's hub id, or the name of its folder without the path."""
     return Path(model).resolve().name if Path(model).exists() or Path(model).is_absolute() else model

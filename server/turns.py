@@ -18,7 +18,7 @@ class _Waiter:
 
 @dataclass(slots=True)
 class _Line:
-    """One key's. ``served`` is the weight of its work so far, by which lines are compared."""
+    """Each key has a line. ``served`` is the weight of its work so far, by which lines are compared."""
 
     served: int = 0
     waiting: list[_Waiter] = field(default_factory=list)
@@ -27,7 +27,7 @@ class _Line:
 class Turns:
     """Work begins while what is at work weighs ``capacity`` at most and is ``parallel`` pieces at most.
 
-    What weighs more than most of that counts as most of it, so that small work finds room beside it. The line
+    What weighs more than most of that counts as most of it, so that small work still fits in. The line
     of the key that was served least goes first, and in it the lightest; what waits gets lighter as others of
     its line are served: so a small piece waits for none of the large ones before it, and a large one not
     for ever. ``max_waiting`` bounds the lines together; a key within its even share of that is let in anyhow.

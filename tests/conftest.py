@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.update(spin_settings(os.environ))  # before torch is loaded
 
-# How long an example takes says how busy the machine is. Examples follow from the test alone, so that a
+# An example's time only tells how busy the machine is. Examples follow from the test alone, so that a
 # failure comes again; ``--hypothesis-profile default`` looks for others.
 settings.register_profile(
     "reproducible", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

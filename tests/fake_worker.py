@@ -1,4 +1,4 @@
-"""A worker without a model: speaks ``engine.messages`` and says what it is told to.
+"""A worker without a model speaks ``engine.messages`` and says what it is told to.
 
 Sequence tokens are bytes of ``--text``, repeated for ever, several per step; ids are the bytes themselves,
 as in the tests' byte-level tokenizer. Log-probabilities follow from the position (``logprob_at``). Prompts
@@ -52,8 +52,8 @@ MAX_MODEL_LEN = 512
 BLOCK_SIZE = 16
 NUM_DRAFTED = 3  # unless the request says otherwise
 QUEUE_SECONDS = 0.25
-DRAWN_SEED = 1000  # of a request without one
-POLL_MILLISECONDS = 10  # how soon an order is noticed by a worker that has nothing to do
+DRAWN_SEED = 1000  # the seed that a request without one gets
+POLL_MILLISECONDS = 10  # an idle worker notices an order within this time
 
 # What `logprob_at` says of every tenth token: as good as impossible.
 IMPOSSIBLE = float("-inf")
@@ -80,16 +80,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def logprob_at(position: int) -> float:
-    """Of the token at ``position`` in prompt plus output."""
+    """Returns the log-probability of the token at ``position`` in prompt plus output."""
     return IMPOSSIBLE if position % 10 == 9 else -position / 8
 
 
 def scored(token_id: int, position: int, num_top: int) -> TokenLogprob:
-    """The token itself is the second likeliest; the ids after it are the others."""
+    """The token itself is the second most likely one; the ids after it are the others."""
     chosen = logprob_at(position)
     others = [((token_id + offset) % VOCAB_SIZE, chosen - offset) for offset in range(1, VOCAB_SIZE)]
-    likeliest = ((token_id + VOCAB_SIZE - 1) % VOCAB_SIZE, -0.0625)
-    return TokenLogprob(token_id, chosen, [likeliest, (token_id, chosen), *others][:num_top])
+    most_likely = ((token_id + VOCAB_SIZE - 1) % VOCAB_SIZE, -0.0625)
+    return TokenLogprob(token_id, chosen, [most_likely, (token_id, chosen), *others][:num_top])
 
 
 @dataclass
@@ -188,7 +188,7 @@ class FakeWorker:
         self.connection.send(message)
 
     def load(self) -> bool:
-        """As long as the orders want it; False when told to leave, which is all that can be told so early."""
+        """Loads for as long as the orders want; returns False when told to leave. It hears nothing else."""
         while self.order() == DIE:
             if self.connection.receive(POLL_MILLISECONDS):
                 return False
@@ -249,7 +249,7 @@ class FakeWorker:
                     prediction=_cursor(request),
                 )
             )
-        self.sequences.sort(key=lambda sequence: sequence.priority)  # those of one keep their order
+        self.sequences.sort(key=lambda sequence: sequence.priority)  # a request's own keep their order
 
     def take_over(self, request: Generate) -> int:
         """Tokens of the prompt that earlier ones of the same salt began with, in whole blocks."""
@@ -268,7 +268,7 @@ class FakeWorker:
         return found
 
     def abort(self, message: Abort) -> None:
-        """As the real worker does, say so when that leaves nothing to compute."""
+        """Aborts a request and, like the real worker, says so when that leaves nothing to compute."""
         was_busy = bool(self.sequences)
         self.sequences = [s for s in self.sequences if not is_meant(message, s)]
         if was_busy and not self.sequences:

@@ -69,7 +69,7 @@ def rotary(rope_type: str, **values: Any) -> dict[str, Any]:
 
 
 def long_rotary(angles: int, **values: Any) -> dict[str, Any]:
-    """Factors differ for texts beyond the original context. Phi-3 names that beside them."""
+    """Factors differ for texts beyond the original context. Phi-3 has that as a field of its own."""
     original = {"original_max_position_embeddings": ORIGINAL}
     factors = {
         "short_factor": [1.0 + i / 16 for i in range(angles)],

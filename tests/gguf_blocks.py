@@ -33,7 +33,7 @@ def random_blocks(name: str, rows: int, in_features: int, seed: int) -> Blocks:
 
 
 def dequantised(blocks: Blocks) -> npt.NDArray[np.float32]:
-    """By the package gguf."""
+    """Returns the values as the package gguf computes them."""
     weights: npt.NDArray[np.float32] = gguf.dequantize(blocks.data, GGMLQuantizationType(blocks.type))
     return weights if blocks.order is None else weights[blocks.order]
 

@@ -94,7 +94,7 @@ def _quantised(values: Any, kind: str, seed: int) -> tuple[Any, Any]:
 
 
 def _permuted(rows: Any, name: str, config: Any, architecture: str) -> Any:
-    """As llama.cpp's converter has the queries and keys of Llama: halves become pairs."""
+    """Orders Llama's queries and keys as llama.cpp's converter does: halves become pairs."""
     if architecture != "llama" or not (".q_proj." in name or ".k_proj." in name):
         return rows
     heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads

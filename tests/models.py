@@ -46,7 +46,7 @@ def save_random_llama(
 
 
 def save_perturbed(folder: Path, original: str, seed: int, noise: float) -> str:
-    """The model in ``original`` with noise on its weights: a draft that agrees often, not always."""
+    """Saves the model in ``original`` with noise on its weights: a draft that agrees often, not always."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The oracle: plain and speculative decoding as the papers write them, with no cache and no batch.
+"""The oracle has plain and speculative decoding as the papers write them, with no cache and no batch.
 
 A model is a plain function: ``model(ids)[i]`` is the distribution of the token that follows
 ``ids[: i + 1]``. The decoders leave every random decision to ``choose(probs) -> index``, so the same code
@@ -82,7 +82,7 @@ def verify(target_probs: Probs, draft_probs: Sequence[Probs], drafted: Ids, choo
 
 
 def block_verify(target_probs: Probs, draft_probs: Sequence[Probs], drafted: Ids, choose: Choose) -> Ids:
-    """The same in place of ``verify`` by block verification (Sun et al., arXiv:2403.10444)."""
+    """Replaces ``verify`` by block verification (Sun et al., arXiv:2403.10444)."""
     # weights[i]: the probability that at least the first i drafted tokens stand, given what they are.
     weights = [1.0]
     for token, target_row, draft_row in zip(drafted, target_probs, draft_probs, strict=False):

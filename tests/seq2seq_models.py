@@ -149,7 +149,7 @@ def save_random_seq2seq(
         if "final_logits_bias" in dict(model.named_buffers()):
             model.final_logits_bias.normal_(std=0.3)
         for name, parameter in model.named_parameters():
-            # As T5 initialises them, the newest token decides alone; so prompt and distance matter, too.
+            # T5's own initial values let the newest token decide alone; here prompt and distance matter, too.
             if "relative_attention_bias" in name:
                 parameter.normal_(std=1.5)
             elif name.endswith((".q.weight", ".v.weight", ".o.weight")):
@@ -165,7 +165,7 @@ def save_random_seq2seq(
 
 
 def save_perturbed_seq2seq(folder: Path, original: str, seed: int, noise: float) -> str:
-    """The model in ``original`` with noise on its weights: a draft that agrees often, not always."""
+    """Saves the model in ``original`` with noise on its weights: a draft that agrees often, not always."""
     torch.manual_seed(seed)
     model = AutoModelForSeq2SeqLM.from_pretrained(original, dtype=torch.float32)
     with torch.no_grad():

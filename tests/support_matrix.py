@@ -84,7 +84,7 @@ class Pair:
         return cls(fresh[0], fresh[1], dict.fromkeys(PROPOSERS, know_grammars(core)))
 
     def run(self, proposer: str, params: list[SamplingParams], n: int = 1) -> list[Completion]:
-        """One request per entry; choices one after the other."""
+        """Entries are one request each; choices come one after the other."""
         core = self.cores[proposer]
         each = [msgspec.structs.replace(p, method=proposer) for p in params]
         for number, request_params in enumerate(each):
@@ -164,7 +164,7 @@ def law_of(pair: Pair, params: SamplingParams) -> Law:
 
 
 def _same_tokens(pair: Pair, params: SamplingParams, proposer: str) -> str:
-    """As plain decoding; and plain decoding itself has the right law."""
+    """Tokens are those of plain decoding, and plain decoding itself has the right law."""
     longer = msgspec.structs.replace(params, max_tokens=12)
     requests = seeded(longer, NUM_SEEDS)
     if tokens_of(pair.run(proposer, requests)) != tokens_of(pair.run("none", requests)):

@@ -81,7 +81,7 @@ FLOORS = {
     ),
 }
 
-# How torch, numpy and arrays say where their numbers are.
+# torch, numpy and arrays say by these where their numbers are.
 ADDRESSES = {"data_ptr", "const_data_ptr", "ctypes", "__array_interface__", "__dlpack__", "buffer_info"}
 
 

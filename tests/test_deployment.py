@@ -58,7 +58,7 @@ def test_workflows_call_make_targets() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(" ".join(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)).split())
     workflows = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
-    steps = [step for flow in workflows for job in flow["jobs"].values() for step in job["steps"]]
+    steps = [step for flow in workflows for part in flow["jobs"].values() for step in part["steps"]]
     commands = [step["run"].removeprefix("sudo ") for step in steps if "run" in step]
     calls = [command.removeprefix("make ") for command in commands if not command.startswith("apt-get ")]
     words = {word for call in calls for word in call.split()}

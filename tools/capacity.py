@@ -1,4 +1,4 @@
-"""How many replicas a load needs, how long its requests take, and the memory of each replica.
+"""Computes how many replicas a load needs, how long its requests take, and the memory of each replica.
 
 python -m tools.capacity --throughput 1:1500 4:2000 16:2100 --tokens 128 --rate 40 --latency 0.5
 
@@ -20,7 +20,7 @@ class Server:
     """Measured output tokens per second by streams; interpolated in between, flat beyond."""
 
     throughput: dict[int, float]
-    prompt_seconds: float = 0.0  # of one request, in which nothing else is computed
+    prompt_seconds: float = 0.0  # one request's, while nothing else is computed
 
     def tokens_per_second(self, streams: int) -> float:
         known = sorted(self.throughput)
@@ -39,15 +39,16 @@ class Server:
 
 @dataclass(frozen=True)
 class Load:
-    utilisation: float  # of the throughput with as many streams as were measured
+    utilisation: float  # a share of the throughput with as many streams as were measured
     running: float  # requests at a time, on average
     running_at_most: int  # requests at a time, 99 % of the time
     latency: float  # seconds of a whole request, on average; infinite where the load is too much
 
 
 def speedup(acceptance: float, draft_length: float, draft_cost: float, score_cost: float) -> float:
-    """Of rounds with drafts over plain ones. The costs of a drafted token and of scoring a round are in plain
-    passes of the target; ``acceptance`` is the chance of a token if those before it were accepted."""
+    """Returns the speed-up of rounds with drafts over plain ones. The costs of a drafted token and of
+    scoring a round are in plain passes of the target; ``acceptance`` is a token's chance if those before it
+    were accepted."""
     tokens = sum(acceptance**i for i in range(int(draft_length) + 1))
     return tokens / (draft_length * draft_cost + score_cost)
 

@@ -71,7 +71,7 @@ def pip_settings(folder: Path) -> list[str]:
         name, _, value = line.partition("=")
         value = value.strip("'")
         for word in value.replace("file://", "").split():
-            # A folder of packages is wanted with what its links lead to beside it.
+            # A folder of packages is wanted together with what its links lead to.
             if Path(word).is_absolute() and Path(word).exists():
                 path = Path(word).parent if Path(word).name == "simple" else Path(word)
                 volumes[str(path)] = f"/run/pip{path}"

@@ -310,7 +310,7 @@ def _random(model_class: Any, config: Any) -> Any:
 
 
 def served(folder: str, expected: torch.Tensor | None) -> tuple[str, str]:
-    """How the engine serves the checkpoint in ``folder``; ``ModelLoadError`` if it refuses it."""
+    """Returns how the engine serves the checkpoint in ``folder``; ``ModelLoadError`` if it refuses it."""
     core = build_engine(
         EngineConfig(
             target=folder,

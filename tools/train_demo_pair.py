@@ -104,7 +104,7 @@ def learning_rate_scale(step: int, progress: float) -> float:
 
 
 class Trainer:
-    """One model's loop: loss, optimisers, time-driven schedule, checkpoints, validation."""
+    """Trains one model: loss, optimisers, time-driven schedule, checkpoints, validation."""
 
     def __init__(self, args: argparse.Namespace, name: str, model: LlamaForCausalLM, loss: LossFunction):
         self.args, self.name, self.model, self.loss = args, name, model, loss
@@ -263,7 +263,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path, context:
 
 
 def record_arguments(args: argparse.Namespace) -> None:
-    """What the pair, or its draft alone, was trained with, beside it; of files only the names."""
+    """Writes next to the pair, or its draft, what it was trained with: files by their names only."""
     values = {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()}
     args.out.mkdir(parents=True, exist_ok=True)
     name = "draft_arguments.json" if args.target else "arguments.json"

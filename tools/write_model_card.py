@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def last_rows(log: Path) -> dict[str, dict[str, float]]:
-    """The final measurement of each model."""
+    """Returns the final measurement of each model."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     return {row["model"]: row for row in rows}
 

@@ -1,4 +1,4 @@
-"""The public Python API: generation in this process, without a server.
+"""The public Python API is here: generation in this process, without a server.
 
 from truedraft import LLM, SamplingParams
 

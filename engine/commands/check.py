@@ -85,11 +85,11 @@ class CheckSettings(EngineConfig, BaseSettings):
     prompts: Path | None = Field(None, description="File of prompts, one a line. Default: four openings.")
     samples: int = Field(1500, ge=100, description="Samples of each chi-square test.")
     repeats: int = Field(5, ge=1, description="Timed runs of each variant.")
-    seconds: float = Field(14.0, gt=0, description="Time for measuring speed, about.")
+    seconds: float = Field(14.0, gt=0, description="Seconds to spend on measuring speed, roughly.")
     long_seconds: float = Field(
         20.0,
         gt=0,
-        description="Time for texts beyond the target's windows and original contexts, about.",
+        description="Seconds to spend on texts beyond the target's windows and original contexts, roughly.",
     )
     json_output: bool = Field(
         False, validation_alias="json", description="Print one JSON object instead of the report."

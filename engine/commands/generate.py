@@ -39,9 +39,11 @@ class GenerateSettings(EngineConfig, BaseSettings):
 
     prompt: CliPositionalArg[str] = Field(description="Text to continue.")
     compare: bool = Field(False, description="Also decode without speculation and print both speeds.")
-    max_tokens: int = Field(200, ge=1, description="Tokens to generate at most.")
-    temperature: float = Field(0.7, ge=0, le=2, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the distribution to sample from.")
+    max_tokens: int = Field(200, ge=1, description="Largest number of tokens to generate.")
+    temperature: float = Field(0.7, ge=0, le=2, description="Sampling temperature; 0 is greedy.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the most likely tokens of this total probability."
+    )
     seed: int | None = Field(None, description="Makes sampling repeatable. Default: drawn anew.")
     repeats: int = Field(5, ge=1, description="Timed pairs of runs under --compare.")
 

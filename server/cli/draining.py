@@ -25,13 +25,13 @@ logger = logging.getLogger("truedraft.server")
 
 # What connections get to send their last bytes, once every request has ended.
 CLOSING_SECONDS = 2
-# All of the end after the drain, the workers' included. What takes longer is left where it is.
+# The end after the drain may take this long, workers included. What takes longer is abandoned.
 END_SECONDS = 4.8
 POLL_SECONDS = 0.05
 
 
 class Phase(IntEnum):
-    """How far the end has come. One signal asks for each step."""
+    """The steps of a server's end. One signal asks for each."""
 
     SERVING = 0
     DRAINING = 1  # running requests finish, new ones are refused

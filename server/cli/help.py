@@ -56,7 +56,7 @@ This page is written from the declarations in `engine/config.py` and `server/set
 
 TABLE_HEAD = "| key | flag | environment | default | what it does |\n|---|---|---|---|---|\n"
 
-# How types are shown, most specific first.
+# Types are shown by these words. The most specific type comes first.
 PLACEHOLDERS: Mapping[type, str] = {
     ByteSize: "SIZE",
     int: "N",
@@ -71,7 +71,7 @@ def serve_help() -> str:
 
 
 def command_help(command: str, kind: type[BaseModel]) -> str:
-    """Of any other command: its own options and those that it shares, with the engine or another command."""
+    """Returns the help of any other command: its own options, and those that it shares."""
     (description, own), *groups = reversed(list(setting_groups(kind)))
     positional = [name for name, field in own.items() if field.is_required()]
     usage = " ".join(["usage: truedraft", command, *map(str.upper, positional), "[OPTIONS]"])
@@ -147,7 +147,7 @@ def _flag(name: str, field: FieldInfo) -> str:
     if field.annotation is bool:
         return f"--[no-]{words}"
     shown = _placeholder(field.annotation)
-    if shown == "NUMBER" and "econds" in str(field.description):
+    if shown in ("N", "NUMBER") and str(field.description).startswith("Seconds"):
         shown = "SECONDS"
     return f"--{words} {shown}"
 

@@ -178,7 +178,7 @@ def bind_unix(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket() and not _is_served(path):
-            path.unlink()  # of a server that was killed
+            path.unlink()  # a server that was killed left it
         listener.bind(str(path))
         listener.listen()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The ``truedraft`` command: picks the subcommand, reads settings, turns failures into messages.
+"""The ``truedraft`` command picks the subcommand, reads settings, and turns failures into messages.
 
 ``serve`` is done by ``server.cli.launch``, ``bench`` by ``loadtest``. The other commands run the engine in
 this process and belong to ``engine``; each is imported only when asked for, because it loads torch.

@@ -134,7 +134,7 @@ def wrong_usage(error: SettingsError) -> str:
 
 
 def describe(error: ValidationError) -> str:
-    """One line for each setting: a setting of several types is refused once for each of them."""
+    """Writes one line for each setting: pydantic reports one of several types once for each of them."""
     first = {detail["loc"][:1]: detail for detail in reversed(error.errors())}
     return "\n".join(map(_describe, reversed(first.values())))
 

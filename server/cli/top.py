@@ -43,7 +43,7 @@ class TopOptions(ClientOptions):
     """Watch a running server: requests, tokens per second, acceptance, speed-up."""
 
     interval: float = Field(1.0, ge=0, description="Seconds between readings.")
-    once: bool = Field(False, description="Print one view and end, as where there is no terminal.")
+    once: bool = Field(False, description="Print one view and exit; this is the default without a terminal.")
 
 
 class UnreachableError(Exception):
@@ -92,7 +92,7 @@ class History:
         return max(0.0, grown) / (self.last.time - self.before.time)
 
     def mean(self, histogram: str) -> float | None:
-        """Of what it has observed since the reading before, or since the start if that is nothing."""
+        """Returns the mean since the previous reading, or since the start if nothing has come since then."""
         assert self.last is not None
         for earlier in (self.before, None):
             total, count = (
@@ -240,7 +240,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _watch(client: Client, interval: float) -> None:
-    """Until interrupted. A server that does not answer is waited for."""
+    """Shows the view until it is interrupted, and waits for a server that does not answer."""
     history = History()
     with Live(console=console(), screen=True, auto_refresh=False) as live:
         while True:

@@ -48,7 +48,7 @@ class Generation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice has ended."""
+        """Is true once every choice has ended."""
         return all(choice.finish_reason is not None for choice in self.choices)
 
     def start(self, seconds_left: float | None = None, timeout: float | None = None) -> None:

@@ -53,7 +53,7 @@ class PreparedRequest:
 
     @property
     def may_be_large(self) -> bool:
-        """Whether writing the answer may take long enough for others to notice."""
+        """Is true where writing the answer may take long enough for other requests to notice."""
         return self.num_values > SMALL_ANSWER
 
     @property

@@ -293,7 +293,7 @@ def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> No
 
 
 def _logprobs(request: SamplingRequest, max_logprobs: int) -> int | None:
-    """How many of the likeliest tokens to report at each position; None reports nothing."""
+    """Returns how many of the most likely tokens to report at each position; None reports nothing."""
     if isinstance(request, CompletionRequest):
         return _limited("logprobs", request.logprobs, max_logprobs)
     assert isinstance(request, ChatRequest | ResponsesRequest)

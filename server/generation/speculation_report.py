@@ -1,4 +1,4 @@
-"""The ``truedraft`` object of an answer: what speculation did for this request, and its trace if wanted.
+"""The ``truedraft`` object of an answer says what speculation did for it, and has its trace if wanted.
 
 Counts, seeds and traces come from ``server.generation``; here they get the method, the rule and the
 parameters that applied.
@@ -52,7 +52,7 @@ def _effective_params(
 
 
 def _method(worker: Ready, is_predicted: bool) -> Method:
-    """A prediction is used beside any other draft source."""
+    """A prediction is used in addition to any other draft source."""
     if not is_predicted:
         return worker.method
     return "prediction" if worker.method == "none" else "auto"

@@ -19,8 +19,8 @@ LOOPBACK_NAMES = ("localhost", "*.localhost")
 
 
 def allowed_hosts(settings: Settings) -> list[str]:
-    """The setting; without it loopback's names for a server that only its own machine can reach, without
-    keys; else any, written as no names."""
+    """Returns the setting. Its default is loopback's names for a server without keys that only its own
+    machine can reach, else any name, written as no names."""
     if settings.allowed_hosts:
         return settings.allowed_hosts
     is_open_to_pages = settings.uds is None and not settings.api_keys and _is_loopback(settings.host)

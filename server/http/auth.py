@@ -14,13 +14,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from truedraft.server.errors import AuthenticationError
 from truedraft.server.http.error_answer import error_answer, path_below_root
 
-# For probes, scrapers and the pages that browsers open without a key: they ask for it, or say how to send it.
+# Probes, scrapers and browsers open these without a key. The pages ask for it, or say how to send it.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
 OPEN_FOLDER = "/page/"
 
 
 def api_key_of(scope: Mapping[str, Any]) -> str:
-    """A name for the key that a request came with, which tells nothing of the key; empty without keys."""
+    """Returns a name for the request's key, from which the key cannot be learned; empty without keys."""
     return str(scope.get("state", {}).get("api_key", ""))
 
 

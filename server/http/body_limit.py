@@ -18,7 +18,7 @@ from truedraft.server.http.auth import api_key_of
 from truedraft.server.http.error_answer import error_answer
 from truedraft.server.settings import RequestSettings
 
-# Of a declared length that are read; Python refuses to read thousands of them.
+# A declared length may have this many digits; Python refuses to convert thousands of them.
 MAX_DIGITS = 18
 
 
@@ -81,7 +81,7 @@ class HeldBodies:
 
 
 class _Body:
-    """One request's. The route that reads it gets the errors, and the error handlers write the answer."""
+    """Limits one request's body. The route that reads it gets the errors, which the error handlers answer."""
 
     def __init__(
         self, receive: Receive, scope: Scope, max_size: int, timeout: float, held: HeldBodies, key: str

@@ -79,7 +79,7 @@ def _framework_message(error: HTTPException, request: Request) -> str:
 
 
 def invalid_body(error: ValidationError, body: Any) -> InvalidRequestError:
-    """The first problem of a body. Lists and mappings stop at their first one, so there are few."""
+    """Returns the first problem of a body. Lists and mappings stop at their first one, so there are few."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return _from_validation(first, first["loc"], body)
 

@@ -26,7 +26,7 @@ SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse_json(content: bytes) -> Any:
-    """The value, or ``InvalidRequestError`` or ``RequestTooLargeError``."""
+    """Returns the value; raises ``InvalidRequestError`` or ``RequestTooLargeError``."""
     _check_size(content)
     try:
         value = _decoder.decode(content.decode("utf-8-sig"))

@@ -1,4 +1,4 @@
-"""The route class of every path with a body: JSON only; a long one is read beside the event loop.
+"""Every path with a body has this route class: it takes JSON only, and reads a long body in a thread.
 
 What a body holds is the schemas' business; which of its fields are not served stands in
 ``server.schemas.unsupported_fields``.

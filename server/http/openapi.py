@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI makes of the schemas, with errors, streams and keys described.
+"""The OpenAPI document is what FastAPI makes of the schemas; here errors, streams and keys are described.
 
 Examples name the model that is served here, so that they work when pasted. Installed by ``server.app``.
 """
@@ -40,7 +40,7 @@ def _error(description: str, *, may_retry: bool = False) -> dict[str, Any]:
     return described
 
 
-# Of every route with a body.
+# Every route with a body has these.
 BODY_ERRORS: Responses = {
     400: _error("Bad JSON, a wrong type, a value out of range, or a parameter that is not supported."),
     404: _error("Unknown model."),
@@ -50,7 +50,7 @@ BODY_ERRORS: Responses = {
     "default": _error("Any other error has this shape too."),
 }
 
-# Of those that generate.
+# Routes that generate have these.
 GENERATION_ERRORS: Responses = BODY_ERRORS | {
     429: _error(
         "Too much is waiting or open: `max_queued_sequences`, `max_queued_tokens`, `max_concurrent_per_key`.",

@@ -19,7 +19,7 @@ logger = logging.getLogger("truedraft.server")
 # Request line and headers of one request, and its trailers.
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
-# Until a request's headers are complete, from the connection's begin or from their first byte.
+# A request's headers may take this long, from the connection's begin or from their first byte.
 HEAD_SECONDS = 30.0
 # Requests that wait on one connection for the answer to an earlier one. Hardly any client sends two.
 MAX_PIPELINED = 16
@@ -41,7 +41,7 @@ class RefusedRequestError(Exception):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. ``_head_bytes`` and ``_num_headers`` are those of the request that is being parsed."""
+    """Serves one connection. ``_head_bytes`` and ``_num_headers`` belong to the request that is being parsed."""
 
     _last_warning: ClassVar[float] = float("-inf")
 
@@ -52,7 +52,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._num_headers = 0
         self._is_in_head = False
-        self._bytes_without_news = 0  # that led to nothing: the beginning of a header, or of a chunk's line
+        self._bytes_without_news = 0  # the beginning of a header, or of a chunk's line
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -20,7 +20,7 @@ from truedraft.server.observability.logs import current_request_id
 logger = logging.getLogger("truedraft.request")
 
 HEADER = "x-request-id"
-MESSAGES_HEADER = "request-id"  # as clients of Anthropic's API read it
+MESSAGES_HEADER = "request-id"  # read by clients of Anthropic's API
 # It stands in the log between brackets, so it has neither those nor spaces.
 SANE = re.compile(r"[!#-'*-Z^-z|~]{1,128}")
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Work:
-    """One for each server; ``stop`` ends its threads."""
+    """Each server has one; ``stop`` ends its threads."""
 
     def __init__(self, settings: RequestSettings) -> None:
         self.request_timeout = settings.request_timeout
@@ -69,14 +69,14 @@ def work_of(request: Request) -> Work:
 
 
 async def in_thread_if_long(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Work on the event loop or, for a long body, beside it, so that other requests go on meanwhile."""
+    """Work on the event loop or, for a long body, in a thread, so that other requests go on meanwhile."""
     if len(await request.body()) <= SHORT_BODY:
         return work(*args, **kwargs)
     return await in_thread(request, work, *args, **kwargs)
 
 
 async def in_thread(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Work on a request's body beside the event loop, unless nobody waits for it any more."""
+    """Work on a request's body in a thread, unless nobody waits for it any more."""
     if await request.is_disconnected():
         raise ClientDisconnectedError("The client closed the connection.")
     weight = MEMORY_PER_BYTE * len(await request.body())
@@ -118,7 +118,7 @@ def start_clock(request: Request) -> None:
 
 
 def seconds_left(scope: Scope) -> float | None:
-    """Until the request's time is over; None if it has all the time."""
+    """Returns the seconds until the request's timeout; None if it has no timeout."""
     deadline = scope["state"].get("deadline")
     return None if deadline is None else max(0.0, deadline - asyncio.get_running_loop().time())
 

@@ -1,4 +1,4 @@
-"""One line per HTTP request, when its answer is complete: status and time, and what was generated.
+"""Logs one line per HTTP request when its answer is complete: status, time, and what was generated.
 
 What operators' machines ask every few seconds, and the page's files, are logged at the level "debug" only.
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 NO_REQUEST = "-"
 
-# Of the request that is being served; set by ``server.http.request_id``.
+# The id of the request that is being served; set by ``server.http.request_id``.
 current_request_id: ContextVar[str] = ContextVar("request_id", default=NO_REQUEST)
 
 
@@ -22,7 +22,7 @@ class WithRequestId(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line. ``fields`` of a record (``extra={"fields": {...}}``) become keys of their own."""
+    """Writes an object a line. A record's ``fields`` (``extra={"fields": {...}}``) become keys of their own."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

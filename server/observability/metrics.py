@@ -241,7 +241,7 @@ class RequestTimer:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
         self.first_token_seconds: float | None = None
-        self.queue_seconds: float | None = None  # of the first choice that had a token
+        self.queue_seconds: float | None = None  # the wait of the first choice to get a token
 
     def submitted(self) -> None:
         self._metrics.prompt_tokens.inc(self._num_prompt_tokens)

@@ -1,4 +1,4 @@
-"""The status of an answer, for what is written down after it."""
+"""Records the status of an answer for the log and the trace, which are written after it."""
 
 from starlette.types import Message, Send
 

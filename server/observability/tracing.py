@@ -44,7 +44,7 @@ def make_provider(exporter: Any = None) -> Any:
 
 
 class TracingMiddleware:
-    """Of requests that generate; the client's ``traceparent`` is the parent."""
+    """Traces requests that generate; the client's ``traceparent`` is the parent."""
 
     def __init__(self, app: ASGIApp, provider: Any, model: str) -> None:
         self._app = app

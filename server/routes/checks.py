@@ -69,6 +69,6 @@ def prompt_limits(services: Services, worker: Ready) -> PromptLimits:
 
 
 def max_prompt_characters(worker: Ready) -> int:
-    """The default of the setting: more text than fits, unless nearly all of it is blank."""
+    """Returns the setting's default: more text than fits, unless nearly all of it is blank."""
     by_context = CHARACTERS_PER_TOKEN * longest_request(worker)
     return max(LEAST_CHARACTERS, min(by_context, MOST_CHARACTERS))

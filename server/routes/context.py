@@ -43,7 +43,7 @@ class GenerationContext:
         return speculation_report(self.generation, self.services.settings, self.model.worker)
 
     def ending(self) -> dict[str, Any]:
-        """For the last chunk of a choice: the report, if the whole answer ends here and no usage follows."""
+        """Returns the report for a choice's last chunk, if the answer ends here and no usage follows."""
         is_last = self.generation.is_complete and not self.include_usage
         return {"truedraft": self.report()} if is_last else {}
 

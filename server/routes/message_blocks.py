@@ -21,7 +21,7 @@ class MessageBlocks:
     def __init__(self, *, shows_thoughts: bool) -> None:
         self.blocks: list[AnswerBlock] = []
         self._shows_thoughts = shows_thoughts
-        self._arguments = ""  # of the last call
+        self._arguments = ""  # the last call's
 
     def add(self, part: Part) -> Iterator[Event]:
         match part:

@@ -15,7 +15,7 @@ from truedraft.server.version import package_version
 
 router = APIRouter(tags=["operate"])
 
-WorkerNumber = Annotated[int, Query(ge=0, description="Of several workers, the one that is asked; from 0.")]
+WorkerNumber = Annotated[int, Query(ge=0, description="Number of the worker that is asked, from 0.")]
 
 
 @router.get("/health", summary="Liveness")

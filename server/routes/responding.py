@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class AnswerWriter(Protocol):
-    """How one endpoint writes its answers."""
+    """Writes the answers of one endpoint."""
 
     @property
     def end(self) -> bytes:
@@ -48,7 +48,7 @@ class AnswerWriter(Protocol):
         ...
 
     def failure(self, error: ApiError) -> bytes:
-        """The event of an error after the first event."""
+        """Returns the event of an error after the first event."""
         ...
 
 
@@ -101,7 +101,7 @@ async def _until_done(
     request_id: str,
     count_error: Callable[[str], None],
 ) -> AsyncIterator[bytes]:
-    """The whole stream. The status has been sent, so errors can only be events now."""
+    """Yields the whole stream. The status has been sent, so errors can only be events now."""
     try:
         yield await first
         async for event in events:

@@ -135,7 +135,7 @@ def _as_json(part: OutputItem | OutputText | ReasoningText) -> dict[str, Any]:
 
 
 def _more(logprobs: list[ChatTokenLogprob], origins: list[TokenOrigin] | None) -> dict[str, Any]:
-    """Of a text event: the origins are there if they were asked for."""
+    """Returns a text event's further fields: the origins are there if they were asked for."""
     fields: dict[str, Any] = {"logprobs": [entry.model_dump(mode="json") for entry in logprobs]}
     return (
         fields

@@ -82,7 +82,7 @@ class ResponsesWriter:
 
     async def events(self) -> AsyncIterator[bytes]:
         choice, items = FinishedChoice(0), OutputItems()
-        scored: list[ScoredToken] = []  # of tokens whose text is out, not yet reported
+        scored: list[ScoredToken] = []  # tokens whose text is out, not yet reported
         origins: list[TokenOrigin] = []
         async for delta in self._context.generation.deltas():
             if self._num_events == 0:
@@ -177,5 +177,5 @@ class ResponsesWriter:
 
 
 def exhaust(events: Iterator[Event]) -> None:
-    """For what they do to the items."""
+    """Runs the events for their effect on the items."""
     deque(events, maxlen=0)

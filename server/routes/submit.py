@@ -46,7 +46,7 @@ async def start_chat(
     services: Services,
     leniency: Leniency,
 ) -> GenerationContext:
-    """Of messages, which the chat template writes out; what is cheap to refuse is refused first."""
+    """Submits messages, which the chat template writes out; what is cheap to refuse is refused first."""
     model, key = services.model(), api_key_of(request.scope)
     check_room(body, 1, services)
     limits = prompt_limits(services, model.worker)

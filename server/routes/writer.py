@@ -1,4 +1,4 @@
-"""How completions and chats are sent: one JSON answer, or a stream of chunks."""
+"""Sends completions and chats: one JSON answer, or a stream of chunks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator

@@ -67,7 +67,7 @@ class TracedRound(BaseModel):
 
 
 class SpeculationReport(BaseModel):
-    """The ``truedraft`` object beside ``usage``. Only rounds that drafted something count.
+    """The ``truedraft`` object stands next to ``usage``. Only rounds that drafted something count.
 
     ``seeds`` are the choices' own, given or drawn: ``seed`` and ``verification`` set to these reproduce
     the choice. The last three are there only with ``trace``, and are what replaying takes:
@@ -99,7 +99,9 @@ class TokenOrigin(BaseModel):
     token_id: int
     origin: Literal["accepted", "recovered", "bonus", "plain"]
     source: str | None = Field(None, description="Who drafted it; null unless it is accepted.")
-    target_prob: float | None = Field(None, description='Null with `origins: "sources"`.')
+    target_prob: float | None = Field(
+        None, description='Null where only sources were asked for (`origins: "sources"`).'
+    )
     draft_prob: float | None = Field(None, description="Null unless it is accepted; 1 if it was looked up.")
 
 

@@ -27,7 +27,7 @@ from truedraft.server.schemas.tools import (
 
 
 class Message(RequestPart):
-    """One message. Clients echo whole answers back, with all that these had."""
+    """A message has a role and content. Clients echo whole answers back, with all that these had."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
         description="Who speaks; `developer` is written as `system`."
@@ -36,9 +36,13 @@ class Message(RequestPart):
         None, description="A string, or text parts, which are joined by newlines."
     )
     name: str | None = Field(None, description="Given to the chat template, which may use it.")
-    tool_call_id: str | None = Field(None, description="The same.")
+    tool_call_id: str | None = Field(
+        None, description="The call that this message answers; given to the chat template, which may use it."
+    )
     reasoning_content: str | None = Field(
-        None, description="The same: what the model thought before an earlier answer."
+        None,
+        description="What the model thought before an earlier answer; given to the chat template, "
+        "which may use it.",
     )
     refusal: str | None = Field(None, description="What an assistant said instead of an answer.")
     tool_calls: Annotated[list[GivenCall], Field(fail_fast=True)] | None = Field(
@@ -51,19 +55,23 @@ class Message(RequestPart):
 
 
 class TemplateFields(RequestPart):
-    """How the chat template writes the messages."""
+    """Fields that control how the chat template writes the messages."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that the model may call, written out by the chat template."
     )
     reasoning_effort: ReasoningEffort | None = Field(
-        None, description="For templates that use it; `none` also sets `enable_thinking` to false."
+        None,
+        description="How much to reason, for chat templates that use it; `none` also sets "
+        "`enable_thinking` to false.",
     )
     enable_thinking: bool | None = Field(
-        None, description="The same, for templates that can only reason or not."
+        None, description="Whether to reason, for chat templates that can switch it."
     )
     add_generation_prompt: bool | None = Field(
-        None, description="End with the beginning of the answer. Default true, unless continue_final_message."
+        None,
+        description="End the prompt with the opening of the assistant's turn. Default: true, unless "
+        "continue_final_message is.",
     )
     continue_final_message: bool | None = Field(
         None, description="Leave the last message open, so that the answer goes on with it. Default false."
@@ -80,7 +88,7 @@ class TemplateFields(RequestPart):
         return self
 
     def template_options(self) -> dict[str, Any]:
-        """As transformers' ``apply_chat_template`` takes them."""
+        """Returns the options of transformers' ``apply_chat_template``."""
         is_open = bool(self.continue_final_message)
         asked = self.add_generation_prompt
         tools = [
@@ -102,11 +110,19 @@ class ChatRequest(TemplateFields, GenerationRequest):
     messages: Annotated[list[Message], Field(fail_fast=True)] = Field(
         min_length=1, description="The conversation so far, written out by the model's chat template."
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
-    max_tokens: int | None = Field(None, ge=1, description="OpenAI's older name of max_completion_tokens.")
-    logprobs: bool | None = Field(None, description="Log-probability of every token of the answer.")
+    max_completion_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Largest number of tokens to generate. Default: as many as the context has room for.",
+    )
+    max_tokens: int | None = Field(None, ge=1, description="OpenAI's older name for max_completion_tokens.")
+    logprobs: bool | None = Field(
+        None, description="Report the log-probability of every token of the answer."
+    )
     top_logprobs: int | None = Field(
-        None, ge=0, description="With logprobs: the likeliest tokens too, this many at each position."
+        None,
+        ge=0,
+        description="With logprobs: also report this many of the most likely tokens at each position.",
     )
 
     tool_choice: ToolChoice | None = Field(

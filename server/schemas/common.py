@@ -104,7 +104,7 @@ def content_text(content: str | list[TextPart | RefusalPart | OtherPart] | None)
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
-# What transformers takes beside a template's own variables; those may be anything else.
+# Arguments of transformers' function that no variable of a template can have the name of.
 RESERVED_IN_TEMPLATES = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
     | {"max_length", "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask"}
@@ -143,17 +143,17 @@ class Prediction(RequestPart):
 
 
 class StreamOptions(RequestPart):
-    """Of `/v1/responses`, whose last event always has the usage."""
+    """Options of streams of `/v1/responses`, whose last event always has the usage."""
 
-    include_obfuscation: bool | None = Field(None, description="Accepted: nothing is padded.")
+    include_obfuscation: bool | None = Field(None, description="Accepted and not needed: nothing is padded.")
 
 
 class ChunkStreamOptions(StreamOptions):
-    """Of completions and chats."""
+    """Options of streams of completions and chats."""
 
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage.")
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: every chunk has the usage so far."
+        None, description="Together with include_usage: every chunk carries the usage so far."
     )
 
     @model_validator(mode="after")
@@ -164,7 +164,7 @@ class ChunkStreamOptions(StreamOptions):
 
 
 class SpeculationOptions(RequestPart):
-    """How one request speculates; changes its speed, never its output's distribution."""
+    """Controls how one request speculates: its speed changes, its output's distribution never does."""
 
     method: Literal["auto", "draft_model", "ngram", "prediction", "grammar", "none"] = Field(
         "auto",
@@ -177,11 +177,12 @@ class SpeculationOptions(RequestPart):
         BeforeValidator(_auto_as_none, json_schema_input_type=int | Literal["auto"] | None),
     ] = Field(None, description="Tokens drafted per round; null and 'auto' leave it to the engine.")
     verification: Verification | None = Field(None, description="Null leaves it to the engine.")
-    trace: bool = Field(False, description="Report every round: what was drafted, and how it was judged.")
+    trace: bool = Field(False, description="Report every round: what was drafted, and what was accepted.")
     origins: bool | Literal["sources"] = Field(
         False,
-        description="With each token's text, in every chunk: where the token came from, and both models' "
-        "probability of it. 'sources' leaves the probabilities out, which is faster.",
+        description="Report with each token's text, in every chunk, where the token came from and "
+        "both models' probability of it. 'sources' leaves the probabilities out, which is"
+        " faster.",
     )
 
 
@@ -194,14 +195,23 @@ class SamplingRequest(RequestPart):
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus sampling. Default 1: off.")
     top_k: int | None = Field(
-        None, ge=-1, le=INT64_MAX, description="Keep the k likeliest tokens. Default 0: off."
+        None, ge=-1, le=INT64_MAX, description="Keep the k most likely tokens. Default 0: off."
     )
-    min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the best.")
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Drop tokens whose probability is below this share of the most likely one's. "
+        "Default 0: off.",
+    )
     presence_penalty: float | None = Field(
-        None, ge=-2, le=2, description="Taken from the logit of every token that has occurred. Default 0."
+        None,
+        ge=-2,
+        le=2,
+        description="Subtracted from the logit of every token that has occurred. Default 0.",
     )
     frequency_penalty: float | None = Field(
-        None, ge=-2, le=2, description="The same, once per occurrence. Default 0."
+        None, ge=-2, le=2, description="Subtracted from a token's logit once for every occurrence. Default 0."
     )
     repetition_penalty: float | None = Field(
         None, ge=0.01, le=10, description="Divides the logit of every token that has occurred. Default 1."
@@ -226,7 +236,7 @@ class SamplingRequest(RequestPart):
         Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None
     ) = Field(None, description="Tokens that end the text, besides the model's own end-of-sequence tokens.")
     include_stop_str_in_output: bool | None = Field(
-        None, description="Let the stop string or stop token be part of the text. Default false."
+        None, description="Include the stop string or stop token in the text. Default false."
     )
     skip_special_tokens: bool | None = Field(
         None, description="Leave special tokens out of the text. Default true."
@@ -251,13 +261,18 @@ class SamplingRequest(RequestPart):
         None,
         ge=INT32_MIN,
         le=INT32_MAX,
-        description="Lower goes first. Only with `allow_priority`. Default 0.",
+        description="Requests with a lower value go first; only with the setting `allow_priority`. "
+        "Default 0.",
     )
     cache_prompt: bool | None = Field(
-        None, description="Share what is computed of the prompt with other requests. Default true."
+        None,
+        description="Share what is computed of the prompt with other requests, through the prefix "
+        "cache. Default true.",
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)] | None = Field(
-        None, description="Share it with requests of the same salt only. Default: those without one."
+        None,
+        description="Share the prefix cache only with requests that have the same salt. Default: with"
+        " those that have none.",
     )
 
     # Accepted because they change nothing about the output.
@@ -266,7 +281,9 @@ class SamplingRequest(RequestPart):
     store: bool | None = Field(None, description="Accepted: nothing is ever stored.")
     service_tier: str | None = Field(None, description="Accepted: there is one tier.")
     safety_identifier: str | None = Field(None, description="Accepted, not used.")
-    prompt_cache_key: str | None = Field(None, description="Accepted; equal prompts share without it.")
+    prompt_cache_key: str | None = Field(
+        None, description="Accepted, not used: equal prompts share the prefix cache without it."
+    )
     prompt_cache_retention: str | None = Field(None, description="Accepted, not used.")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted, not used.")
 
@@ -279,12 +296,14 @@ class GenerationRequest(SamplingRequest):
         None, ge=0, description="Log-probabilities of the prompt's tokens, and of this many others at each."
     )
     return_token_ids: bool | None = Field(
-        None, description="Give the token ids of prompt and text too. Default false."
+        None, description="Also return the token ids of prompt and text. Default false."
     )
     stream_options: ChunkStreamOptions | None = Field(None, description="Only with `stream: true`.")
     response_format: ResponseFormat | None = Field(
         None, description="JSON that matches a schema, any JSON object, or any text, which is the default."
     )
     prediction: Prediction | None = Field(
-        None, description="What the answer is expected to be: makes it come sooner, never another one."
+        None,
+        description="What the answer is expected to be. A good prediction makes the answer come "
+        "sooner; it never changes it.",
     )

@@ -46,12 +46,14 @@ class CompletionRequest(GenerationRequest):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Prompt = Field(description="Whitespace is text like any other; no tokens at all are refused.")
-    max_tokens: int | None = Field(None, ge=0, description="Default 16.")
+    max_tokens: int | None = Field(
+        None, ge=0, description="Largest number of tokens to generate. Default 16."
+    )
     echo: bool | None = Field(None, description="Start the text with the prompt.")
     logprobs: Annotated[int | None, Field(ge=0), BeforeValidator(_false_as_none)] = Field(
-        None, description="Log-probabilities of the tokens, and of this many likeliest ones at each."
+        None, description="Report log-probabilities: the token's own, and this many of the most likely ones."
     )
-    best_of: int | None = Field(None, ge=1, description="Only if equal to n.")
+    best_of: int | None = Field(None, ge=1, description="Accepted if it equals n.")
 
 
 class CompletionChoice(Choice):

@@ -35,7 +35,7 @@ class ChatLogprobs(BaseModel):
 
 
 class PromptLogprob(TypedDict):
-    """``rank`` 1 is the likeliest; null for a prompt token that is not among the likeliest asked for.
+    """``rank`` 1 is the most likely token; it is null for a prompt token that is not among those asked for.
 
     There may be a million: as plain dictionaries they cost garbage collections nothing.
     """
@@ -45,5 +45,5 @@ class PromptLogprob(TypedDict):
     decoded_token: str
 
 
-# By token id. The first prompt token follows nothing: null.
+# Keys are token ids. The first prompt token follows nothing: null.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]

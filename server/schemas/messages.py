@@ -108,7 +108,7 @@ class InputMessage(RequestPart):
 class ToolDefinition(RequestPart):
     type: Literal["custom"] | None = None
     name: FunctionName = Field(description="What the model calls it.")
-    description: str | None = Field(None, description="Given to the model.")
+    description: str | None = Field(None, description="What the tool does, for the model to read.")
     input_schema: JsonSchema
     strict: bool | None = Field(
         None,
@@ -130,14 +130,14 @@ AnyTool = Annotated[
 
 class ToolChoice(RequestPart):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="Of the tool, with the type `tool`.")
+    name: str | None = Field(None, description="Name of the tool; required with the type `tool`.")
     disable_parallel_tool_use: bool | None = None
 
 
 class Thinking(RequestPart):
     """Clients have new ways of it with each release, none of which costs the answer: it is reported."""
 
-    type: str = Field(description="`enabled`, `disabled`, or `adaptive`: as the model does.")
+    type: str = Field(description="`enabled`, `disabled`, or `adaptive`, which leaves it to the model.")
     budget_tokens: int | None = Field(None, ge=0)
     display: str | None = Field(None, description="`omitted` leaves out what was thought.")
 
@@ -157,7 +157,9 @@ class Conversation(RequestPart):
 
     model: str = Field(description="The served name; `GET /v1/models` tells it.")
     messages: Annotated[list[InputMessage], Field(fail_fast=True)] = Field(
-        min_length=1, description="The conversation so far. A last one of the assistant is continued."
+        min_length=1,
+        description="The conversation so far. If its last message is the assistant's, the answer "
+        "continues it.",
     )
     system: TextContent | None = Field(
         None, description="A system message in front: a string or text blocks."
@@ -184,7 +186,7 @@ class MessagesRequest(Conversation, SamplingRequest):
 
     prompt_field: ClassVar[str] = "messages"
 
-    max_tokens: int = Field(ge=1, description="Required.")
+    max_tokens: int = Field(ge=1, description="Largest number of tokens to generate; required.")
     stop: Annotated[list[NonEmptyString], Field(fail_fast=True)] | None = Field(
         None, alias="stop_sequences", description="Strings that end the text, at most `max_stop_strings`."
     )
@@ -210,7 +212,9 @@ class Text(BaseModel):
 class Thought(BaseModel):
     type: Literal["thinking"] = "thinking"
     thinking: str
-    signature: str = Field(description="Signs nothing. There because clients give back what has one.")
+    signature: str = Field(
+        description="Signs nothing; it is there because clients only give back thoughts that have one."
+    )
 
 
 class ToolUse(BaseModel):
@@ -229,9 +233,11 @@ class OutputDetails(BaseModel):
 
 
 class MessagesUsage(BaseModel):
-    input_tokens: int = Field(description="Without those that were taken over from earlier requests.")
+    input_tokens: int = Field(description="Prompt tokens that were computed for this request.")
     cache_creation_input_tokens: Literal[0] = 0
-    cache_read_input_tokens: int = Field(description="Taken over from earlier requests.")
+    cache_read_input_tokens: int = Field(
+        description="Prompt tokens that the prefix cache had from earlier requests."
+    )
     output_tokens: int
     output_tokens_details: OutputDetails
     service_tier: Literal["standard"] = "standard"
@@ -253,8 +259,10 @@ class MessagesAnswer(BaseModel):
 
 class MessagesErrorDetails(BaseModel):
     type: str = Field(description="The kind of error, such as `invalid_request_error`.")
-    message: str = Field(description="For people.")
-    details: dict[str, str | None] = Field(description="`error_code`: for programs.")
+    message: str = Field(description="What went wrong, for people to read.")
+    details: dict[str, str | None] = Field(
+        description="What went wrong, for programs to compare (`error_code`)."
+    )
 
 
 class MessagesErrorAnswer(BaseModel):

@@ -11,11 +11,11 @@ WorkerStatus = Literal["ready", "loading", "restarting", "failed", "stopped"]
 
 
 class WorkerHealth(BaseModel):
-    worker: int = Field(description="Its number, as in the label `worker` of metrics.")
+    worker: int = Field(description="The worker's number, as in the label `worker` of metrics.")
     status: WorkerStatus
     reason: str | None = Field(None, exclude_if=is_none, description="Why not; absent when ready.")
-    device: str | None = Field(description="Null unless it is ready.")
-    sequences: int = Field(description="That it has not finished.")
+    device: str | None = Field(description="The worker's device; null unless it is ready.")
+    sequences: int = Field(description="Sequences that the worker has not finished yet.")
 
 
 class Health(BaseModel):
@@ -35,11 +35,11 @@ class Version(BaseModel):
 
     name: Literal["truedraft"] = "truedraft"
     version: str
-    model: str = Field(description="What requests call it.")
+    model: str = Field(description="The name that requests use in 'model'.")
     target: str
     draft: str | None
     device: str | None
-    dtype: str | None = Field(description="What linear layers multiply in.")
+    dtype: str | None = Field(description="Number type in which linear layers multiply.")
     weights: list[str] | None = Field(
         description="Types that the target's weights are kept in, most of them first."
     )
@@ -47,11 +47,11 @@ class Version(BaseModel):
         description="What computes the target's layers: fused layers in C, Triton or torch, or transformers' "
         "layers, which are slower."
     )
-    system_fingerprint: str | None = Field(description="As in the answers.")
+    system_fingerprint: str | None = Field(description="The `system_fingerprint` of answers.")
 
 
 class PositionAcceptance(BaseModel):
-    """Of all drafts since the worker started, whatever their method."""
+    """Counts all drafts since the worker started, whatever their method."""
 
     position: int = Field(description="0 for the first token of a draft, as in the metrics.")
     drafted: int
@@ -62,19 +62,21 @@ class PositionAcceptance(BaseModel):
 class Speedup(BaseModel):
     """Over plain decoding of the same rows, whose cost is measured now and then; null where it is not."""
 
-    predicted: float | None = Field(description="Of the active plan.")
-    achieved: float | None = Field(description="Over about the last fifty steps.")
+    predicted: float | None = Field(description="Expected of the draft length in use.")
+    achieved: float | None = Field(description="Measured over about the last fifty steps.")
 
 
 class SpeculationStatus(BaseModel):
-    """How this server speculates now, and why."""
+    """Says how this server speculates now, and why."""
 
     proposer: Method | None = Field(description="Draft source of requests that do not name one.")
     proposers: list[Source] | None = Field(
         description="Draft sources that requests may name; null until the models are loaded."
     )
     verification: str = Field(description="The setting: how sampled drafts are verified.")
-    num_speculative_tokens: int | Literal["auto"] = Field(description="The setting.")
+    num_speculative_tokens: int | Literal["auto"] = Field(
+        description="The setting: tokens drafted per round."
+    )
     on: bool | None = Field(description="Whether the last step drafted; null before the first one.")
     why: str
     draft_length: float | None = Field(

@@ -1,4 +1,4 @@
-"""Items of ``/v1/responses`` beside messages: what the model has thought and called, and what came of it."""
+"""Items of ``/v1/responses`` other than messages: thoughts, calls, and the results of calls."""
 
 import json
 from typing import Annotated, Any, Literal

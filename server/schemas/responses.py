@@ -40,7 +40,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class InputMessage(RequestPart):
-    """A message. The output of an earlier answer can be given back as it is."""
+    """A message is part of the input. The output of an earlier answer can be given back as it is."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"] = Field(
@@ -79,9 +79,13 @@ AnyInput = Annotated[
 
 class ReasoningOptions(RequestPart):
     effort: ReasoningEffort | None = Field(
-        None, description="For chat templates that use it; `none` also sets `enable_thinking` to false."
+        None,
+        description="How much to reason, for chat templates that use it; `none` also sets "
+        "`enable_thinking` to false.",
     )
-    summary: str | None = Field(None, description="Accepted, not used: reasoning is given as it is.")
+    summary: str | None = Field(
+        None, description="Accepted, not used: the reasoning itself is returned, not a summary."
+    )
 
 
 class ResponsesRequest(SamplingRequest):
@@ -100,10 +104,16 @@ class ResponsesRequest(SamplingRequest):
         ),
     ] = Field(description="What the user says, or the conversation so far.")
     instructions: str | None = Field(None, description="A system message in front of the input.")
-    max_output_tokens: int | None = Field(None, ge=1, description="Default: until the context ends.")
-    text: TextOptions | None = Field(None, description="What the text must be. Default: any text.")
+    max_output_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Largest number of tokens to generate. Default: as many as the context has room for.",
+    )
+    text: TextOptions | None = Field(None, description="Format that the text must have. Default: any text.")
     reasoning: ReasoningOptions | None = Field(None, description="How much to reason.")
-    enable_thinking: bool | None = Field(None, description="For templates that can only reason or not.")
+    enable_thinking: bool | None = Field(
+        None, description="Whether to reason, for chat templates that can switch it."
+    )
     chat_template_kwargs: TemplateVariables = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that the model may call, written out by the chat template."
@@ -117,9 +127,11 @@ class ResponsesRequest(SamplingRequest):
         None, description=f"What the answer is to hold in addition. Only `{INCLUDE_LOGPROBS}` is served."
     )
     top_logprobs: int | None = Field(
-        None, ge=0, description="With the log-probabilities: the likeliest tokens too, this many at each."
+        None,
+        ge=0,
+        description="With the log-probabilities: also report this many of the most likely tokens at each.",
     )
-    metadata: Metadata | None = Field(None, description="Repeated in the answer, not kept.")
+    metadata: Metadata | None = Field(None, description="Repeated in the answer; it is not stored.")
 
     @property
     def functions(self) -> list[FunctionDefinition]:

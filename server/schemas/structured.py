@@ -11,13 +11,13 @@ JsonSchema = Annotated[dict[str, Any], Field(description="A JSON schema.")]
 
 
 class TextFormat(RequestPart):
-    """Any text."""
+    """The answer is any text."""
 
     type: Literal["text"] = "text"
 
 
 class JsonObjectFormat(RequestPart):
-    """Any JSON object."""
+    """The answer is a JSON object."""
 
     type: Literal["json_object"]
 
@@ -73,9 +73,9 @@ FlatFormat = Annotated[
 
 
 class TextOptions(RequestPart):
-    """Of `/v1/responses`."""
+    """Says what the text of a `/v1/responses` answer has to match."""
 
-    format: FlatFormat = Field(TextFormat(), description="What the text must be.")
+    format: FlatFormat = Field(TextFormat(), description="Format that the text must have.")
     verbosity: str | None = Field(None, exclude_if=is_none, description="Accepted, not used.")
 
 

@@ -22,15 +22,19 @@ class TokenizeRequest(TemplateFields, RequestPart):
         description="Add the tokens that the tokenizer puts around a text. Default: true for a prompt, false "
         "for messages, whose template has written them; so the count is what a request would be charged.",
     )
-    return_token_strs: bool | None = Field(None, description="Give each token's text too. Default false.")
+    return_token_strs: bool | None = Field(None, description="Also return each token's text. Default false.")
 
 
 class TokenizeAnswer(BaseModel):
     count: int
-    max_model_len: int = Field(description="Tokens of prompt and output together that a request may have.")
+    max_model_len: int = Field(
+        description="Largest number of tokens, prompt and output together, that a request may have."
+    )
     tokens: list[int]
     token_strs: list[str] | None = Field(
-        None, exclude_if=is_none, description=r"Where a token is part of a character, its bytes as `\xf0`."
+        None,
+        exclude_if=is_none,
+        description="Each token's text; a token that is part of a character has its bytes, such as `\\xf0`.",
     )
 
 

@@ -30,7 +30,7 @@ class FunctionDefinition(RequestPart):
 
 
 class ChatTool(RequestPart):
-    """As chats name it."""
+    """A function in the form that chats use."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
@@ -126,7 +126,7 @@ def _beginning_of_json(text: str) -> Any:
 
 
 class GivenCall(RequestPart):
-    """A call in an earlier message of the assistant."""
+    """A call has been made by an earlier message of the assistant."""
 
     id: str
     type: Literal["function"] = "function"

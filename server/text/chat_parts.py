@@ -8,7 +8,7 @@ from truedraft.server.text.message_parser import Arguments, CallStart, Part, Tex
 
 
 def whole_message(parts: Sequence[Part]) -> AssistantMessage:
-    """The content is null beside calls if there is none."""
+    """The content is null if there are calls and no text."""
     calls: list[ToolCall] = []
     for part in parts:
         match part:
@@ -29,7 +29,7 @@ def text_of(kind: str, parts: Sequence[Part]) -> str:
 
 
 class DeltaWriter:
-    """Of one choice: counts its calls."""
+    """Writes the deltas of one choice, whose calls it counts."""
 
     def __init__(self) -> None:
         self._num_calls = 0

@@ -1,4 +1,4 @@
-"""One choice of a request: the engine's outputs of one sequence in, deltas of text out.
+"""Reads one choice of a request: the engine's outputs of one sequence come in, deltas of text go out.
 
 Decides where the choice ends (by a stop string, before the engine knows) and gives each token's
 log-probability out together with its text. ``server.generation`` has one ``ChoiceReader`` per choice.
@@ -75,7 +75,7 @@ class FinishedChoice:
 
 
 class SpeculationCounts(NamedTuple):
-    """Of the rounds that drafted."""
+    """Counts the rounds that drafted, and their tokens."""
 
     rounds: int = 0
     drafted: int = 0
@@ -96,7 +96,7 @@ class PredictionCount:
         self._is_used = False
 
     def add(self, use: PredictionUse, num_tokens: int) -> None:
-        """One round; only its first ``num_tokens`` are part of the choice."""
+        """Adds one round; only its first ``num_tokens`` are part of the choice."""
         self._appeared.update(index for index in use.matched[:num_tokens] if index >= 0)
         self._is_used = True
 

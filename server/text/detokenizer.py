@@ -66,11 +66,11 @@ class Detokenizer:
         self._num_characters = 0
         self._free = ""  # to be released whatever comes
         self._held = ""  # could still hold or become a stop string
-        self._ends: deque[int] = deque()  # of tokens not shown yet: shown once that many characters are out
+        self._ends: deque[int] = deque()  # a token is shown once that many characters are out
 
     @property
     def num_characters(self) -> int:
-        """Of the text so far, held back or not: where the next token starts."""
+        """Returns the length of the text so far, held back or not: the next token starts there."""
         return self._num_characters
 
     def push(self, token_ids: Sequence[int]) -> Piece:
@@ -107,7 +107,7 @@ class Detokenizer:
         return find_stop(self._held, self._stop_strings)
 
     def _end(self, match: StopMatch | None, offsets: list[int]) -> Piece:
-        """The last piece: the text up to the match, or all of it."""
+        """Returns the last piece: the text up to the match, or all of it."""
         found = None if match is None else self._held[match.start : match.end]
         end = None if match is None else match.end if self._include_stop_string else match.start
         text, num_shown = self._free + self._held[:end], len(self._ends)

@@ -1,4 +1,4 @@
-"""How families of models write tool calls and reasoning, as data; each is recognised by its chat template.
+"""Describes, as data, how families of models write tool calls and reasoning; chat templates tell families.
 
 ``server.text.message_parser`` reads answers by it, ``server.text.grammar.tool_calls`` constrains them.
 """

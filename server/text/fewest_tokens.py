@@ -1,6 +1,6 @@
-"""How many tokens a text has at least, where that is certain without tokenizing it.
+"""Tells how many tokens a text has at least, where that is certain without tokenizing it.
 
-By it a text is refused that cannot fit. Tokenizers that drop characters, or take a whole run of unknown ones
+A text that cannot fit is refused by it. Tokenizers that drop characters, or take a whole run of unknown ones
 for one token, allow no such statement.
 """
 

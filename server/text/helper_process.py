@@ -1,4 +1,4 @@
-"""How processes that help the front end are started: those that check grammars and render chat templates.
+"""Starts the processes that help the front end: they check grammars and render chat templates.
 
 They run what comes from clients and checkpoints, within limits, and may end at any moment.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from truedraft.server.settings import ENV_PREFIX
 
-# Of the processor, that a chat template may take for one conversation.
+# A chat template may take this much of the processor's time for one conversation.
 TEMPLATE_SECONDS = 5.0
 
 

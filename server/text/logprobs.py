@@ -28,7 +28,7 @@ BYTES_MARK = "bytes:"
 
 
 class ScoredToken(NamedTuple):
-    """A token, how likely it was and the likeliest there; ``offset`` is its place in the text.
+    """A token has its log-probability and the most likely ones in its place; its text starts at ``offset``.
 
     ``logprob`` is None for the first token of a prompt, which follows nothing.
     """
@@ -42,7 +42,7 @@ class ScoredToken(NamedTuple):
     def of(cls, scored: TokenLogprob, offset: int) -> Self:
         return cls(scored.token_id, scored.logprob, scored.top, offset)
 
-    def likeliest(self, count: int) -> Sequence[tuple[int, float]]:
+    def most_likely(self, count: int) -> Sequence[tuple[int, float]]:
         """The engine may have been asked for more, for the sake of another field."""
         return self.top[:count]
 
@@ -63,7 +63,7 @@ def chat_logprobs(tokens: Iterable[ScoredToken], num_top: int, vocabulary: Vocab
     for token in tokens:
         assert token.logprob is not None
         chosen = _top_logprob(token.token_id, token.logprob, vocabulary)
-        top = [_top_logprob(*entry, vocabulary) for entry in token.likeliest(num_top)]
+        top = [_top_logprob(*entry, vocabulary) for entry in token.most_likely(num_top)]
         content.append(ChatTokenLogprob(**chosen.model_dump(), top_logprobs=top))
     return ChatLogprobs(content=content)
 
@@ -102,7 +102,7 @@ def _top_by_text(token: ScoredToken, num_top: int, vocabulary: Vocabulary) -> di
         return None
     own_text = vocabulary.text_of(token.token_id, BYTES_MARK)
     by_text: dict[str, float] = {}
-    for token_id, logprob in _with_chosen(token.token_id, token.logprob, token.likeliest(num_top)):
+    for token_id, logprob in _with_chosen(token.token_id, token.logprob, token.most_likely(num_top)):
         text = vocabulary.text_of(token_id, BYTES_MARK)
         is_taken = token_id != token.token_id and (text == own_text or text in by_text)
         by_text[f"token_id:{token_id}" if is_taken else text] = _finite(logprob)
@@ -120,11 +120,11 @@ def _prompt_entry(token: TokenLogprob, num_top: int, vocabulary: Vocabulary) -> 
 
 
 def _with_chosen(
-    token_id: int, logprob: float, likeliest: Sequence[tuple[int, float]]
+    token_id: int, logprob: float, most_likely: Sequence[tuple[int, float]]
 ) -> list[tuple[int, float]]:
-    """The likeliest tokens, and the one that stands there if it is not among them."""
-    is_among = any(other == token_id for other, _ in likeliest)
-    return [*likeliest] if is_among else [*likeliest, (token_id, logprob)]
+    """Returns the most likely tokens, and the chosen one if it is not among them."""
+    is_among = any(other == token_id for other, _ in most_likely)
+    return [*most_likely] if is_among else [*most_likely, (token_id, logprob)]
 
 
 def _top_logprob(token_id: int, logprob: float, vocabulary: Vocabulary) -> TopLogprob:

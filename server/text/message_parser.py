@@ -1,4 +1,4 @@
-"""The parts of an assistant's message, out of its text as it comes: reasoning, content, tool calls.
+"""Parses an assistant's message as its text comes: reasoning, content, tool calls.
 
 Knows nothing of tokens. However the text is cut, the pieces of a part add up to the same.
 """
@@ -35,7 +35,7 @@ class Arguments:
 Part = TextPart | CallStart | Arguments
 # Whom a message with a header is for.
 RECIPIENT = re.compile(r"to=functions\.([\w-]+)")
-# A step of the reader: a part, or None where it needs more text.
+# A step yields a part, or None where it needs more text.
 Steps = Generator[Part | None, None, None]
 
 
@@ -73,7 +73,7 @@ class MessageFormat:
 
 
 class MessageParser:
-    """Of one choice: ``push`` its text, and ``finish`` once. ``mark_ids`` are tokens whose ends count."""
+    """Parses one choice: ``push`` its text, and ``finish`` once. ``mark_ids`` are tokens whose ends count."""
 
     def __init__(self, form: MessageFormat) -> None:
         self._form = form
@@ -218,7 +218,7 @@ class MessageParser:
         yield CallStart(calls.new_call_id(), name)
 
     def _read_object(self) -> Steps:
-        """The text of a JSON object, to its end."""
+        """Reads the text of a JSON object, to its end."""
         depth, is_string, is_escaped = 0, False, False
         while True:
             for place, character in enumerate(self._held):

@@ -1,7 +1,7 @@
 """Requests of ``/v1/messages`` become chats here, and are then answered like any other chat.
 
 Anthropic's form has calls, their results and thoughts as blocks of a message's content; chats have calls and
-thoughts beside the content, and results as messages of their own.
+thoughts next to the content, and results as messages of their own.
 """
 
 import json

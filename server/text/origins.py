@@ -12,7 +12,7 @@ from truedraft.server.schemas.answer import TokenOrigin
 
 
 class OriginReader:
-    """Of one choice. The texts of all that it gives out, joined, are the choice's text."""
+    """Reads the origins of one choice. The texts of all that it gives out, joined, are the choice's text."""
 
     def __init__(self) -> None:
         self._text = ""  # released, but not yet given out with a token
@@ -37,7 +37,7 @@ class OriginReader:
 
 
 def _origins(output: TokenOutput) -> Iterator[TokenOrigin]:
-    """One for each token; the text is still to come. A trace has the probabilities of its only round."""
+    """Yields one for each token, whose text is to come. A trace has the probabilities of its only round."""
     token_ids = iter(output.token_ids)
     trace = output.trace
     for one in output.origins or ():

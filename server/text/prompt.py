@@ -126,7 +126,7 @@ def render_chat(
         options = {name: value for name, value in options.items() if name != "tools"}
     elif "tool_calls" not in templates.source:
         _refuse_calls(messages, param)
-    if ".thinking" in templates.source:  # as gpt-oss's calls it
+    if ".thinking" in templates.source:  # gpt-oss's name for it
         for fields in written:
             if "reasoning_content" in fields:
                 fields["thinking"] = fields["reasoning_content"]

@@ -1,4 +1,4 @@
-"""The front end's side of ``server.text.template_renderer``: one process for all templates, asked by threads.
+"""The front end's threads ask one process, ``server.text.template_renderer``, for all templates.
 
 It may end at any moment, by a template that takes too long or because somebody kills or stops it. Then
 another one is started; a template that was not to blame is rendered again.
@@ -19,12 +19,12 @@ from typing import Any
 from truedraft.server.errors import HelperLostError
 from truedraft.server.text.helper_process import TEMPLATE_SECONDS, helper_command, helper_environment
 
-# How often a template is tried, where the process was lost.
+# A template is tried this often where the process was lost.
 MAX_ATTEMPTS = 3
 START_SECONDS = 60.0
-# Without an answer, beside which only so many seconds of the processor may pass.
+# A process that has not answered by then is killed; its limit of processor time comes earlier.
 ANSWER_SECONDS = 30.0
-# How a process ends that a template has brought down itself.
+# A process that a template has brought down itself ends so.
 TOO_LONG = -signal.SIGPROF
 CRASHED = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 

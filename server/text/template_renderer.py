@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from truedraft.server.text.helper_process import TEMPLATE_SECONDS, limit_memory
 
-# Of address space, for all that is rendered here.
+# All that is rendered here gets this much address space.
 MAX_MEMORY = 1 << 30
 MAX_CHARACTERS = 32_000_000
 MAX_ERROR = 1000

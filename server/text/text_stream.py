@@ -37,7 +37,7 @@ class TokenTextStream:
         self._token_ids.append(token_id)
         try:
             text = self._decode_stream.step(self._fast, token_id) or ""
-        except Exception:  # of no type of its own: the decoder changed text that is out
+        except Exception:  # it has no type of its own: the decoder changed text that is out
             self._decode_stream = DecodeStream(self._token_ids, skip_special_tokens=self._skip_special_tokens)
             text = self.flush()
         self._num_characters += len(text)
@@ -106,7 +106,7 @@ class ByteFallbackTextStream:
 
 class MarkedTextStream:
     """Another stream, with the text of some special tokens that it leaves out. A character that is not
-    complete before one of them never will be, and a new stream goes on behind it."""
+    complete before one of them never will be, and a new stream starts after it."""
 
     def __init__(self, make: Callable[[], TextStream], marks: Mapping[int, str]) -> None:
         self._make = make

@@ -52,7 +52,7 @@ class Tokenizer:
         self._fast = fast
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # As a batch of one: ``encode`` holds the interpreter's lock for as long as it takes.
+        # A batch of one releases the interpreter's lock, which ``encode`` holds.
         (encoding,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
@@ -94,7 +94,7 @@ class Tokenizer:
         return TokenTextStream(self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens)
 
     def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
-        """Of the tokens that are part of ``texts`` and that llguidance takes for no text."""
+        """Returns the ids of tokens that are part of ``texts`` and that llguidance takes for no text."""
         return _part_of(texts, self.vocabulary.special | self.vocabulary.tags)
 
     def for_grammars(self) -> dict[str, Any]:
@@ -122,13 +122,13 @@ class ChatTemplates:
 
     @cached_property
     def source(self) -> str:
-        """Of all templates that the model has; empty if it has none."""
+        """Returns the source of all templates that the model has; empty if it has none."""
         templates = self._override or self._hf_tokenizer.chat_template or ""
         return "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """That the template uses, beside those that it sets itself."""
+        """Returns the variables that the template uses and does not set itself."""
         found = template_process().ask({"source": self.source})
         return frozenset(found.get("variables", ()))  # where it fails, rendering says what is wrong
 

@@ -16,7 +16,7 @@ CUT = re.compile(r"(?<=[{,])[^{}\[\],:]+$")
 
 
 def is_plain_text(schema: Any) -> bool:
-    """Whether values of the schema are written as they are in tags."""
+    """Is true where values of the schema stand in tags as they are."""
     if not isinstance(schema, dict) or schema.get("type") != "string":
         return False
     choices = schema.get("enum", [])

@@ -90,7 +90,7 @@ def tool_use(
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How a model reasons before it answers. ``is_open``: the prompt has begun it."""
+    """A model reasons between these marks before it answers. ``is_open``: the prompt has begun it."""
 
     marks: ReasoningMarks
     token_ids: dict[str, int]

@@ -12,12 +12,12 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-SPACE_MARK = "▁"  # how SentencePiece writes a space
+SPACE_MARK = "▁"  # SentencePiece's space
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """Of one tokenizer. A token's bytes are worked out when it is first asked for, then kept."""
+    """Knows one tokenizer's tokens. A token's bytes are worked out when it is first asked for, then kept."""
 
     def __init__(self, fast: FastTokenizer) -> None:
         self._fast = fast
@@ -54,7 +54,7 @@ class Vocabulary:
         return (skip_special_tokens and token_id in self._special_ids) or self.bytes_of(token_id) is None
 
     def text_of(self, token_id: int, mark: str = "") -> str:
-        r"""The token's text; ``mark`` and ``\xf0\x9f`` for part of a character; ``token_id:7`` for no token.
+        r"""Returns a token's text: ``mark`` and ``\xf0\x9f`` for a part of one, ``token_id:7`` for none.
 
         This is how OpenAI writes them, with the mark ``bytes:`` on completions and none on chats.
         """

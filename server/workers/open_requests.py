@@ -13,7 +13,7 @@ from truedraft.server.errors import ApiError, QueueFullError
 from truedraft.server.settings import RequestSettings
 from truedraft.server.workers.engine_stream import EngineStream
 
-# How many workers may die with a request before it is answered with an error.
+# So many workers may die with a request before it is answered with an error.
 MAX_SUBMISSIONS = 2
 
 
@@ -68,7 +68,7 @@ class OpenRequests:
         self._fair_share = FairShare()
         self._tags: dict[str, int] = {}
         self._worker_of: dict[str, int] = {}  # request -> the number of its worker, once it has one
-        self._num_sequences: Counter[int] = Counter()  # by worker
+        self._num_sequences: Counter[int] = Counter()  # keys are workers
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -102,7 +102,7 @@ class OpenRequests:
             )
 
     def priority(self, request: Generate, key: str) -> int:
-        """The tag of the key's line; 0 without keys, so that requests go first come, first served."""
+        """Returns the tag of the key's line; 0 without keys, so that requests go first come, first served."""
         if not key:
             return 0
         self._tags[request.request_id] = self._fair_share.tag(key, request.n)
@@ -122,7 +122,7 @@ class OpenRequests:
         return self._worker_of.get(request_id)
 
     def num_sequences(self, worker: int) -> int:
-        """Of requests that it has not finished."""
+        """Counts the sequences of requests that the worker has not finished."""
         return self._num_sequences[worker]
 
     def deliver(self, output: TokenOutput) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from truedraft.engine.messages import Generate
 
 SHORTEST, LONGEST = 32, 8192  # tokens; a longer prompt is looked up by its first ones
-MAX_HASHES = 20_000  # of a worker; some megabytes
+MAX_HASHES = 20_000  # some megabytes for each worker
 
 
 class Prefix(NamedTuple):

@@ -1,4 +1,4 @@
-"""The front end's side of one worker: keep it alive, pass its messages on.
+"""The front end keeps one worker alive from here, and passes its messages on.
 
 The worker process is started again when it dies, and killed first when it hangs. What that means for requests
 is decided by ``server.workers.worker_pool``. Built by ``server.cli.launch``.
@@ -50,12 +50,12 @@ STABLE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """Whether a worker can take a request, and why not."""
+    """Says whether a worker can take a request, and why not."""
 
     status: Literal["ready", "loading", "restarting", "failed", "stopped"]
-    reason: str  # for clients: without paths
+    reason: str  # clients read it: it has no paths
     worker: Ready | None = None
-    cause: str = ""  # for who runs the server, if a worker has died
+    cause: str = ""  # the operator reads it, if a worker has died
 
 
 class WorkerListener(Protocol):
@@ -85,7 +85,7 @@ class WorkerClient:
         first_backoff_seconds: float = 0.5,
         max_backoff_seconds: float = 30.0,
     ) -> None:
-        """``environment`` are variables beside those of this process."""
+        """``environment`` has variables in addition to those of this process."""
         self._config = config
         self._observer = observer
         self._environment = environment
@@ -100,7 +100,7 @@ class WorkerClient:
         self._worker: WorkerProcess | None = None
         self._load_error = ""
         self._stage = ""
-        self._ready_since = math.inf  # of the worker that runs now
+        self._ready_since = math.inf  # the running worker's
         self._speculation: dict[str, Any] = {}
         self._stats: Stats | None = None
         self._supervision: asyncio.Task[None] | None = None
@@ -201,7 +201,7 @@ class WorkerClient:
         return reason
 
     async def _run_worker(self, listener: WorkerListener, number: int) -> str:
-        """One worker from spawn to death; returns why it died."""
+        """Runs one worker from spawn to death; returns why it died."""
         self._load_error = ""
         try:
             self._worker = await WorkerProcess.start(

@@ -53,7 +53,7 @@ class WorkerPool:
 
     @property
     def state(self) -> EngineState:
-        """That of the ready worker with the smallest caches, the limits of all; else why none is ready."""
+        """Returns the state of the ready worker with the smallest caches, or of one that is not ready."""
         states = [worker.state for worker in self.workers]
         ready = [(state.worker.num_target_blocks, state) for state in states if state.worker is not None]
         if ready:
@@ -83,7 +83,7 @@ class WorkerPool:
             worker.start(self, number)
 
     async def wait_until_ready(self) -> Ready:
-        """Until the first worker is; ``WorkerFailedError`` if none can load."""
+        """Waits for the first worker; raises ``WorkerFailedError`` if none can load."""
         for first in asyncio.as_completed([worker.first_load() for worker in self.workers]):
             if (ready := (await first).worker) is not None:
                 return ready

@@ -1,4 +1,4 @@
-"""One run of the worker process: spawn it, talk to it over a pair of sockets, watch it, wait for its end.
+"""Runs the worker process once: spawns it, talks to it over a pair of sockets, watches it, waits for its end.
 
 Knows the border's bytes but not what the messages mean; ``server.workers.worker_client`` starts a new run
 when one dies.
@@ -26,7 +26,7 @@ from truedraft.engine.messages import (
 from truedraft.engine.process.lifeline import PARENT_VARIABLE
 from truedraft.server.settings import ENV_PREFIX
 
-# How long to wait for the end of a dead worker's connection: a process that it left behind may hold it.
+# A dead worker's connection ends within this time, unless a process that it left behind holds it.
 LAST_MESSAGES_SECONDS = 2.0
 # An orderly end has no need of a worker; one that is in a long step hears nothing.
 STOP_SECONDS = 1.5
@@ -99,8 +99,8 @@ class WorkerProcess:
         on_message: Callable[[FromWorker], None],
         environment: Mapping[str, str] | None = None,
     ) -> "WorkerProcess":
-        """Every message is passed to ``on_message``; ``environment`` are variables beside those of this
-        process."""
+        """Every message is passed to ``on_message``; ``environment`` has variables in addition to those of
+        this process."""
         ours, theirs = socket.socketpair()
         with theirs:
             transport, protocol = await asyncio.get_running_loop().create_unix_connection(
@@ -130,7 +130,7 @@ class WorkerProcess:
             self._transport.write(framed(message))
 
     async def run(self, timeouts: WorkerTimeouts | None = None) -> int:
-        """Until the process has ended and all that it sent has been passed on; return its exit code.
+        """Waits until the process has ended and all that it sent has been passed on; returns its exit code.
 
         Raises ``WorkerHungError`` once it has taken longer than ``timeouts`` allow.
         """

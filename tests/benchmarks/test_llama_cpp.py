@@ -1,4 +1,4 @@
-"""The llama.cpp contestant against a stand-in for its programs: what is asked of them, what is made of it."""
+"""The llama.cpp contestant runs a stand-in for its programs: what is asked of them, what is made of it."""
 
 import json
 import sys

@@ -3,7 +3,7 @@
 The server is the real front end; its worker says what a script wants, so that each client gets a call of a
 tool that it offers, and then an answer. A client has understood the call if it comes back with what the tool
 returned.
-``make test-clients`` installs them beside this environment, in folders of their own.
+``make test-clients`` installs them into folders of their own, outside this environment.
 """
 
 import json
@@ -193,7 +193,7 @@ def test_vercel_ai(scripted: Scripted, home: Path, kind: str, route: str) -> Non
     needs_node()
     if not (TOOLS / "node" / "node_modules" / "ai").exists():
         pytest.skip("ai is not installed")
-    script = shutil.copy(AGENTS / "vercel.mjs", TOOLS / "node")  # beside what it imports
+    script = shutil.copy(AGENTS / "vercel.mjs", TOOLS / "node")  # next to what it imports
     scripted.call("add", a=1)
     before = scripted.answered(route)
     node = Path(shutil.which("node") or "node")

@@ -47,7 +47,7 @@ metrics = Metrics()
 pool = WorkerPool([WorkerClient(EngineConfig(), metrics.workers[0])])
 app = create_app(Settings(target="tiny-model"), pool, metrics)
 schema = schemathesis.openapi.from_dict(app.openapi())
-schema.config.max_stream_events = 10_000  # of its own accord it stops reading a stream long before its end
+schema.config.max_stream_events = 10_000  # its default stops reading a stream long before its end
 CHUNKS: dict[str, type[BaseModel]] = {"/v1/completions": Completion, "/v1/chat/completions": ChatChunk}
 NAMED = ("/v1/responses", "/v1/messages")  # whose events have names
 answers: Counter[tuple[str, int]] = Counter()
@@ -116,7 +116,7 @@ def body_in_shape(context: Any, response: Any, case: schemathesis.Case) -> None:
 
 
 def bad_data_is_refused(context: Any, response: Any, case: schemathesis.Case) -> None:
-    """But for those whose kinds of input items overlap in the document, so that ``oneOf`` fits neither."""
+    """Routes are left out whose kinds of input items overlap in the document: ``oneOf`` fits neither."""
     if case.path not in (*NAMED, "/v1/messages/count_tokens"):
         negative_data_rejection(context, response, case)
 

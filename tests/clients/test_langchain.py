@@ -26,7 +26,7 @@ def chat(server: Server, **settings: Any) -> ChatOpenAI:
 
 
 def expected(server: Server, max_tokens: int = 30) -> str:
-    """The same chat through the plain SDK."""
+    """Returns the same chat through the plain SDK."""
     answer = server.openai.chat.completions.create(
         model=MODEL,
         messages=[
@@ -125,7 +125,7 @@ def test_errors_are_the_sdks(server: Server) -> None:
 
 
 class Weather(BaseModel):
-    """The weather somewhere."""
+    """Reports the weather somewhere."""
 
     city: str = Field(max_length=12)
     unit: Literal["C", "F"]

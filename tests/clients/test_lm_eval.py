@@ -15,10 +15,10 @@ from tests.clients.conftest import MODEL, ROOT, TARGET, Server
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
 TOLERANCE = 1e-3
-MAX_TOKENS = 40  # as in stories_generate.yaml
+MAX_TOKENS = 40  # stories_generate.yaml has the same
 STOPS = (".", "!")
 
-# How the harness may send its requests.
+# The harness may send its requests in these ways.
 WAYS = {
     "tokens": {},
     "strings": {"tokenized_requests": False},
@@ -40,7 +40,7 @@ class Reference:
 
     @torch.no_grad()
     def log_likelihood(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-        """Sum over the continuation's tokens, and whether each of them is the likeliest."""
+        """Returns the sum over the continuation's tokens, and whether each of them is the most likely one."""
         logits = self.model(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
         wanted = torch.tensor(continuation)
         chosen = logits.log_softmax(-1).gather(-1, wanted[:, None])

@@ -32,7 +32,7 @@ from truedraft.engine.messages import (
 from truedraft.engine.process.connection import Connection
 
 # For a machine that is busy: a process has torch to load. Only a failure takes so long.
-PATIENCE_SECONDS = 300
+TIMEOUT_SECONDS = 300
 
 
 @dataclass
@@ -46,7 +46,7 @@ class SpawnedWorker:
 
     def receive(self) -> FromWorker:
         """Returns the next message, but for those that only tell how it is and how speculation goes."""
-        late = time.monotonic() + PATIENCE_SECONDS
+        late = time.monotonic() + TIMEOUT_SECONDS
         while True:
             while not self.arrived:
                 assert time.monotonic() < late, "the worker is silent"
@@ -89,7 +89,7 @@ def worker(models: Models) -> Iterator[SpawnedWorker]:
         assert (ready.vocab_size, ready.max_model_len, ready.dtype) == (16, 256, "float32")
         yield worker
         worker.send(Shutdown())
-        assert worker.process.wait(PATIENCE_SECONDS) == 0
+        assert worker.process.wait(TIMEOUT_SECONDS) == 0
 
 
 def test_a_request_runs_to_its_end_and_is_counted(worker: SpawnedWorker) -> None:
@@ -154,7 +154,7 @@ def test_a_missing_model_is_one_clear_line(tmp_path: Path) -> None:
         assert isinstance(failed, Failed)
         assert (failed.request_id, failed.code) == ("", "model_load_failed")
         assert "is not a model folder" in failed.message
-        _, stderr = worker.process.communicate(timeout=PATIENCE_SECONDS)
+        _, stderr = worker.process.communicate(timeout=TIMEOUT_SECONDS)
         assert worker.process.returncode == 2
         assert stderr.strip().endswith(failed.message)
         assert "Traceback" not in stderr
@@ -166,5 +166,5 @@ def test_a_worker_without_its_front_end_leaves(models: Models) -> None:
         params = SamplingParams(max_tokens=250, temperature=0)
         worker.send(Generate(request_id="a", prompt_token_ids=[1, 2, 3], params=params))
         worker.connection.close()
-        _, stderr = worker.process.communicate(timeout=PATIENCE_SECONDS)
+        _, stderr = worker.process.communicate(timeout=TIMEOUT_SECONDS)
         assert (worker.process.returncode, stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""How long ``/health`` takes while many connections are open, and some of them stream.
+"""Measures how long ``/health`` takes while many connections are open, and some of them stream.
 
     python -m tests.faults.connections [--open 1000] [--active 100] [--seconds 20]
 
@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.faults.watched import COMPLETIONS, MODEL, stall_of_health
-from tests.integration.conftest import PATIENCE_SECONDS, serving
+from tests.integration.conftest import TIMEOUT_SECONDS, serving
 
 
 def stream_for_ever(url: str, number: int, stop: Event) -> None:
@@ -37,7 +37,7 @@ def stream_for_ever(url: str, number: int, stop: Event) -> None:
 
     async def run() -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=PATIENCE_SECONDS, limits=limits) as session:
+        async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS, limits=limits) as session:
             await asyncio.gather(*(client(session) for _ in range(number)))
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""How long ``/health`` stalls while the server handles inputs that are made to be expensive.
+"""Measures how long ``/health`` stalls while the server handles inputs that are made to be expensive.
 
     python -m tests.faults.hostile_inputs [attacks]
 
@@ -27,7 +27,7 @@ from tests.integration.conftest import Server, serving
 LIMIT_SECONDS = 0.3
 SIZE = 7_900_000  # bytes of a body, below max_body_size
 
-# A process of its own: this one is busy sending.
+# The probe is a process of its own: this one is busy sending.
 PROBE = """
 import http.client, select, sys, time
 def ask():
@@ -129,7 +129,7 @@ def inputs() -> Iterator[tuple[str, str, bytes]]:
 
 
 def measured(url: str, send: Callable[[], T]) -> tuple[T, float, float]:
-    """The answer, its time, and the longest that ``/health`` took meanwhile."""
+    """Returns the answer, its time, and the longest that ``/health`` took meanwhile."""
     with subprocess.Popen(
         [sys.executable, "-c", PROBE, url.removeprefix("http://")],
         stdin=subprocess.PIPE,

@@ -108,10 +108,10 @@ async def receive_end(receive: Receive) -> None:
         pass
 
 
-async def one_order(seed: int, kind: type[Server], patience: float) -> float:
+async def one_order(seed: int, kind: type[Server], timeout: float) -> float:
     """Returns the seconds from the first signal or failure to the end.
 
-    Raises ``TimeoutError`` if there is none within ``patience`` seconds.
+    Raises ``TimeoutError`` if there is none within ``timeout`` seconds.
     """
     drawn = random.Random(seed)
     loop, engine = asyncio.get_running_loop(), Engine()
@@ -176,7 +176,7 @@ async def one_order(seed: int, kind: type[Server], patience: float) -> float:
             loop.call_later(drawn.choice([0.0, WITHIN_SECONDS * drawn.random()]), event)
         try:
             with suppress(WorkerFailedError):
-                await asyncio.wait_for(serving, patience)
+                await asyncio.wait_for(serving, timeout)
         finally:
             server.has_ended()
             for client in clients:
@@ -188,14 +188,14 @@ async def one_order(seed: int, kind: type[Server], patience: float) -> float:
 
 
 async def all_orders(
-    seeds: Sequence[int], kind: type[Server] = QuietServer, *, together: int = 40, patience: float = 60.0
+    seeds: Sequence[int], kind: type[Server] = QuietServer, *, together: int = 40, timeout: float = 60.0
 ) -> list[float]:
     """Ends one server after each order, ``together`` at a time."""
     allowed = asyncio.Semaphore(together)
 
     async def end_one(seed: int) -> float:
         async with allowed:
-            return await one_order(seed, kind, patience)
+            return await one_order(seed, kind, timeout)
 
     return list(await asyncio.gather(*map(end_one, seeds)))
 

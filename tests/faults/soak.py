@@ -36,7 +36,7 @@ AROUND_RESTARTS = ("worker_lost", "not_ready")
 RETRY_SECONDS = 1.0
 LEAVING_SHARE = 0.15
 SAMPLE_SECONDS = 1.0
-# Of the server's memory, between the second and the last third of the time.
+# The server's memory may grow by this share between the second and the last third of the time.
 MAX_GROWTH = 0.05
 
 Case = dict[str, Any]
@@ -67,7 +67,7 @@ GRAMMARS = (
     {"choice": ["yes", "no", "perhaps it is"]},
     {"json": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
 )
-# How a request may be drafted: none of it changes an answer.
+# A request may be drafted in these ways: none of them changes an answer.
 WAYS: tuple[dict[str, Any], ...] = (
     *({}, {}, {}, {"method": "none"}, {"method": "ngram"}, {"num_speculative_tokens": 8}),
     *({"method": "draft_model", "num_speculative_tokens": number} for number in (1, 3, 5)),
@@ -181,7 +181,7 @@ def soak(server: Watched, seconds: float, kill_every: float, num_clients: int, r
 
 
 def memory_growth(sizes: Sequence[float]) -> float:
-    """Of the median, from the second third to the last one; the first is warm-up."""
+    """Returns the growth of the median from the second third to the last one; the first is warm-up."""
     third = len(sizes) // 3
     if third < 10:
         return 0.0
@@ -242,7 +242,7 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 
 
 def save(result: Soak, path: Path) -> None:
-    """Everything as JSON, and the plot beside it."""
+    """Saves everything as JSON, and the plot next to it."""
     details = {"wrong_cases": result.wrong, "lost_cases": result.lost}
     samples = [asdict(sample) for sample in result.samples]
     path.write_text(json.dumps(result.summary() | details | {"samples": samples}, indent=1))

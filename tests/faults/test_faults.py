@@ -74,7 +74,7 @@ def intact_afterwards(server: Watched) -> Iterator[None]:
 
 
 def outcome(asked: Future[Texts], reference: Texts | None = None) -> str:
-    """The code of its error, or that it was answered, as expected."""
+    """Returns the code of its error, or that it was answered, as expected."""
     try:
         texts = asked.result()
     except ServerError as error:
@@ -130,7 +130,7 @@ def test_a_stopped_worker_is_replaced_under_load(server: Watched) -> None:
 
 
 def test_a_worker_that_gets_no_more_memory(server: Watched) -> None:
-    """Whether one request fails or the worker dies is up to the allocator."""
+    """The allocator decides whether one request fails or the worker dies."""
     worker = server.worker
     with open(f"/proc/{worker}/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()

@@ -59,7 +59,7 @@ STATUSES = {200, 400, 404, 413, 422, 429}
 
 
 async def test_bodies(model_folder: Path, tokenizer: Tokenizer) -> None:
-    """By ASGI, without a socket, eight at a time; the same worker has served all of them."""
+    """Bodies come by ASGI, without a socket, eight at a time; the same worker has served all of them."""
     app = fake_worker_app(model_folder, lambda: tokenizer, "--once")
     services = app.state.services
     statuses: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""The soak in its short form: one worker dies under mixed load."""
+"""The soak runs in its short form: one worker dies under mixed load."""
 
 from pathlib import Path
 

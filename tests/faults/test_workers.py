@@ -48,7 +48,7 @@ def loads(server: Watched) -> list[int]:
 def ask_all(
     server: Watched, threads: ThreadPoolExecutor, cases: Sequence[dict[str, Any]]
 ) -> list[Future[bool]]:
-    """Whether each answer is exact."""
+    """Returns whether each answer is exact."""
 
     def is_exact(number: int) -> bool:
         case = cases[number % len(cases)]

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import httpx
 
-from tests.integration.conftest import PATIENCE_SECONDS, Server, serving
+from tests.integration.conftest import TIMEOUT_SECONDS, Server, serving
 
 MODEL = "truedraft-demo"
 COMPLETIONS = "/v1/completions"
@@ -58,7 +58,7 @@ def texts_of(answer: dict[str, Any]) -> Texts:
 
 
 def text_of(choice: dict[str, Any]) -> str:
-    """Of a completion or a chat, whole or a chunk."""
+    """Returns the text of a completion's or a chat's choice, whole or a chunk."""
     if "text" in choice:
         return str(choice["text"])
     return (choice.get("message") or choice["delta"]).get("content") or ""
@@ -90,7 +90,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """A server's children but those that help it with text."""
+    """Returns a server's children without those that help it with text."""
     commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children_of(pid)}
     return [child for child, command in commands.items() if b"truedraft.engine.process.spawned" in command]
 
@@ -138,7 +138,7 @@ class Watched:
         return {name: self.server.metric(f"truedraft_{name}") for name in GAUGES}
 
     def assert_intact(self) -> None:
-        """One worker, nothing running, every cache block free, no connection left, the next answers exact."""
+        """Asserts: one worker, nothing running, all blocks free, no connection left, next answers exact."""
         wait_for(self.is_ready, lambda: "not ready")
         wait_for(lambda: not any(self.gauges().values()), lambda: f"gauges: {self.gauges()}")
         assert len(workers_of(self.server.pid)) == 1
@@ -190,7 +190,7 @@ def watched(folder: Path, *settings: str, cases: Sequence[dict[str, Any]] = CASE
 def stall_of_health(url: str, stop: Callable[[], bool]) -> list[float]:
     """Seconds of each ``/health``, one after the other over one connection, until ``stop``."""
     seconds = []
-    with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
+    with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
         while not stop():
             started = time.perf_counter()
             client.get("/health").raise_for_status()

@@ -16,8 +16,8 @@ import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-# For a machine that is busy, on which torch alone may load for a minute. Only a failure takes so long.
-PATIENCE_SECONDS = 600
+# A busy machine may take a minute to load torch alone. Only a failure takes so long.
+TIMEOUT_SECONDS = 600
 
 # In a request: what would be left to costs, which are measured, happens on every machine.
 DRAFTED = {"method": "draft_model", "num_speculative_tokens": 4}
@@ -33,14 +33,14 @@ class Server:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=PATIENCE_SECONDS)
+        return httpx.get(f"{self.url}{path}", timeout=TIMEOUT_SECONDS)
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=PATIENCE_SECONDS)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=TIMEOUT_SECONDS)
 
     def stream(self, path: str, body: dict[str, Any]) -> AbstractContextManager[httpx.Response]:
         body = {**body, "stream": True}
-        return httpx.stream("POST", f"{self.url}{path}", json=body, timeout=PATIENCE_SECONDS)
+        return httpx.stream("POST", f"{self.url}{path}", json=body, timeout=TIMEOUT_SECONDS)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples over its labels."""
@@ -63,7 +63,7 @@ def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "true
             stderr=log,
         ) as process,
     ):
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
             while "Ready on" not in log_path.read_text():
                 assert process.poll() is None, log_path.read_text()
@@ -74,7 +74,7 @@ def serving(folder: Path, *arguments: str, program: Sequence[str] = ("-m", "true
             yield Server(url[1], process.pid)
         finally:
             process.terminate()
-            process.wait(PATIENCE_SECONDS)
+            process.wait(TIMEOUT_SECONDS)
         assert process.returncode == 0, log_path.read_text()
 
 

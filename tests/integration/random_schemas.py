@@ -92,7 +92,7 @@ def _choice(rng: random.Random, _depth: int, _definitions: list[str]) -> dict[st
 
 
 def ask(url: str, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema, and the answer's only choice."""
+    """Returns the schema, and the answer's only choice."""
     schema = random_schema(random.Random(number))
     body = {
         "model": httpx.get(f"{url}/v1/models").json()["data"][0]["id"],

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.conftest import PATIENCE_SECONDS, Server
+from tests.integration.conftest import TIMEOUT_SECONDS, Server
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api-examples.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```\n(curl .*?)```\n+```(json|text)\n(.*?)```", PAGE, re.DOTALL)
@@ -48,7 +48,7 @@ def send(base_url: str, command: str) -> httpx.Response:
             case address:
                 url = address.replace("http://127.0.0.1:8000", base_url)
     method = "GET" if body is None else "POST"
-    return httpx.request(method, url, headers=headers, content=body, timeout=PATIENCE_SECONDS)
+    return httpx.request(method, url, headers=headers, content=body, timeout=TIMEOUT_SECONDS)
 
 
 def outline(value: Any, name: str = "") -> Any:
@@ -81,7 +81,7 @@ def test_the_answer_is_the_printed_one(server: Server, command: str, kind: str, 
     if kind == "json":
         assert outline(response.json()) == outline(json.loads(answer))
         return
-    # A stream: how many chunks there are depends on time, so the first, the last and the usage are compared.
+    # The number of a stream's chunks depends on time, so the first, the last and the usage are compared.
     shown, received = events(answer), events(response.text)
     assert outline(received[0]) == outline(shown[0])
     assert outline(received[-2]) == outline(shown[-2])

@@ -45,7 +45,7 @@ LONG = STORY | {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of a proxy on one machine, with less than it has for each replica."""
+    """Starts a proxy on one machine, with less than it has for each replica; yields its URL."""
     from ray import serve
 
     with socket.create_server(("127.0.0.1", 0)) as free:

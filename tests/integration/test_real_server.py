@@ -1,4 +1,4 @@
-"""The official client against the real server process and the bundled pair."""
+"""The official client talks to the real server process with the bundled pair."""
 
 import asyncio
 from typing import Any
@@ -68,7 +68,7 @@ def test_speculation_changes_nothing_but_the_rounds(server: Server, parameters: 
 
 @pytest.mark.parametrize("parameters", [{"temperature": 0}, {"temperature": 0.8, "seed": 3}])
 def test_a_prediction_changes_nothing_but_the_rounds(server: Server, parameters: dict[str, Any]) -> None:
-    """As the official client sends it: a right one, its beginning replaced, and a wrong one."""
+    """The official client sends a right prediction, one whose beginning is replaced, and a wrong one."""
 
     def chat(**more: Any) -> Any:
         return server.openai.chat.completions.create(

@@ -1,4 +1,4 @@
-"""Reasoning before a structured output, by a real worker: a grammar starts exactly behind it."""
+"""A real worker reasons before a structured output: the grammar starts exactly after the reasoning."""
 
 import json
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 
 def body(ids: dict[str, int], seed: int, *, opens: bool, **fields: Any) -> dict[str, Any]:
-    """Of thoughts that are mostly letters and a brace, and end soon."""
+    """Returns a request whose thoughts are mostly letters and a brace, and end soon."""
     likely = {ord("a"): 9, ord("b"): 9, ord("{"): 8, ids[CLOSE]: 8} | ({} if opens else {ids["<think>"]: 12})
     return {
         "model": MODEL,
@@ -78,8 +78,8 @@ def streamed(server: Server, asked: dict[str, Any]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("opens", [True, False])
-def test_the_grammar_starts_behind_the_reasoning(thinker: tuple[Server, dict[str, int]], opens: bool) -> None:
-    """Whether it is drafted or not, and when the mark lies inside a draft."""
+def test_the_grammar_starts_after_the_reasoning(thinker: tuple[Server, dict[str, int]], opens: bool) -> None:
+    """This holds with and without drafts, and when the mark lies inside a draft."""
     server, ids = thinker
     num_complete, inside, thoughts = 0, 0, ""
     for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""The official SDK, sync and async, against the real server process: every way to ask, every way to fail."""
+"""The official SDK, sync and async, talks to the real server process: all ways to ask, all ways to fail."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -137,7 +137,7 @@ def test_errors_of_other_routes(sdk: openai.OpenAI) -> None:
 
 
 def test_examples_of_the_document_work(server: Server) -> None:
-    """As pasted: the body is sent as it stands there."""
+    """Examples are sent as they stand there."""
     document = server.get("/openapi.json").json()
     examples = [
         (path, name, example["value"])

@@ -11,7 +11,7 @@ MODEL = "truedraft-demo"
 ENDPOINTS = ["/v1/completions", "/v1/chat/completions"]
 each_endpoint = pytest.mark.parametrize("path", ENDPOINTS)
 
-# An emoji with a skin tone, Chinese, combining marks.
+# These are an emoji with a skin tone, Chinese, and combining marks.
 CHARACTERS = "👍🏽 你好，世界 é̂ नि 👩‍👩‍👧"
 
 

@@ -99,7 +99,7 @@ def test_forced_tokens_save_rounds(server: Server) -> None:
 
 
 def test_a_grammar_without_tokens_is_refused_by_the_worker(server: Server) -> None:
-    """That nothing matches is known only where the model's tokens are."""
+    """Only the worker has the model's tokens, and knows that nothing matches."""
     body = {
         "model": MODEL,
         "prompt": "x",

@@ -16,7 +16,7 @@ MODEL = "truedraft-demo"
 
 
 class Weather(BaseModel):
-    """The weather somewhere."""
+    """Reports the weather somewhere."""
 
     city: str = Field(max_length=12)
     unit: Literal["C", "F"]

@@ -34,7 +34,7 @@ FLAGS = (
 
 
 class Browser:
-    """One tab. ``problems``: exceptions and refusals (such as those of the content security policy)."""
+    """Drives one tab. ``problems`` are exceptions and refusals (such as the content security policy's)."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self.problems: list[str] = []
@@ -61,7 +61,7 @@ class Browser:
             self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page; promises are awaited."""
+        """Returns the value of an expression in the page; promises are awaited."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")

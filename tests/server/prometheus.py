@@ -31,7 +31,7 @@ def executable(name: str) -> str:
 
 
 def dashboard_queries(interval: str) -> dict[str, str]:
-    """By panel and legend; as Grafana fills them in for all servers and scrapes every ``interval`` / 4."""
+    """Returns queries by panel and legend, filled in as Grafana does with scrapes every ``interval`` / 4."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     return {
         f"{panel['title']}: {target['legendFormat']}": target["expr"]

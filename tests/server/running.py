@@ -34,9 +34,9 @@ from truedraft.server.workers.worker_process import WorkerTimeouts
 
 MODEL = "tiny-model"
 
-# For everything that has to happen some time. Only a failure takes so long, so it may be more than enough for
-# a machine that has much else to do, or that was stopped for a minute.
-PATIENCE_SECONDS = 300.0
+# Everything that has to happen some time gets this long. Only a failure takes it, so it may be more than
+# enough for a machine that has much else to do, or that was stopped for a minute.
+TIMEOUT_SECONDS = 300.0
 POLL_SECONDS = 0.01
 
 
@@ -96,17 +96,17 @@ class RunningServer:
         self.loop.call_soon_threadsafe(self.loop.pass_time, seconds)
 
     def wait_for_requests(self, number: int) -> None:
-        """Until the engine has ``number`` of them open; each prompt is one."""
+        """Waits until the engine has ``number`` of them open; each prompt is one."""
         wait_for(lambda: self.services.engine.num_requests == number, f"{number} open requests")
 
     def wait_for_tokens(self, number: int) -> None:
-        """Until ``number`` of them have come back from the worker, in all."""
+        """Waits until ``number`` of them have come back from the worker, in all."""
         wait_for(lambda: self.metric("truedraft_generation_tokens_total") == number, f"{number} tokens")
 
     @contextmanager
     def one_step_at_a_time(self, num_tokens: int, tokens_per_step: int = 4) -> Iterator[None]:
-        """For the first request, of ``num_tokens``: no step before the tokens of the last one have been read,
-        so that each has a chunk of its own."""
+        """Lets no step of the first request, of ``num_tokens``, begin before the tokens of the last one have
+        been read, so that each has a chunk of its own."""
 
         def drive() -> None:
             for step in range(1, math.ceil(num_tokens / tokens_per_step) + 1):
@@ -132,9 +132,9 @@ class RunningServer:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """A look counts for a second at most: a machine that stood still has not been waited for."""
+    """Each poll counts for a second at most: a machine that stood still has not been waited for."""
     waited = 0.0
-    while waited < PATIENCE_SECONDS:
+    while waited < TIMEOUT_SECONDS:
         began = time.monotonic()
         if condition():
             return
@@ -169,7 +169,7 @@ def run_server(
     wait: bool = True,
     **settings: Any,
 ) -> Iterator[RunningServer]:
-    """A server on a free port; ``wait`` until it can take requests, or order its worker not to be ready."""
+    """Starts a server on a free port; ``wait`` until it is ready, or order its worker not to be."""
     worker_log, orders = log_folder / "worker.log", WorkerOrders(log_folder / "orders")
     worker_log.touch()
     if not wait:
@@ -187,7 +187,7 @@ def run_server(
         thread = threading.Thread(target=serve)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        client = httpx.Client(base_url=url, timeout=PATIENCE_SECONDS, verify=False)
+        client = httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS, verify=False)
         running = RunningServer(
             url, client, app.state.services, worker_log, orders, loop, server.server_state.connections
         )
@@ -199,5 +199,5 @@ def run_server(
         finally:
             client.close()
             server.should_exit = True
-            thread.join(PATIENCE_SECONDS)
+            thread.join(TIMEOUT_SECONDS)
         assert not thread.is_alive()

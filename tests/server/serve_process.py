@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.server.orders import WorkerOrders
-from tests.server.running import MODEL, PATIENCE_SECONDS, wait_for
+from tests.server.running import MODEL, TIMEOUT_SECONDS, wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ class ServeProcess:
 
     def wait(self) -> int:
         """Its exit code, once it has ended by itself."""
-        return self.process.wait(PATIENCE_SECONDS)
+        return self.process.wait(TIMEOUT_SECONDS)
 
 
 def body(**fields: Any) -> dict[str, Any]:

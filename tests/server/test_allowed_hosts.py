@@ -39,7 +39,7 @@ def is_allowed(name: str, **settings: object) -> bool:
     ],
 )
 def test_loopback_without_keys(server: RunningServer, host: str, status: int) -> None:
-    """Every path: what a page may not do it may not read either."""
+    """Every path is refused: what a page may not do it may not read either."""
     headers = {"host": host, "origin": f"http://{host}"}
     response = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, headers=headers)
     assert response.status_code == status
@@ -74,7 +74,7 @@ def test_allowed_names(start_server: StartServer) -> None:
         ("a.inner.example", 200),
         ("inner.example", 421),
         ("localhost", 421),
-        ("192.168.0.7:8000", 200),  # as probes ask
+        ("192.168.0.7:8000", 200),  # probes ask so
     ):
         assert is_allowed(host.partition(":")[0].lower().rstrip("."), **hosts) is (status == 200)
     assert is_allowed("any.example", allowed_hosts=["*"])

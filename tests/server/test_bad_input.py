@@ -17,7 +17,7 @@ from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.server.text.tokenizer import load_tokenizer
 
-CONTEXT = 512  # of the fake worker
+CONTEXT = 512  # the fake worker's
 VOCAB_SIZE = 260
 HUGE = 10**400
 INT_FIELDS = [
@@ -152,7 +152,7 @@ def test_prompts_around_the_context(server: RunningServer, as_ids: bool) -> None
         error = refused(server, COMPLETIONS, prompt(length) | {"max_tokens": 1})
         assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
         assert f"{CONTEXT} tokens" in error["message"]
-        # Whether such a text fits need not be found out by tokenizing it.
+        # Nobody has to tokenize such a text to know that it does not fit.
         unit = "tokens" if as_ids or length <= CONTEXT + 1 else "characters"
         assert f"the prompt has {length} {unit}" in error["message"]
     error = refused(server, COMPLETIONS, prompt(CONTEXT - 1) | {"max_tokens": 2})
@@ -189,7 +189,7 @@ def test_long_model_name(server: RunningServer) -> None:
 
 
 def test_message_that_cannot_be_sent_hurts_nobody_else(start_server: StartServer) -> None:
-    """The last line of defence: such a request fails alone, whatever let it through."""
+    """The last line of defence holds: such a request fails alone, whatever let it through."""
     with start_server() as server:
         engine = server.services.engine
         fine = Generate("fine-0", [5], SamplingParams(max_tokens=1))

@@ -207,7 +207,7 @@ def test_every_token_has_an_origin_and_their_texts_are_the_text(
         length = len(output.token_ids)
         kept = min(accepted, length - 1)
         kinds += ["accepted"] * kept + ["plain"] + ["recovered"] * (length - kept - 1)
-        # A round of one draft and all it gave, one without a draft, and rounds whose draft was rejected.
+        # One round accepted its whole draft, one had no draft, and others had theirs rejected.
         rounds = [RoundOrigin("ngram", kept, kept, kept)] if kept else []
         rounds += [RoundOrigin("none", 0, 0, 1)] + [RoundOrigin("ngram", 2, 0, 1)] * (length - kept - 1)
         choice.add(reader.read([msgspec.structs.replace(output, origins=rounds)]))

@@ -8,13 +8,13 @@ from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.server.text.tokenizer import load_tokenizer
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-# As in SmolVLM and Idefics: the letters of a plain text would be parts of no type.
+# SmolVLM and Idefics have this: the letters of a plain text would be parts of no type.
 PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% for part in m['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'image' %}<image>{% endif %}"
     "{% endfor %}{% endfor %}"
 )
-# As in Gemma 3 and Qwen2-VL.
+# Gemma 3 and Qwen2-VL have this.
 BOTH = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"

@@ -19,7 +19,7 @@ from truedraft.server.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 PAGE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text(encoding="utf-8")
 WORDS = set(re.findall(r"[a-z0-9_]+", PAGE))
 
-# Of /tokenize and the relatives of prompt_cache_key, which the OpenAPI document explains.
+# The OpenAPI document explains these fields of /tokenize and the relatives of prompt_cache_key.
 ELSEWHERE = {"add_special_tokens", "add_generation_prompt", "return_token_strs", "tokens"}
 RELATIVES = {"prompt_cache_retention", "prompt_cache_options"}
 
@@ -46,7 +46,7 @@ def test_fields(model: type) -> None:
 
 
 def test_fields_of_messages() -> None:
-    """Those that are not the same on every endpoint are on a page of their own."""
+    """Fields that differ between endpoints are on a page of their own."""
     page = (Path(__file__).parents[2] / "docs" / "messages.md").read_text(encoding="utf-8")
     fields = MessagesRequest.model_fields.items()
     names = {field.alias or name for name, field in fields if name not in SamplingRequest.model_fields}

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.running import PATIENCE_SECONDS, wait_for
+from tests.server.running import TIMEOUT_SECONDS, wait_for
 from tests.server.serve_process import ServeProcess, body, serve_process
 from tests.server.wire import events
 
@@ -18,7 +18,7 @@ FOR_EVER = ("--drain-timeout", "1000")
 
 
 class Reader:
-    """A streaming client in a thread. It has read something, and the worker has stopped after that."""
+    """Streams in a thread. The client has read something, and the worker has stopped after that."""
 
     def __init__(self, serve: ServeProcess, **fields: Any) -> None:
         serve.worker.at_most(3)
@@ -27,7 +27,7 @@ class Reader:
         self.started = threading.Event()
         self.thread = threading.Thread(target=self._read, args=(serve, fields))
         self.thread.start()
-        assert self.started.wait(PATIENCE_SECONDS)
+        assert self.started.wait(TIMEOUT_SECONDS)
 
     def _read(self, serve: ServeProcess, fields: dict[str, Any]) -> None:
         request = {
@@ -35,14 +35,14 @@ class Reader:
             "url": f"{serve.url}/v1/completions",
             "json": body(stream=True, **fields),
         }
-        with httpx.stream(**request, timeout=PATIENCE_SECONDS) as response:
+        with httpx.stream(**request, timeout=TIMEOUT_SECONDS) as response:
             self.status = response.status_code
             for text in response.iter_text():
                 self.text += text
                 self.started.set()
 
     def wait(self) -> None:
-        self.thread.join(PATIENCE_SECONDS)
+        self.thread.join(TIMEOUT_SECONDS)
         assert not self.thread.is_alive()
 
 
@@ -55,7 +55,7 @@ def server_that_ends(model_folder: Path, tmp_path: Path, *settings: str) -> Iter
 
 
 def get(serve: ServeProcess, path: str) -> httpx.Response:
-    return httpx.get(f"{serve.url}{path}", timeout=PATIENCE_SECONDS)
+    return httpx.get(f"{serve.url}{path}", timeout=TIMEOUT_SECONDS)
 
 
 def tell_to_stop(serve: ServeProcess, number: int) -> None:
@@ -72,7 +72,7 @@ def test_running_requests_finish_and_new_ones_are_refused(model_folder: Path, tm
         assert "draining" in ready.json()["reason"]
         assert get(serve, "/health").status_code == 200
         assert 'truedraft_ready{model_name="tiny-model"} 0.0' in get(serve, "/metrics").text.splitlines()
-        refused = httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=PATIENCE_SECONDS)
+        refused = httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=TIMEOUT_SECONDS)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
         assert refused.json()["error"]["code"] == "not_ready"
         assert serve.process.poll() is None
@@ -86,7 +86,7 @@ def test_running_requests_finish_and_new_ones_are_refused(model_folder: Path, tm
 def test_nothing_running_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
     with server_that_ends(model_folder, tmp_path, *FOR_EVER) as serve, httpx.Client() as idle:
         # Its connection stays open.
-        assert idle.get(f"{serve.url}/health", timeout=PATIENCE_SECONDS).status_code == 200
+        assert idle.get(f"{serve.url}/health", timeout=TIMEOUT_SECONDS).status_code == 200
         serve.process.send_signal(signal.SIGTERM)
         serve.wait()
 

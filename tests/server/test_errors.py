@@ -136,7 +136,7 @@ def test_invalid_prompts(server: RunningServer, prompt: Any, param: str) -> None
     assert error_of(response)["param"] == param
 
 
-# One value for each line of the table that would really change something.
+# Each line of the table has a value here that would really change something.
 MEANINGFUL: dict[str, Any] = {
     "modalities": ["text", "audio"],
     "response_format": {"type": "json_object"},

@@ -32,7 +32,7 @@ def fallback() -> Tokenizer:
 
 
 def missing_bytes() -> Tokenizer:
-    """As published vocabularies are: a text of nothing but such characters has no token at all."""
+    """Published vocabularies are like this: a text of nothing but such characters has no token at all."""
     made = byte_level()
     vocab = {character: number for character, number in BYTES.items() if number not in (ord("a"), ord(" "))}
     made.model = models.BPE(vocab=vocab, merges=[])

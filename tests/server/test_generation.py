@@ -85,7 +85,7 @@ def outputs_of(text: bytes, sequence: tuple[str, int], sizes: Sequence[int]) -> 
 
 
 async def let_read() -> None:
-    """Until all readers wait for more: this loop runs nothing else."""
+    """Waits until all readers wait for more: this loop runs nothing else."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -124,7 +124,7 @@ async def answer(
         assert len(set(indices)) == len(indices), "a choice has several deltas of one arrival"
     await asyncio.wait_for(reading, None)
     generation.close()
-    assert sorted(engine.aborted + ended) == sequences  # and none is aborted after its end
+    assert sorted(engine.aborted + ended) == sequences  # none is aborted after its end
     return Answer(
         choices,
         generation.usage(),
@@ -186,7 +186,7 @@ def test_an_error_comes_after_what_was_delivered(tokenizer: Tokenizer) -> None:
 
 
 def test_rounds_that_come_together_share_their_time(tokenizer: Tokenizer) -> None:
-    """One sample for each round and each token after those of the first arrival, however they arrive."""
+    """Rounds and tokens after the first arrival give one sample each, however they arrive."""
 
     async def read(cut: Sequence[int]) -> dict[str, float]:
         engine, metrics = HandDrivenEngine(), Metrics()

@@ -32,7 +32,7 @@ from truedraft.server.text.prompt import render_chat, template_options
 from truedraft.server.text.tokenizer import Tokenizer, load_tokenizer
 from truedraft.server.text.tools import tool_use
 
-# As SmolLM2, Gemma 3 and Gemma 2 write conversations, in short.
+# SmolLM2, Gemma 3 and Gemma 2 write conversations like this, in short.
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 TAKES_TURNS = """\
 {% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set said = messages[1:] %}\

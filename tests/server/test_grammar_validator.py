@@ -159,7 +159,7 @@ def test_what_is_lost_over_and_over_is_an_error(tokenizer: Tokenizer, waits_for:
 def test_a_check_that_cannot_be_forked_is_asked_again(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a limit of processes that others have used up."""
+    """This happens with a limit of processes that others have used up."""
     code = """
 import errno, os
 fork, calls = os.fork, []

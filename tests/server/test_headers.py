@@ -5,7 +5,7 @@ import socket
 import httpx
 import pytest
 
-from tests.server.running import MODEL, PATIENCE_SECONDS, RunningServer
+from tests.server.running import MODEL, TIMEOUT_SECONDS, RunningServer
 
 BODY = f'{{"model": "{MODEL}", "prompt": "x", "max_tokens": 1}}'.encode()
 
@@ -15,7 +15,7 @@ def exchange(server: RunningServer, request: bytes, *, is_all: bool = False) -> 
     the bytes; otherwise it waits for the rest of half a request."""
     url = httpx.URL(server.url)
     received = b""
-    with socket.create_connection((url.host, url.port), timeout=PATIENCE_SECONDS) as client:
+    with socket.create_connection((url.host, url.port), timeout=TIMEOUT_SECONDS) as client:
         try:
             client.sendall(request)
             if is_all:

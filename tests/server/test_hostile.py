@@ -1,4 +1,4 @@
-"""What one request may cost the front end: refused before it is expensive, or done beside the event loop."""
+"""One request costs the front end little: it is refused before it is expensive, or done in a thread."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ REQUESTS = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, D
 
 
 def collections_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Every list and mapping of a pydantic schema whose items are checked."""
+    """Yields every list and mapping of a pydantic schema whose items are checked."""
     if isinstance(schema, dict):
         items = schema.get("items_schema") or schema.get("values_schema")
         if schema.get("type") in ("list", "dict") and items is not None and items.get("type") != "any":
@@ -82,7 +82,7 @@ def test_punctuation_inside_strings_does_not_count() -> None:
 
 
 def longest_pause(work: Callable[[], object]) -> tuple[float, float]:
-    """How long another thread was kept from running at most, and how long ``work`` took."""
+    """Returns the longest time that another thread was kept from running, and the time of ``work``."""
     pauses, is_over = [0.0], threading.Event()
 
     def tick() -> None:
@@ -113,7 +113,7 @@ def test_tokenizing_lets_other_threads_run(tokenizer: Tokenizer) -> None:
 
 
 def test_large_answers_are_written_in_pieces() -> None:
-    """The same JSON, without one long turn in which nothing else runs."""
+    """The JSON is the same, without one long turn in which nothing else runs."""
     small = TokenizeAnswer(count=3, max_model_len=8, tokens=[1, 2, 3])
     assert write_json(small) == small.model_dump_json().encode()
     tokens = list(range(3 * BATCH + 7))
@@ -244,7 +244,7 @@ def test_choices_are_limited_before_tokenizing(start_server: StartServer) -> Non
 def test_what_is_repeated_is_limited(
     server: RunningServer, path: str, fields: dict[str, Any], limit: str
 ) -> None:
-    """For each prompt on the way to the worker, or in each event of a stream."""
+    """The cost would come for each prompt on the way to the worker, or in each event of a stream."""
     error = refused(server, path, fields)
     assert error["param"].split(".")[0] in fields
     assert limit in error["message"]

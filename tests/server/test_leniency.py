@@ -23,7 +23,7 @@ from truedraft.server.text.prompt import response_options, template_options
 RESPONSES = "/v1/responses"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 
-# As a coding agent of OpenAI's sends it to any model.
+# OpenAI's coding agent sends this to any model.
 AGENT: dict[str, Any] = {
     "instructions": "You are a coding agent.",
     "input": [

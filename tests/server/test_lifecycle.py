@@ -17,7 +17,7 @@ import pytest
 
 from tests.server.conftest import StartServer
 from tests.server.refusals import COMPLETIONS
-from tests.server.running import PATIENCE_SECONDS, wait_for
+from tests.server.running import TIMEOUT_SECONDS, wait_for
 from tests.server.serve_process import ROOT, ServeProcess, body, serve_process
 from truedraft.engine.process.lifeline import PARENT_VARIABLE
 from truedraft.server.workers.worker_client import WORKER_COMMAND
@@ -27,7 +27,7 @@ FOR_EVER = ("--drain-timeout", "1000")
 
 
 def children(serve: ServeProcess) -> list[str]:
-    """Of the server process, but those that help it with text and those that have just been forked."""
+    """Returns the server's children without those that help it with text or have just been forked."""
     process = serve.process.pid
     own = Path(f"/proc/{process}/cmdline").read_bytes()
     found = []
@@ -40,7 +40,7 @@ def children(serve: ServeProcess) -> list[str]:
 
 
 def worker_pid(serve: ServeProcess) -> int:
-    """The only one of them."""
+    """Returns the only child."""
     (pid,) = children(serve)
     return int(pid)
 
@@ -146,7 +146,7 @@ def test_signals_for_the_whole_group_drain(model_folder: Path, tmp_path: Path) -
     with serve_process(model_folder, tmp_path, *FOR_EVER) as serve:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(worker_pid(serve), number)
-        answer = httpx.post(f"{serve.url}{COMPLETIONS}", json=body(max_tokens=1), timeout=PATIENCE_SECONDS)
+        answer = httpx.post(f"{serve.url}{COMPLETIONS}", json=body(max_tokens=1), timeout=TIMEOUT_SECONDS)
         assert answer.status_code == 200
         assert "Restarting" not in serve.log.read_text()
         serve.process.send_signal(signal.SIGTERM)
@@ -223,14 +223,14 @@ def test_keys_are_not_in_the_workers_environment(
         process = Path(f"/proc/{worker_pid(serve)}")
         assert b"a-secret-key" in Path(f"/proc/{serve.process.pid}/environ").read_bytes()
         assert b"a-secret-key" not in (process / "environ").read_bytes() + (process / "cmdline").read_bytes()
-        answer = httpx.get(f"{serve.url}/v1/models", timeout=PATIENCE_SECONDS)
+        answer = httpx.get(f"{serve.url}/v1/models", timeout=TIMEOUT_SECONDS)
         assert answer.status_code == 401
 
 
 def test_half_a_body_is_not_waited_for(start_server: StartServer) -> None:
     with start_server(body_timeout=0.5) as server:
         host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_SECONDS) as connection:
             head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"model"'.encode())
             answer = b""
@@ -243,7 +243,7 @@ def test_half_a_body_is_not_waited_for(start_server: StartServer) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_USER_TIMEOUT")
 def test_a_client_that_reads_nothing_is_cut_off(model_folder: Path, tmp_path: Path) -> None:
-    """Of an answer that is larger than all buffers on the way."""
+    """The answer is larger than all buffers on the way."""
     limits = ("--send-timeout", "1", "--max-prompt-characters", "3000000")
     with serve_process(model_folder, tmp_path, *limits) as serve:
         address = urlsplit(serve.url)
@@ -260,5 +260,5 @@ def test_a_client_that_reads_nothing_is_cut_off(model_folder: Path, tmp_path: Pa
 
             assert is_open()
             wait_for(lambda: not is_open(), "the connection's end")
-            answer = httpx.get(f"{serve.url}/health", timeout=PATIENCE_SECONDS)
+            answer = httpx.get(f"{serve.url}/health", timeout=TIMEOUT_SECONDS)
             assert answer.status_code == 200

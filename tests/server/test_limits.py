@@ -1,4 +1,4 @@
-"""How long a request may take, and how much may wait: refused before anything is computed, or freed after."""
+"""Limits on time and on what waits: requests are refused before anything is computed, or freed after."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +14,7 @@ from tests.server.running import MODEL, RunningServer, wait_for
 from tests.server.wire import events
 
 COMPLETIONS = "/v1/completions"
-# Of the server's clock, which only the test can make go so far.
+# Only the test can make the server's clock go so far.
 LONG_SECONDS = 10_000.0
 
 

@@ -1,4 +1,4 @@
-"""The load generator: what it sends, how it reads servers of any make, and that it owns up to being late."""
+"""The load generator sends what it should, reads servers of any make, and owns up to being late."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer as Server
 from pydantic_settings import CliApp
 
-from tests.server.running import PATIENCE_SECONDS
+from tests.server.running import TIMEOUT_SECONDS
 from truedraft.loadtest.client import BenchmarkError, Endpoint, Reply
 from truedraft.loadtest.command import loads
 from truedraft.loadtest.counters import DraftCounters, read_counters
@@ -47,7 +47,7 @@ async def served(handler: Handler) -> AsyncIterator[tuple[aiohttp.ClientSession,
     """``handler`` answers every request."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
-    async with Server(app) as server, new_session("a-key", PATIENCE_SECONDS) as session:
+    async with Server(app) as server, new_session("a-key", TIMEOUT_SECONDS) as session:
         yield session, Endpoint(str(server.make_url("/v1")), "a-model", chat=False, body={})
 
 
@@ -153,7 +153,7 @@ async def test_a_lost_connection_is_an_error_of_the_reply() -> None:
 
 
 async def test_a_refused_connection_is_an_error_of_the_reply() -> None:
-    async with new_session("a-key", PATIENCE_SECONDS) as session:
+    async with new_session("a-key", TIMEOUT_SECONDS) as session:
         endpoint = Endpoint("http://127.0.0.1:9/v1", "a-model", chat=False, body={})
         reply = await endpoint.send(session, "Hello", due=time.perf_counter())
     assert (reply.error or "").startswith("ClientConnectorError: Cannot connect to host 127.0.0.1:9 ")
@@ -161,7 +161,7 @@ async def test_a_refused_connection_is_an_error_of_the_reply() -> None:
 
 async def test_a_silent_server_is_an_error_of_the_reply() -> None:
     async def say_nothing(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(PATIENCE_SECONDS)
+        await asyncio.sleep(TIMEOUT_SECONDS)
         return web.Response()
 
     async with served(say_nothing) as (_, endpoint), new_session("a-key", timeout=0.05) as session:
@@ -200,7 +200,7 @@ async def test_an_open_loop_does_not_wait_for_a_slow_server() -> None:
         num_asked += 1
         if num_asked == 20:
             all_have_asked.set()
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             await all_have_asked.wait()
         return web.Response(body=event_stream([text("a"), USAGE]))
 
@@ -325,7 +325,7 @@ def test_the_command_refuses_impossible_loads(flags: list[str]) -> None:
 
 
 def test_the_environment_has_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the key: names such as SEED are anybody's."""
+    """Only the key is read from there: names such as SEED are anybody's."""
     for name in ("seed", "SEED", "MODEL", "BASE_URL"):
         monkeypatch.setenv(name, "other")
     flags = ["--concurrency", "1,4", "--rate", "0.5", "--extra-body", '{"top_k": 3}']

@@ -1,4 +1,4 @@
-"""The log: a line per request with its id and figures, as text or JSON, and nothing of probes. And traces."""
+"""The log has a line per request with its id and figures, as text or JSON, and none of probes; and traces."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def log(request: pytest.FixtureRequest) -> Iterator[Log]:
 
 
 def fields(line: str) -> dict[str, Any]:
-    """Of an access line."""
+    """Returns the fields of an access line."""
     if line.startswith("{"):
         return dict(json.loads(line))
     words = line.split()

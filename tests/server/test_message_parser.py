@@ -16,7 +16,7 @@ PARALLEL = [name for name, form in FORMATS.items() if form.later is not None]
 
 
 def written(form: CallFormat, calls: Sequence[tuple[str, dict[str, object]]]) -> str:
-    """As the family's models write them."""
+    """Returns the calls in the family's own syntax."""
     texts = []
     for name, arguments in calls:
         body = json.dumps(arguments)
@@ -108,7 +108,7 @@ AS_TEMPLATES = " to=functions.f<|channel|>commentary json<|message|>"
 def test_messages_with_headers_cut_everywhere(
     text: str, wanted: tuple[str | None, str | None, list[tuple[str, str]]]
 ) -> None:
-    """As gpt-oss writes them."""
+    """gpt-oss writes messages like these."""
     form = MessageFormat(REASONING_MARKS[-1], FORMATS["gpt_oss"])
     for pieces in cuts(text):
         parts, reader = read(form, pieces)

@@ -1,4 +1,4 @@
-"""The page at ``/``, in a real browser: it is clicked through, and what a model says stays text."""
+"""A real browser clicks through the page at ``/``, where what a model says stays text."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def page(browser: Browser, server: RunningServer, view: str = "playground") -> Iterator[None]:
-    """The page, ready; at the end nothing may have been refused or thrown."""
+    """Opens the page; at the end nothing may have been refused or thrown."""
     browser.problems.clear()
     browser.look()
     browser.open(f"{server.url}/#/{view}")

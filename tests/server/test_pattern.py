@@ -25,7 +25,7 @@ ECMA |= {name.upper(): f"[^{inside[1:]}" for name, inside in ECMA.items()}
 
 
 def allows(schema: dict[str, Any], value: Any) -> bool:
-    """Whether llguidance lets through any of the ways to write the value."""
+    """Returns whether llguidance lets through any of the ways to write the value."""
     grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
     start = LLMatcher(BYTES, grammar, log_level=0)
     if start.is_error():
@@ -90,8 +90,8 @@ def test_nothing_else_is_allowed(pattern: str, texts: list[str]) -> None:
 
 
 def ecma(pattern: str) -> str:
-    """For ``re``, with what shorthands and dots mean in JavaScript. A class of ``re`` has no complements:
-    with one of them in a class, a pattern that matches everything."""
+    """Returns a pattern of ``re`` with JavaScript's shorthands and dots. Classes of ``re`` have no
+    complements: with one of them in a class, the pattern matches everything."""
     if any(re.search(r"\\[DWS]", each) for each in CLASS.findall(pattern)):
         return ""
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.server.running import MODEL, PATIENCE_SECONDS, RunningServer
+from tests.server.running import MODEL, TIMEOUT_SECONDS, RunningServer
 
 BODY = json.dumps({"model": MODEL, "prompt": "Hi", "max_tokens": 2}).encode()
 JSON_HEADER = "Content-Type: application/json"
@@ -28,7 +28,7 @@ def completion(*headers: str, version: str = "1.1", body: bytes = BODY) -> bytes
 def talk(server: RunningServer, *parts: bytes, close: bool = True) -> str:
     """Send the parts, the next one whenever something has come back, and read until the server closes."""
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS) as connection:
+    with socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_SECONDS) as connection:
         received = b""
         for number, part in enumerate(parts):
             if number:

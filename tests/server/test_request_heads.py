@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.server.conftest import StartServer
-from tests.server.running import PATIENCE_SECONDS, RunningServer, wait_for
+from tests.server.running import TIMEOUT_SECONDS, RunningServer, wait_for
 from tests.server.test_protocol import BODY, JSON_HEADER, json_of, request, statuses, talk
 from truedraft.server.http.protocol import HEAD_SECONDS, MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
 
@@ -20,7 +20,7 @@ ENDLESS = 40 * MAX_HEAD_BYTES
 
 def connect(server: RunningServer) -> socket.socket:
     address = urlsplit(server.url)
-    return socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS)
+    return socket.create_connection((address.hostname, address.port), timeout=TIMEOUT_SECONDS)
 
 
 def answer_to(server: RunningServer, sent: bytes) -> str:
@@ -83,7 +83,7 @@ def test_what_stands_around_chunks_is_limited(server: RunningServer, rest: bytes
 
 
 def test_trailers_are_no_headers(server: RunningServer) -> None:
-    """Those of a request that a proxy has let through would speak for the proxy."""
+    """Trailers of a request that a proxy has let through would speak for the proxy."""
     piece = b"%x\r\n%b\r\n" % (len(BODY), BODY)
     answers = talk(server, CHUNKED + piece + b"0\r\nx-request-id: mine\r\n\r\n")
     assert statuses(answers) == [200, 200]

@@ -91,7 +91,7 @@ def test_what_says_nothing(nothing: dict[str, Any]) -> None:
     ],
 )
 def test_records_with_names(record: dict[str, Any]) -> None:
-    """As zod writes them; each text is accepted exactly if it is valid."""
+    """zod writes such schemas; each text is accepted exactly if it is valid."""
     record = {"type": "object"} | record
     schema, left_out = cleaned(record)
     assert left_out == []
@@ -208,7 +208,7 @@ class Order(BaseModel):
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 NO_NUMBER = {"type": "integer", "minimum": 5, "maximum": 2}
 
-# Of libraries and of servers of tools, each with what is reported of it.
+# Libraries and servers of tools write these; each stands with what is reported of it.
 TOOLS: list[tuple[dict[str, Any], list[str]]] = [
     (Order.model_json_schema(), ["properties.tags.uniqueItems"]),
     (

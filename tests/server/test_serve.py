@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.running import PATIENCE_SECONDS, wait_for
+from tests.server.running import TIMEOUT_SECONDS, wait_for
 from tests.server.serve_process import ROOT, SERVE, body, serve_process
 from truedraft.server.cli import launch
 from truedraft.server.cli import main as cli
@@ -27,8 +27,7 @@ FAKE_WORKER = (sys.executable, "-m", "tests.fake_worker")
 def test_serves_until_a_signal_stops_it(model_folder: Path, tmp_path: Path) -> None:
     with serve_process(model_folder, tmp_path) as serve:
         assert (
-            httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=PATIENCE_SECONDS).status_code
-            == 200
+            httpx.post(f"{serve.url}/v1/completions", json=body(), timeout=TIMEOUT_SECONDS).status_code == 200
         )
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait() == 0
@@ -64,7 +63,7 @@ def test_sdk_waits_until_the_models_are_loaded(model_folder: Path, tmp_path: Pat
     with serve_process(model_folder, tmp_path, wait=False) as serve, ThreadPoolExecutor() as threads:
 
         def were_refused(number: int) -> bool:
-            metrics = httpx.get(f"{serve.url}/metrics", timeout=PATIENCE_SECONDS).text
+            metrics = httpx.get(f"{serve.url}/metrics", timeout=TIMEOUT_SECONDS).text
             return (
                 f'truedraft_request_errors_total{{code="not_ready",model_name="tiny-model"}} {number}.0'
                 in metrics
@@ -89,9 +88,7 @@ def test_a_unix_socket(model_folder: Path, tmp_path: Path) -> None:
         for _ in range(2):
             with (
                 serve_process(model_folder, tmp_path, "--uds", str(path)) as serve,
-                httpx.Client(
-                    transport=httpx.HTTPTransport(uds=str(path)), timeout=PATIENCE_SECONDS
-                ) as client,
+                httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=TIMEOUT_SECONDS) as client,
             ):
                 assert serve.url == f"unix:{path}"
                 answer = client.post("http://server/v1/completions", json=body(max_tokens=3))
@@ -115,10 +112,10 @@ def test_tls(model_folder: Path, tmp_path: Path) -> None:
     with serve_process(model_folder, tmp_path, *files) as serve:
         assert serve.url.startswith("https://127.0.0.1:")
         trusting = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(base_url=serve.url, verify=trusting, timeout=PATIENCE_SECONDS) as client:
+        with httpx.Client(base_url=serve.url, verify=trusting, timeout=TIMEOUT_SECONDS) as client:
             assert client.post("/v1/completions", json=body(max_tokens=3)).status_code == 200
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{serve.url}/health", timeout=PATIENCE_SECONDS)
+            httpx.get(f"{serve.url}/health", timeout=TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])
@@ -150,7 +147,7 @@ def test_a_full_disk_for_its_output(model_folder: Path) -> None:
                 wait_for(lambda: client.get("/ready").status_code == 200, "the worker")
                 assert client.post("/v1/completions", json=body(max_tokens=3)).status_code == 200
             process.terminate()
-            assert process.wait(PATIENCE_SECONDS) == 0
+            assert process.wait(TIMEOUT_SECONDS) == 0
         finally:
             process.kill()
             process.wait()

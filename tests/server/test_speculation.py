@@ -1,4 +1,4 @@
-"""The ``truedraft`` object: counts, seeds, the rule in force, and the trace, in answers and in streams."""
+"""The ``truedraft`` object has counts, seeds, the rule that applied, and the trace, also in streams."""
 
 from typing import Any
 

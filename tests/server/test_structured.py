@@ -149,7 +149,7 @@ def test_limits(start_server: StartServer) -> None:
 
 
 def intersection(count: int) -> str:
-    """Of ``count`` expressions, of which llguidance makes exponentially many."""
+    """Returns a grammar of ``count`` expressions, of which llguidance makes exponentially many."""
     terms = " & ".join(rf"/(.|\n)*{'a' * i}b{'c' * i}(.|\n)*/" for i in range(count))
     return f"start: T\nT: ({terms}) | /[abc]*/"
 

@@ -20,7 +20,7 @@ NUM_IDS = SPECIAL + 2  # one id without a token
 
 
 def byte_fallback(model: str) -> Tokenizer:
-    """As SentencePiece writes them: Llama's BPE, or a Unigram vocabulary."""
+    """Makes a vocabulary like SentencePiece's: Llama's BPE, or a Unigram model."""
     tokens = [*WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
     fast = FastTokenizer(
         models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
@@ -41,7 +41,7 @@ def byte_fallback(model: str) -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2's, without merges: token id = byte."""
+    """Makes a tokenizer like GPT-2's, without merges: token id = byte."""
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     fast = FastTokenizer(models.BPE(vocabulary, []))
     fast.decoder = decoders.ByteLevel()
@@ -62,7 +62,7 @@ def streamed(tokenizer: Tokenizer, token_ids: Sequence[int], skip: bool) -> str:
 
 
 def expected(token_ids: Sequence[int], skip: bool) -> str:
-    """The text by its definition: runs of bytes are UTF-8, and each byte that is not is replaced."""
+    """Returns the text by its definition: runs of bytes are UTF-8, and each byte that is not is replaced."""
     kept = [token_id for token_id in token_ids if token_id < SPECIAL or (token_id == SPECIAL and not skip)]
     text = ""
     for is_byte, run in itertools.groupby(kept, lambda token_id: token_id in BYTE_IDS):

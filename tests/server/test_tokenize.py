@@ -13,7 +13,7 @@ from tests.server.running import MODEL, RunningServer
 from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.server.text.tokenizer import load_tokenizer
 
-CONTEXT = 512  # of the fake worker
+CONTEXT = 512  # the fake worker's
 HELLO = [{"role": "user", "content": "Hi"}]
 
 

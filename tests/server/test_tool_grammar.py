@@ -164,8 +164,8 @@ def test_a_grammar_of_the_last_message() -> None:
 
 
 @pytest.mark.parametrize("required", [False, True])
-def test_calls_behind_the_reasoning(required: bool) -> None:
-    """Or, unless they are required, an answer."""
+def test_calls_after_the_reasoning(required: bool) -> None:
+    """An answer may stand there, too, unless calls are required."""
     form = FORMATS["gpt_oss"]
     texts = {CALL: True, f"{THOUGHT}{CALL}": True, f"{THOUGHT}{FINAL}ab": not required}
     texts |= {f"{THOUGHT}{CALL}x": False, f"{THOUGHT}{CALL.replace('now', 'other')}": False}
@@ -185,7 +185,7 @@ def after_marks(
     texts: list[str],
     has_header: bool = False,
 ) -> list[bool]:
-    """Whether each text matches the grammar behind the reasoning."""
+    """Returns whether each text matches the grammar after the reasoning."""
     made = Tokenizer.from_str(tokenizer(FORMATS["hermes"], special=False).to_str())
     names = ["<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>"]
     made.add_tokens([AddedToken(token, special=False) for token in names])

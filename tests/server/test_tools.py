@@ -96,7 +96,7 @@ def test_a_chat_is_split(speaking: RunningServer, stream: bool) -> None:
 
 
 def test_every_token_of_a_stream_has_its_log_probability(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Those of marks too, whose chunks have nothing else."""
+    """Marks have one, too, in chunks that have nothing else."""
     body = ASK | {"tools": [tool()], "stream": True, "logprobs": True}
     with (
         saying(tmp_path_factory.mktemp, SAID, TEMPLATE) as server,
@@ -271,7 +271,7 @@ def test_families_are_known_by_their_templates(name: str, template: str) -> None
     assert use.calls.name == name
 
 
-# As gpt-oss writes conversations, in short.
+# gpt-oss writes conversations like this, in short.
 WITH_HEADERS = """\
 {% for m in messages %}<|start|>{{ m.role }}\
 {% for c in m.tool_calls or [] %} to=functions.{{ c.function.name }}<|channel|>commentary json\

@@ -17,7 +17,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def in_line(turns: Turns, *asked: tuple[str, int, str]) -> list[tuple[str, asyncio.Task[Turn]]]:
-    """By name, weight and key, in this order."""
+    """Lines up what is asked for, each by name, weight and key, in this order."""
     tasks = []
     for name, weight, key in asked:
         tasks.append((name, asyncio.create_task(turns.begin(weight, key))))
@@ -26,7 +26,7 @@ async def in_line(turns: Turns, *asked: tuple[str, int, str]) -> list[tuple[str,
 
 
 async def order(turns: Turns, tasks: list[tuple[str, asyncio.Task[Turn]]]) -> list[str]:
-    """One after the other, each to its end."""
+    """Runs one after the other, each to its end; returns their names."""
     gone: list[str] = []
     while len(gone) < len(tasks):
         await asyncio.sleep(0)
@@ -96,7 +96,7 @@ def test_keys_take_turns() -> None:
 
 
 def test_what_is_at_work_is_bounded() -> None:
-    """Of any weights and keys, with waiters that leave; in the end nothing is left."""
+    """Weights and keys are any, and waiters may leave; in the end nothing is left."""
 
     async def work(seed: int) -> None:
         rng = random.Random(seed)

@@ -17,7 +17,7 @@ import pytest
 from tests.fake_worker import QUEUE_SECONDS
 from tests.faults.shutdown_orders import READY
 from tests.server.conftest import StartServer
-from tests.server.running import MODEL, PATIENCE_SECONDS, RunningServer, fake_worker_app, wait_for
+from tests.server.running import MODEL, TIMEOUT_SECONDS, RunningServer, fake_worker_app, wait_for
 from tests.server.serve_process import ROOT
 from tests.server.wire import events
 from truedraft.engine.config import EngineConfig
@@ -184,7 +184,7 @@ async def test_a_tokenizer_that_loads_longer_than_the_worker(
     may_load = threading.Event()
 
     def load() -> Tokenizer:
-        may_load.wait(PATIENCE_SECONDS)
+        may_load.wait(TIMEOUT_SECONDS)
         return tokenizer
 
     app = fake_worker_app(model_folder, load)
@@ -401,14 +401,14 @@ async def test_workers_that_die_while_they_load_count_however_long_that_takes(
             client._receive(owner, number, READY)
             await asyncio.sleep(serves)
         else:
-            await asyncio.sleep(0.1)  # of loading
+            await asyncio.sleep(0.1)  # it is loading
         return "It died of /srv/hidden/model/config.json."
 
     monkeypatch.setattr(client, "_run_worker", run)
     client.start(Mock(), 0)
-    cause = await asyncio.wait_for(client.failure(), PATIENCE_SECONDS)
+    cause = await asyncio.wait_for(client.failure(), TIMEOUT_SECONDS)
     assert num_runs == (9 if serves else 3)
-    assert "/srv/hidden/model/config.json" in cause  # for the one who runs the server
+    assert "/srv/hidden/model/config.json" in cause  # the operator reads it
     assert "/srv" not in client.state.reason
     assert "It died of model/config.json." in client.state.reason
 

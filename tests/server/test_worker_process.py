@@ -1,4 +1,4 @@
-"""The connection to a worker process: nothing that it said is lost when it dies."""
+"""The connection to a worker process loses nothing that it said when it dies."""
 
 import asyncio
 import sys
@@ -6,7 +6,7 @@ import sys
 import msgspec
 import pytest
 
-from tests.server.running import PATIENCE_SECONDS
+from tests.server.running import TIMEOUT_SECONDS
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.messages import Failed, FromWorker
 from truedraft.server.workers import worker_process
@@ -53,13 +53,13 @@ async def run(code: str) -> tuple[int, list[str]]:
         read.append(message.request_id)
 
     process = await WorkerProcess.start((sys.executable, "-c", code), EngineConfig(target="x"), on_message)
-    async with asyncio.timeout(PATIENCE_SECONDS):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         return await process.run(), read
 
 
 async def test_a_dead_workers_last_messages_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until its connection ends, not for some time."""
-    monkeypatch.setattr(worker_process, "LAST_MESSAGES_SECONDS", 1000 * PATIENCE_SECONDS)
+    """The wait ends with its connection, not after some time."""
+    monkeypatch.setattr(worker_process, "LAST_MESSAGES_SECONDS", 1000 * TIMEOUT_SECONDS)
     assert await run(LATE) == (3, [str(number) for number in range(100)])
 
 

@@ -7,7 +7,7 @@ from tests.server.running import RunningServer
 
 
 def events(body: str) -> list[Any]:
-    """The JSON of every event; the stream must hold nothing but data lines and end with [DONE]."""
+    """Returns the JSON of every event; the stream must hold only data lines and end with [DONE]."""
     *lines, done, end = body.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     assert all(line.startswith("data: {") for line in lines)

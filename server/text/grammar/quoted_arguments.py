@@ -27,7 +27,7 @@ class RuleWriter(Protocol):
 
 
 class QuotedArguments:
-    """``end`` is the token behind the arguments, which no string may spell either."""
+    """``end`` is the token after the arguments, which no string may spell either."""
 
     def __init__(self, rules: RuleWriter, prefix: str, root: dict[str, Any], marks: tuple[str, str]) -> None:
         self._rules = rules
@@ -52,7 +52,7 @@ class QuotedArguments:
             return f'({member} ("," {member})*)?'
         required = schema.get("required")
         required = required if isinstance(required, list) else []
-        first: str | None = None  # of the rest, if nothing stands before it
+        first: str | None = None  # the rest's rule, if nothing stands before it
         later = '""'
         for name in sorted(properties, reverse=True):
             if NOT_IN_NAMES.search(name) or not name:

@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """As ``SamplingParams`` has it: what follows the tokens ``after`` matches ``text``."""
+    """A grammar for ``SamplingParams``: what follows the tokens ``after`` matches ``text``."""
 
     text: str | None
     after: list[int]
@@ -134,7 +134,7 @@ async def structured_grammar(
 
 
 def _with_tools(wanted: list[Wanted]) -> list[Wanted]:
-    """A schema is for answers that call nothing; other formats cannot stand beside calls."""
+    """A schema is for answers that call nothing; other formats exclude calls."""
     if any(each.param.startswith("structured_outputs") for each in wanted):
         return [*wanted, Wanted("tools", "tools", None)]
     if not wanted:
@@ -143,7 +143,7 @@ def _with_tools(wanted: list[Wanted]) -> list[Wanted]:
 
 
 def _wanted(request: SamplingRequest) -> list[Wanted]:
-    """Of the fields that ask for something."""
+    """Returns what the fields of the request ask for."""
     found = []
     if request.structured_outputs is not None:
         found.append(_structured(request.structured_outputs))

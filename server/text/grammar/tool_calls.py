@@ -47,9 +47,9 @@ def call_grammar(
     parallel: bool,
     schema: Any = None,
 ) -> str:
-    """Of an answer that calls ``functions``: it must if ``required``; else it may also be JSON that matches
-    ``schema``, or any text if that is None. ``token_ids``: of texts that are written as one token
-    and match as that only."""
+    """Returns the grammar of an answer that calls ``functions``. It must if ``required``; else it may also be
+    JSON that matches ``schema``, or any text if that is None. Texts with an id in ``token_ids`` match as that
+    token only."""
     rules = Rules(token_ids)
     literal = rules.literal
     rules.add("call", " | ".join(rules.call(function, calls) for function in functions))
@@ -70,7 +70,7 @@ def call_grammar(
     elif calls.trigger in token_ids:
         rules.add("start", f"{rules.other_tokens(calls.trigger)}* ({literal(calls.trigger)} {rest})?")
     else:
-        # As soon as the trigger is complete, what stands before it can no longer be text.
+        # What stands before the trigger can no longer be text once the trigger is complete.
         rules.add("opening[lazy]", f"{'' if calls.at_start else 'TEXT '}{literal(calls.trigger)}")
         rules.add("start", f"text | opening {rest}")
         rules.add("text", "TEXT")
@@ -86,8 +86,8 @@ def after_reasoning(
     is_open: bool,
     has_header: bool = False,
 ) -> tuple[str, list[int]]:
-    """For a model that may reason before what ``grammar`` is of, or does if the prompt has opened that: a
-    grammar, and the tokens after which it starts; without any it starts at once. The closing mark must be a
+    """Returns a grammar that lets a model reason before ``grammar``, and the tokens after which it starts:
+    none if it starts at once. ``is_open``: the prompt has begun the reasoning. The closing mark must be a
     token, or the tokens of a message's end. ``has_header``: ``grammar`` begins with that of the answer."""
     rules = Rules(token_ids)
     after = []
@@ -132,7 +132,7 @@ class Rules:
         return " ".join(filter(None, [*pieces, _quoted(text[start:])]))
 
     def other_tokens(self, *texts: str) -> str:
-        """Any token but these."""
+        """Returns a term for any token but these."""
         ids = ",".join(str(self._token_ids[text]) for text in texts)
         return f"<[^{ids}]>" if ids else "<[*]>"
 
@@ -176,7 +176,7 @@ class Rules:
         return " ".join(tagged)
 
     def _text(self, rule: str, schema: dict[str, Any]) -> None:
-        """Any text of the right length, with the end of its tags, by which it is known to have ended."""
+        """Adds a rule for any text of the right length and the end of its tags, which shows where it ends."""
         unsupported = sorted(schema.keys() & NOT_IN_TEXT)
         if unsupported:
             raise ValueError(f"{unsupported} of a string is not supported where arguments stand in tags")

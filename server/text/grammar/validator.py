@@ -1,4 +1,4 @@
-"""The front end's side of ``validator_process``, which it starts with the first grammar, and asks.
+"""The front end starts ``validator_process`` with the first grammar, and asks it from here.
 
 The process, and those that it starts, may be killed or stopped at any moment. Every answer is waited for only
 so long; then it is killed, another one is started, and who waited asks again.
@@ -29,13 +29,13 @@ MAX_PARALLEL = 2
 # Grammars that are known to be fine, the least recently used leave first.
 MAX_KNOWN = 1024
 
-# How often a grammar is asked about, and how long to wait before it is asked about again.
+# A grammar is asked about this often, with a pause before each further time.
 MAX_ATTEMPTS = 3
 PAUSE_SECONDS = 0.2
-# Until the process has read the tokenizer, and until it has begun a check.
+# The process may take this long to read the tokenizer, and to begin a check.
 START_SECONDS = 60.0
 BEGIN_SECONDS = 5.0
-# Until a check is over, beside several times its seconds of CPU: a machine may have much else to do.
+# A check may take this long, and several times its seconds of CPU: a machine may have much else to do.
 CHECK_SECONDS = 10.0
 SLOWDOWN = 10
 
@@ -66,7 +66,7 @@ class _Check:
 
 
 class _Checker:
-    """One process, from its start to its end."""
+    """Is one process, from its start to its end."""
 
     def __init__(self, process: Process) -> None:
         self.process = process

@@ -31,7 +31,7 @@ def as_any_of(schema: Any, root: Any = None) -> Any:
 
 
 def _exclude_each_other(branches: Sequence[Any], root: Any) -> bool:
-    """By their types, or by a text that a property must be."""
+    """Branches exclude each other by their types, or by a text that a property must be."""
     schemas = [_resolved(branch, root) for branch in branches]
     # Two references to one definition exclude nothing. What is left is no larger than the document.
     if not schemas or len({*map(id, schemas)}) < len(schemas):
@@ -54,7 +54,7 @@ def _are_disjoint(sets: Iterable[set[str]]) -> bool:
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """Of what a reference to a definition stands for; a chain of references says nothing here."""
+    """Returns what a reference to a definition stands for; a chain of references is not followed."""
     if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
         start, _, path = schema["$ref"].partition("/")
         kind, _, name = path.partition("/")

@@ -164,7 +164,7 @@ class _Writer:
         return found
 
     def _code(self, token: re.Match[str]) -> int:
-        """Of a single character."""
+        """Returns the code point of a token that is a single character."""
         digits = token["two"] or token["four"] or token["long"]
         if digits:
             code = int(digits, 16)
