@@ -84,8 +84,8 @@ class LLM:
         except (OSError, ValueError) as error:
             raise ModelLoadError(str(error)) from error
         self._request_ids = count()
-        self._lock = Lock()  # of the engine, the tokenizer and what follows
-        # For each open request, where its call looks for what has become of it.
+        self._lock = Lock()  # guards the engine, the tokenizer and what follows
+        # Each open request's call reads here what has become of it.
         self._answers: dict[str, deque[TokenOutput | Failed]] = {}
         self._closed: deque[str] = deque()  # requests that the next one with the lock aborts
 
@@ -105,7 +105,7 @@ class LLM:
         places = {self._new_id(): place for place in range(len(prompts))}
         completions = [Completion() for _ in prompts]
         answers: deque[TokenOutput | Failed] = deque()
-        token_ids: list[list[int]] = []  # of the prompts
+        token_ids: list[list[int]] = []  # the prompts'
         place = 0
         try:
             for request_id, place in places.items():

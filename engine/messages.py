@@ -1,4 +1,4 @@
-"""The border between front end and worker: msgpack messages of builtins, nothing pickled.
+"""Front end and worker exchange these messages: msgpack of builtins, nothing pickled.
 
 The front end sends ``Generate`` and ``Abort``; the worker answers with ``Ready`` once, then
 ``StepOutput`` for each engine step that produced something, or for several short ones together, and
@@ -22,11 +22,11 @@ NgramChoice = Literal["most_recent", "most_frequent"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request draws its tokens. Ranges are checked by the front end, limits by the engine.
+    """A request draws its tokens by these. Ranges are checked by the front end, limits by the engine.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. Penalties look at the
     prompt and the output so far. ``seed`` None: the engine draws one. ``logprobs`` n: the chosen token's
-    and the n likeliest ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
+    and the n most likely ones'; ``prompt_logprobs`` likewise for the prompt. ``method`` (who
     drafts; ``auto``: in each round the source that is expected to give most), ``num_speculative_tokens`` and
     ``verification`` None: the engine's own setting. ``origins``: outputs say what each round gave.
     ``grammar``: what the whole output must match, in llguidance's notation: Lark, or what
@@ -126,7 +126,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token under the target's raw logits, and the likeliest (id, logprob) there."""
+    """Log-probability of one token under the target's raw logits, and the most likely (id, logprob) there."""
 
     token_id: int
     logprob: float
@@ -261,7 +261,7 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
 
 
 class SpeculationState(msgspec.Struct, frozen=True, tag=True):
-    """How the draft length is chosen, and why; for people. Sent now and then."""
+    """Tells people how the draft length is chosen, and why. Sent now and then."""
 
     state: dict[str, Any]
 

@@ -9,7 +9,7 @@ from truedraft.engine.native.threads import usual_num_threads
 
 
 def about() -> str:
-    """One line each, name and value."""
+    """Returns one line each, name and value."""
     if torch.cuda.is_available():
         device = f"cuda, {torch.cuda.get_device_name()}"
     else:

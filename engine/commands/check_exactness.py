@@ -1,4 +1,4 @@
-"""Whether a loaded pair is exact: greedy identity, and a chi-square test against the target's own law.
+"""Tests that a loaded pair is exact: greedy identity, and a chi-square test against the target's own law.
 
 The expected distribution comes from fresh forwards (``models.fresh``), the observed one from the engine with
 fixed seeds, so the same pair always gives the same answer. Knows token ids only; used by ``check``.
@@ -129,7 +129,7 @@ def _first_difference(expected: list[int], got: list[int]) -> int | None:
 
 
 def _margin(completion: Completion, place: int) -> float:
-    """How far the best logit was ahead of the second."""
+    """Returns how far the best logit was ahead of the second."""
     if place >= len(completion.logprobs):
         return float("inf")
     top = completion.logprobs[place].top
@@ -137,7 +137,7 @@ def _margin(completion: Completion, place: int) -> float:
 
 
 def expected_law(target: FreshModel, prompt: list[int], num_samples: int) -> tuple[SamplingParams, Law]:
-    """How to sample, and the exact distribution of the first ``NUM_TESTED_TOKENS`` tokens then."""
+    """Returns how to sample, and the exact distribution of the first ``NUM_TESTED_TOKENS`` tokens then."""
     logits: dict[tuple[int, ...], torch.Tensor] = {}
     for temperature in TEMPERATURES:
         params = msgspec.structs.replace(TESTED, temperature=temperature)

@@ -1,4 +1,4 @@
-"""Tells whether a text stays the same beside others, beyond every boundary that the target's config names.
+"""Tells whether a text stays the same among others, beyond every boundary that the target's config names.
 
 A short text, and for each boundary (a window, an original context, ...) a text that crosses it while it goes
 on, are decoded together with drafts; then each by itself, without. What follows each prompt is compared with
@@ -22,7 +22,7 @@ from truedraft.engine.models.positions import boundaries
 SHORT_LENGTH, NEIGHBOUR_LENGTH = 12, 150
 # Tokens before a boundary at the end of the prompt, and tokens that are decoded then.
 BEFORE, NUM_TOKENS = 4, 16
-# How often a text is computed here, in prompts' time: by the reference, and in each of three runs.
+# A text is computed this often, in prompts' time: by the reference, and in each of three runs.
 NUM_RUNS = 4
 
 

@@ -28,7 +28,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Speed:
-    """One draft length at one temperature. ``speedup`` is over plain decoding, ``ideal`` what it
+    """A draft length was measured at one temperature. ``speedup`` is over plain decoding, ``ideal`` what it
     would be if a round took the models' own time and nothing else."""
 
     temperature: float

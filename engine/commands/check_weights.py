@@ -69,6 +69,6 @@ def check_weights(
 
 
 def _mean_log_prob(model: FreshModel, ids: list[int]) -> float:
-    """Of all tokens but the first."""
+    """Returns the mean over all tokens but the first."""
     log_probs = model.logits(ids, model.vocab_size)[:-1].log_softmax(-1)
     return float(log_probs.gather(1, torch.tensor(ids[1:], device=log_probs.device)[:, None]).mean())

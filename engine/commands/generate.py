@@ -28,7 +28,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, REPLACEMENT, Completion
 from truedraft.engine.messages import SamplingParams, TokenOutput
 
-# By source; other accepted tokens are green, too.
+# Each source has its colour; other accepted tokens are green, too.
 COLOURS = {"draft_model": "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
 
 
@@ -91,7 +91,7 @@ class Printer:
 
 
 def _colours(output: TokenOutput) -> Iterator[str]:
-    """Of each token."""
+    """Yields the colour of each token."""
     for one in output.origins or ():
         for place in range(one.num_tokens):
             yield COLOURS.get(one.source, "green") if place < one.num_accepted else ""

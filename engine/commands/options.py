@@ -1,4 +1,4 @@
-"""How the terminal's commands read their options: the engine's settings and their own, as ``serve`` does."""
+"""The terminal's commands read the engine's settings and their own options, as ``serve`` does."""
 
 from pydantic_settings import SettingsConfigDict
 

@@ -54,7 +54,7 @@ class Replayer:
         self.grammars = grammars
 
     def replay(self, choice: TracedChoice) -> Iterator[RoundReport]:
-        """A report per round. Wrong rounds are followed as traced, so that later ones are still judged,
+        """Yields a report per round. Wrong rounds are followed as traced, so that later ones are judged,
         as far as they make sense."""
         num_prompt_tokens = len(self.target.begin(choice.prompt_token_ids))
         stop_token_ids = self.target.stop_token_ids(self.params)
@@ -89,7 +89,7 @@ class Replayer:
         return self.grammars.matcher(self.params.grammar, self.params.grammar_after)
 
     def _decisions(self, round_: TracedRound, history: History, seed: int) -> list[Finding]:
-        """A token within noise of the top-p or min-p cut may have been on either side of it."""
+        """Allows a token within noise of the top-p or min-p cut to have been on either side of it."""
         findings = self._check(round_, history, seed)
         params = history.params
         if not _is_wrong(findings) or (params.top_p == 1 and params.min_p == 0):

@@ -84,7 +84,7 @@ class RoundCheck:
         return processed(logits, params)
 
     def _check_draft(self, number: int) -> Iterator[Finding]:
-        """Whether the seed draws this token from the draft's distribution."""
+        """Checks that the seed draws this token from the draft's distribution."""
         if self.draft_logits is None:
             return
         what = f"drafted token {number + 1}"

@@ -72,7 +72,7 @@ class FoldingTable(Table):
             yield part
 
     def _parts(self, console: Console, options: ConsoleOptions) -> Iterator[list[Column]]:
-        """Yields the columns of each table: those of text, and as many of the others as fit beside them."""
+        """Yields the columns of each table: those of text, and as many of the others as fit."""
         text, numbers = self.columns[: self._num_left], self.columns[self._num_left :]
         left = sum(self._width(column, console, options) for column in text)
         taken: list[Column] = []

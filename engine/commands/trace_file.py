@@ -49,14 +49,14 @@ class TracedRound(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, trace: RoundTrace) -> "TracedRound":
-        """As the server writes what the engine reports."""
+        """Returns what the server writes of the engine's report."""
         drafted = zip(trace.draft_ids, trace.target_probs, trace.draft_probs, strict=True)
         tokens = [DraftedToken(*token, number < trace.num_accepted) for number, token in enumerate(drafted)]
         return cls(trace.position, trace.source, trace.rule, tokens, trace.next_token)
 
 
 class TracedChoice(msgspec.Struct, frozen=True):
-    """One sequence: ``output_token_ids`` are those of the answer, if it has them."""
+    """A choice is one sequence: ``output_token_ids`` are those of the answer, if it has them."""
 
     prompt_token_ids: list[int]
     seed: int

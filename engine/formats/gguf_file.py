@@ -60,7 +60,7 @@ def is_gguf(path: str) -> bool:
 
 
 def find_gguf(path: str) -> Path:
-    """The file itself, or that of a hub id with the file's name behind it; ``GgufError``."""
+    """Returns the file itself, or that of a hub id followed by the file's name; raises ``GgufError``."""
     local = Path(path).expanduser()
     owner, _, rest = path.partition("/")
     repository, _, name = rest.partition("/")

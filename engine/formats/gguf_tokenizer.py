@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file and its tokenizer, with what llama.cpp's loader adds to what the file says.
+"""Reads the vocabulary of a GGUF file and its tokenizer, with what llama.cpp's loader adds to the file.
 
 That loader knows special tokens by their texts, and flags by the name of the rules that cut text. No torch:
 both processes read it.
@@ -33,7 +33,7 @@ END_TEXTS = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-# If a vocabulary has all tokens of a set, the token beside it ends no generation and is of that type.
+# If a vocabulary has all tokens of a set, the token in its tuple ends no generation and is of that type.
 NO_END: tuple[tuple[frozenset[str], str, int], ...] = (
     (frozenset({"<|return|>", "<|call|>"}), "<|end|>", USER_DEFINED),
     (frozenset({"<|return|>", "<|calls|>"}), "<|end|>", USER_DEFINED),
@@ -77,7 +77,7 @@ DEFAULT_SPLITS = (
     r"\p{N}+",
     r"[0-9][0-9][0-9]",
 )
-# A file of such a name has special tokens that swallow the blanks behind them, but for the second tuple.
+# A file of such a name has special tokens that swallow the blanks after them, but not the second tuple's.
 SWALLOWING, NOT_SWALLOWING = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -188,7 +188,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
             fast = _swallowing(fast)
     except GgufError:
         raise
-    except Exception as error:  # of the Rust core, which has no other
+    except Exception as error:  # the Rust core raises no other
         reason = " ".join(str(error).split())[:200]
         raise GgufError(f"the tokenizer in {file.path} is damaged: {reason}") from error
     if missing := [token for token, index in fast.get_vocab().items() if index >= len(vocabulary.tokens)]:

@@ -3,7 +3,7 @@ work before they sleep."""
 
 from collections.abc import Mapping
 
-# How many threads there are unless the settings say so.
+# The number of threads, unless the settings have one.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 

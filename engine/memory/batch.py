@@ -100,7 +100,7 @@ class AttentionGroup:
 class PagedRows:
     """Spans of up to ``MAX_GROUPED_QUERIES`` new tokens, to be attended without gathering their keys."""
 
-    tables: torch.Tensor  # [rows, blocks] block ids; behind a row's own ones any that exist
+    tables: torch.Tensor  # [rows, blocks] block ids; after a row's own ones any that exist
     first_tokens: torch.Tensor  # [rows] into the packed tokens
     counts: torch.Tensor  # [rows] new tokens
     queries: int  # the largest count
@@ -140,7 +140,7 @@ class ForwardBatch:
             positions += range(first, first + len(span.token_ids))
             slots += new_slots(span, block_size)
             logits_index += range(len(token_ids) - span.num_logits, len(token_ids))
-        # One tensor, one copy to the device.
+        # One tensor takes one copy to the device.
         numbers = on_device([*token_ids, *positions, *slots, *logits_index], device)
         sizes = len(token_ids), len(token_ids), len(token_ids), len(logits_index)
         packed_ids, packed_positions, packed_slots, index = numbers.split_with_sizes(sizes)

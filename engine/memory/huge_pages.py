@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 PAGE_BYTES = 2 << 20
 # Tensors share chunks. What of a chunk is never written to takes no memory.
 CHUNK_BYTES = 64 << 20
-# A cache line.
+# Tensors start at cache lines.
 ALIGNMENT = 64
 
 
@@ -25,7 +25,7 @@ def trim_heap() -> None:
 
 
 class HugePages:
-    """Makes tensors, one behind the other. A chunk is given back when the last of its tensors is gone."""
+    """Makes tensors, one after the other. A chunk is given back when the last of its tensors is gone."""
 
     def __init__(self) -> None:
         self._chunk: mmap.mmap | None = None
@@ -43,7 +43,7 @@ class HugePages:
         return flat.view(shape)
 
     def _make_room(self, size: int) -> bool:
-        """Whether the chunk, or a new one, has this many bytes left."""
+        """Returns whether the chunk, or a new one, has this many bytes left."""
         if self._start + size <= self._end:
             return True
         if not hasattr(mmap, "MADV_HUGEPAGE"):

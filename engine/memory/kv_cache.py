@@ -1,4 +1,4 @@
-"""The tensors behind the blocks: keys and values of every layer, addressed by slot.
+"""Blocks stand for tensors here: keys and values of every layer, addressed by slot.
 
 Slot = block id * block size + offset. Which slots belong to whom is the block manager's business; this
 module stores and gathers. A model's layers are probed once, so any architecture's shapes fit.
@@ -24,7 +24,7 @@ class LayerShape:
         return self.key[0] * self.key[1] + self.value[0] * self.value[1]
 
 
-# How much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
+# So much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
 # written to, which would take the first requests milliseconds; of a large cache most is never used.
 TOUCHED_BYTES = 64 << 20
 

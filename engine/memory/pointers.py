@@ -3,7 +3,7 @@
 They know neither how long an array is, nor its type, nor its device. A bfloat16 tensor in place of a float32
 one of the same shape has half the bytes: whoever writes it destroys the heap. The caller therefore says here
 which type and shape the other side assumes. That takes half a microsecond. Weights and caches never move, so
-their addresses are taken once and kept beside them.
+their addresses are taken once and kept with them.
 """
 
 from array import array
@@ -57,7 +57,7 @@ def new(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, int]:
 
 
 def as_floats(values: torch.Tensor) -> torch.Tensor:
-    """Returns ``values`` in float32, contiguous. Types whose numbers need a scale beside them are refused."""
+    """Returns ``values`` in float32, contiguous. Types whose numbers need a scale are refused."""
     if values.dtype not in FLOATS:
         raise PointerError(f"C computes with floats, not {_in_words(values)}")
     return values.float().contiguous()

@@ -1,4 +1,4 @@
-"""The worker's end of the pair of Unix sockets that connects it with the front end, which makes the pair.
+"""The worker has this end of the pair of Unix sockets that the front end makes to reach it.
 
 Carries the messages of ``engine.messages``. The front end's end is in ``server.workers.worker_process``.
 """

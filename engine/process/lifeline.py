@@ -10,8 +10,8 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 
-# The front end's process id, in the worker's environment: by the time the worker looks, its parent may be
-# another process.
+# The worker's environment has the front end's process id by this name: by the time the worker looks, its
+# parent may be another process.
 PARENT_VARIABLE = "TRUEDRAFT_WORKER_PARENT"
 
 

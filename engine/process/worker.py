@@ -1,4 +1,4 @@
-"""The worker process: owns the device, runs the engine at one end of a connection.
+"""The worker process owns the device, and runs the engine at one end of a connection.
 
     python -m truedraft.engine.process.worker --socket DESCRIPTOR --config '{"target": ...}'
 
@@ -61,7 +61,7 @@ class Worker:
         self.running = True
         self.next_state = 0.0
         self.heartbeat = Heartbeats()
-        # By request: it, its grammar while that is compiled, and what has been aborted of it meanwhile.
+        # Each request has itself, its grammar while that is compiled, and what was aborted of it meanwhile.
         self.compiling: dict[str, tuple[Generate, Future[Any], list[Abort]]] = {}
 
     def run(self) -> None:
@@ -71,7 +71,7 @@ class Worker:
                 self._drain_inbox()
                 if self.core.has_work:
                     self._send_step(self.core.step())
-        finally:  # also by an error: what was computed before is as good as ever
+        finally:  # an error leaves what was computed before as good as ever
             if left := self.outbox.empty():
                 self.connection.send(StepOutput(left, self.core.snapshot()))
 
@@ -108,7 +108,7 @@ class Worker:
                     self._abort(abort)
 
     def _begin(self, request: Generate) -> None:
-        """Or begin to compile its grammar: other sequences go on meanwhile."""
+        """Adds the request, or begins to compile its grammar: other sequences go on meanwhile."""
         compiled, grammar = None, request.params.grammar
         if grammar is not None and self.core.has_work and self.core.admission.grammars is not None:
             compiled = self.core.admission.grammars.compile_beside(grammar)

@@ -133,7 +133,7 @@ def _apply_rules(logits: torch.Tensor, history: History, drafted: list[int], off
 def _counts(
     histories: list[History], drafted: torch.Tensor, offset: int, num_positions: int, vocab_size: int
 ) -> torch.Tensor:
-    """How often each token stands before each position: float32 [rows, positions, V]."""
+    """Counts how often each token stands before each position: float32 [rows, positions, V]."""
     base = torch.stack(
         [torch.bincount(torch.tensor(history.text), minlength=vocab_size).float() for history in histories]
     )

@@ -12,7 +12,7 @@ from truedraft.engine.sampling.verify import block_stand_probs, probs_of_draft, 
 
 
 class Explanation(NamedTuple):
-    """For given drafts: what stands with which probability, and what follows. float64.
+    """Says of given drafts what stands with which probability, and what follows. float64.
 
     ``accept_probs[b, j]``: rejection's chance of draft j once reached, block's chance that length j + 1
     stands. ``length_probs[b, i]``: exactly i drafted tokens are kept. ``next_probs[b, i]``: distribution

@@ -30,7 +30,7 @@ WORD_BITS, WORD_BYTES = 32, 4
 class Matcher:
     """``mask_words`` is the size of a position's mask, in words of 32 tokens. ``end_ids`` end the sequence:
     known text is not drafted beyond them, and the matcher does not advance over them. ``num_read`` of the
-    tokens that the sequence has emitted are behind it. The grammar starts behind the first occurrence of
+    tokens that the sequence has emitted have been read. The grammar starts after the first occurrence of
     ``after`` among them: before, everything is allowed."""
 
     def __init__(self, parser: LLMatcher, vocab_size: int, end_ids: frozenset[int], after: list[int]) -> None:
@@ -50,7 +50,7 @@ class Matcher:
         return masks if self.write_masks(address(masks, torch.int32, shape), draft_ids, first) else None
 
     def write_masks(self, place: int, draft_ids: list[int], first: int = 0) -> bool:
-        """As ``masks``, which it returns None for if this is False; nothing is written then. Everything is
+        """Writes ``masks``; returns False, and writes nothing, where that would be None. Everything is
         allowed after a draft that ends the sequence, nothing after one that was not allowed itself, or where
         the parser has given up. A draft that grows is read on from where the last call has left it."""
         start = self._start_in(draft_ids)
@@ -80,7 +80,7 @@ class Matcher:
         return self._before_end(self._parser.compute_ff_tokens()[:limit])
 
     def allowed(self, token_ids: list[int]) -> list[int]:
-        """As many of them as could follow, without ending the sequence."""
+        """Returns as many of them as could follow, without ending the sequence."""
         token_ids = self._before_end(token_ids)
         start = self._start_in(token_ids)
         if start is None:
@@ -105,7 +105,7 @@ class Matcher:
         return error_of(self._parser)
 
     def _look_ahead(self, token_ids: list[int]) -> bool:
-        """Move the parser to behind these drafts; False if it allows fewer."""
+        """Moves the parser to the end of these drafts; returns False if it allows fewer."""
         ahead = self._ahead
         if ahead != token_ids[: len(ahead)]:
             self._parser.rollback(len(ahead))
@@ -116,7 +116,7 @@ class Matcher:
         return len(ahead) == len(token_ids)
 
     def _start_in(self, token_ids: list[int]) -> int | None:
-        """How many of the next tokens are free; None: all of them, and the grammar has not started then."""
+        """Counts the next tokens that are free; None: all of them, and the grammar has not started then."""
         if not self._after:
             return 0
         text = [*self._tail, *token_ids]
@@ -139,7 +139,7 @@ class Grammars:
         self._load = load
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
-        # Each at its start, and that of its first sequence.
+        # Each matcher is at its start; the second one is the first sequence's.
         self._compiled: OrderedDict[str, tuple[LLMatcher, LLMatcher]] = OrderedDict()
         self._beside: dict[str, Future[LLMatcher]] = {}
         self._heap_without: int | None = None  # bytes in use when none was kept

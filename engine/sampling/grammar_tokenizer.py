@@ -41,5 +41,5 @@ class _TextTokenizer:
     def __call__(self, text: bytes) -> list[int]:
         written = text.decode()
         if any(name in text for name in self._names):
-            return self._plain.greedy_tokenize(written)  # by the bytes of ordinary tokens
+            return self._plain.greedy_tokenize(written)  # the bytes of ordinary tokens
         return self._plain.tokenize_str(written)

@@ -1,4 +1,4 @@
-"""How much memory the C library has handed out, to bound what native code keeps and cannot weigh itself."""
+"""Reads how much memory the C library has handed out, to bound what native code keeps and cannot weigh."""
 
 import ctypes
 from functools import cache

@@ -6,7 +6,7 @@ from truedraft.engine.messages import TokenLogprob
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprob]:
-    """One entry per token: ``logits`` [tokens, V] are the rows that predicted ``token_ids``."""
+    """Returns one entry per token: ``logits`` [tokens, V] are the rows that predicted ``token_ids``."""
     logprobs = logits.float().log_softmax(-1)
     ids = torch.tensor(token_ids, device=logits.device)
     chosen = logprobs.gather(-1, ids[:, None]).squeeze(-1).tolist()

@@ -1,11 +1,11 @@
-"""One exact draw from a distribution, given its random numbers. Pure functions of tensors."""
+"""Draws exactly from a distribution, given its random numbers, by pure functions of tensors."""
 
 import torch
 import torch.nn.functional as F
 
 # Size of the parts of a vocabulary that ``inverse_cdf`` sums first.
 CHUNK = 256
-# Of more scores than these numpy finds the highest faster than torch, several times if they are many.
+# Beyond this many scores numpy finds the highest faster than torch, several times if they are many.
 MANY = 1 << 9
 
 

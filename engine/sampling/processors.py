@@ -32,7 +32,8 @@ class SamplingTensors(NamedTuple):
     any_top_p: bool
     any_min_p: bool
     any_uncut: bool  # a row has neither top-k nor top-p
-    may_wait: bool = True  # for the device: to look whether top-p's candidates hold the mass, or for numpy
+    # The host may wait for the device: to see whether top-p's candidates hold the mass, or for numpy.
+    may_wait: bool = True
 
     @classmethod
     def build(cls, params: list[SamplingParams], device: torch.device) -> "SamplingTensors":

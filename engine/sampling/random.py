@@ -115,7 +115,7 @@ def _are_few(seeds: torch.Tensor, positions: torch.Tensor) -> bool:
 def _few_keys(
     seeds: torch.Tensor, positions: torch.Tensor, stream: Stream
 ) -> tuple[list[int], tuple[int, ...]]:
-    """As ``_keys``, but one by one and unsigned; and their shape."""
+    """Returns ``_keys``, but one by one and unsigned; and their shape."""
     shape = np.broadcast_shapes(seeds.shape, positions.shape)
     pairs = zip(*(x.expand(shape).flatten().tolist() for x in (seeds, positions)), strict=True)
     keys = [mix(mix(seed + stream * WEYL) + position * WEYL) for seed, position in pairs]
@@ -134,7 +134,7 @@ def _integers(x: torch.Tensor) -> Any:
 
 
 def _keys(seeds: Any, positions: Any, stream: Stream) -> Any:
-    """Of int64 arrays or tensors, as are the next two functions."""
+    """Takes int64 arrays or tensors, as do the next two functions."""
     return _mix(_mix(seeds + _signed(stream * WEYL)) + positions * _signed(WEYL))
 
 

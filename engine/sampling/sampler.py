@@ -97,8 +97,8 @@ class Drafts:
 
 
 def merge_drafts(parts: list[Drafts], sampler: "Sampler") -> Drafts:
-    """One draft for each row; of ``parts``, which are of all rows, at most one has drafted for it and the
-    others hold zeros there."""
+    """Merges ``parts``, which are of all rows, to one draft for each row: at most one of them has drafted for
+    it, and the others hold zeros there."""
     drafting = [part for part in parts if any(part.lengths)]
     if not drafting:
         return Drafts.empty(len(sampler.rows), sampler.device)
@@ -205,7 +205,7 @@ class Sampler:
     def traced_probs(
         self, logits: torch.Tensor, drafts: Drafts, verdicts: list[RowVerdict]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For the trace, as processed: both models' probability of each drafted token, [B, K] each, and
+        """Returns for the trace both models' processed probability of each drafted token, [B, K] each, and
         the target's of the token that follows, [B]."""
         padded, _ = self._target_logits(logits, drafts)
         target_probs = self._probs(padded, list(range(len(self.rows))))

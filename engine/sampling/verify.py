@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
 
 
 class RowVerdict(NamedTuple):
-    """The same of one row. ``failed``: it met logits that are no distribution (NaN, nothing allowed)."""
+    """A verdict is one row's. ``failed``: it met logits that are no distribution (NaN, nothing allowed)."""
 
     num_accepted: int
     next_token: int
@@ -60,12 +60,12 @@ def _read_rows(numbers: torch.Tensor, broken: torch.Tensor | None) -> Iterator[t
 
 
 def verify_greedy(logits: torch.Tensor, drafted: list[list[int]]) -> list[RowVerdict]:
-    """Temperature 0: the target's own tokens are its likeliest (lowest index on ties).
+    """Temperature 0: the target's own tokens are its most likely ones (lowest index on ties).
 
     ``logits`` [sum of (drafted + 1), V] are packed row after row. In plain numbers, as there are few.
     """
     if logits.device.type == "cpu":
-        # One by one: right after a model's pass an array operation costs more than all of these numbers.
+        # These go one by one: right after a model's pass an array operation costs more than all of them.
         scores = logits.numpy()
         target_ids: list[int] = scores.argmax(-1).tolist()
         # A NaN counts as the highest of its row, here as in torch.
@@ -183,7 +183,7 @@ def longest_block(
 def block_stand_probs(
     target_probs: torch.Tensor, draft_ids: torch.Tensor, draft_probs: torch.Tensor, num_draft: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For lengths 0..K: prefix weights w and the probability h that a length stands. float64 [B, K+1].
+    """Returns, for lengths 0..K, prefix weights w and the chance h that a length stands. float64 [B, K+1].
 
     w_0 = 1, w_i = min(1, w_{i-1} * target(x_i) / draft(x_i)). With R_i the mass of
     max(w_i * target - draft, 0) at the next position: h_i = R_i / (R_i + 1 - w_i), and h = w for the
@@ -226,7 +226,7 @@ def probs_of_draft(
 
 
 def _leading(accepted: torch.Tensor, num_draft: torch.Tensor) -> torch.Tensor:
-    """As ``leading_on_device``."""
+    """Returns the same as ``leading_on_device``, on a CPU in a faster way."""
     if accepted.device.type == "cpu":  # a handful of flags: one by one is faster than five operations
         limits = zip(accepted.tolist(), num_draft.tolist(), strict=True)
         lengths = [[*flags[:limit], False].index(False) for flags, limit in limits]
@@ -235,7 +235,9 @@ def _leading(accepted: torch.Tensor, num_draft: torch.Tensor) -> torch.Tensor:
 
 
 def leading_on_device(accepted: torch.Tensor, num_draft: torch.Tensor) -> torch.Tensor:
-    """How many of the first ``num_draft`` [B] flags [B, K] are true before the first false one: [B]. By
-    tensors' operations alone, on any device."""
+    """Counts how many of the first ``num_draft`` [B] flags [B, K] are true before the first false one: [B].
+
+    Operations on tensors alone do it, on any device.
+    """
     within = torch.arange(accepted.shape[1], device=accepted.device) < num_draft[:, None]
     return (accepted & within).long().cumprod(-1).sum(-1)

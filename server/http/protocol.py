@@ -41,7 +41,7 @@ class RefusedRequestError(Exception):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Serves one connection. ``_head_bytes`` and ``_num_headers`` belong to the request that is being parsed."""
+    """Serves one connection. ``_head_bytes`` and ``_num_headers`` belong to the request in progress."""
 
     _last_warning: ClassVar[float] = float("-inf")
 

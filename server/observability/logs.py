@@ -22,7 +22,7 @@ class WithRequestId(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes an object a line. A record's ``fields`` (``extra={"fields": {...}}``) become keys of their own."""
+    """Writes an object a line. A record's ``fields`` (``extra={"fields": {...}}``) become its keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of C files that tests have compiled."""
+    """Keeps the objects of C files that tests have compiled."""
     return tmp_path_factory.mktemp("objects")
 
 
@@ -88,13 +88,13 @@ def one_thread() -> None:
 
 @pytest.fixture
 def one_thread_afterwards() -> Iterator[None]:
-    """For tests that set another number, themselves or by an engine's ``num_threads``."""
+    """Restores one thread after tests that set another number, themselves or by ``num_threads``."""
     yield
     set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def same_numbers_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch, for tests that take some without a seed, and for requests that do."""
+    """Seeds torch for tests that draw numbers without a seed, and for requests that do."""
     torch.manual_seed(0)
     monkeypatch.setattr("secrets.randbits", random.Random(0).getrandbits)

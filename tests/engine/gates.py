@@ -81,8 +81,8 @@ def rotating_engine(target: str, draft: str | None, **config: Any) -> EngineCore
 def mixed_sources_distribution(models: Models, num_requests: int = 40) -> None:
     """Prediction, n-grams and draft model by turns, within the same rows: three tokens' joint histogram."""
     prompt = [1, 2, 3, 1, 2]
-    likeliest = SamplingParams(max_tokens=8, temperature=0)
-    prediction = run_engine(make_engine(models.target, None), [prompt], likeliest)[0]
+    most_likely = SamplingParams(max_tokens=8, temperature=0)
+    prediction = run_engine(make_engine(models.target, None), [prompt], most_likely)[0]
     params = SamplingParams(max_tokens=5, temperature=1.3, top_k=3, verification="rejection")
     core = rotating_engine(models.target, models.close_draft, num_speculative_tokens=2, max_num_sequences=128)
     for number in range(num_requests):

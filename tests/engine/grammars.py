@@ -65,7 +65,7 @@ def model_planner(drafting: Drafting, max_rounds: int = 1) -> FixedPlanner:
 
 
 def allowed(tokenizer: LLTokenizer, params: SamplingParams, text: Text) -> list[bool]:
-    """By a parser of its own for every text: nothing to roll back."""
+    """Uses a parser of its own for every text: nothing to roll back."""
     after = tuple(params.grammar_after)
     starts = [end for end in range(len(after), len(text) + 1) if text[end - len(after) : end] == after]
     if not starts:
@@ -78,7 +78,7 @@ def allowed(tokenizer: LLTokenizer, params: SamplingParams, text: Text) -> list[
 
 @dataclass(frozen=True)
 class Constrained:
-    """A model with a draft model, and the exact distribution of its texts under the grammar at
+    """Holds a model with a draft model, and the exact distribution of its texts under the grammar at
     ``temperature``."""
 
     target: str

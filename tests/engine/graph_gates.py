@@ -19,7 +19,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], list(range(16)) * 2, [2, 2]]
 BLOCK_SIZE = 4
 NUM_SEQUENCES = 6
 STEPS = 15
-# Of rows, new tokens: mostly a few, now and then what no captured pass holds.
+# Rows have a few new tokens mostly, now and then what no captured pass holds.
 MAX_DRAFTS = 4
 LENGTHS = [1, 1, 1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 12]
 DRAFT_LENGTHS = [1, 2] * 9 + [3]
@@ -37,7 +37,7 @@ def graphs_of(core: EngineCore) -> RoundGraphs:
 
 
 def same_as_eager(folder: str, tolerance: float = 1e-4, is_draft: bool = False, **config: Any) -> None:
-    """Of a target's passes, or a draft model's: random ragged batches over scattered blocks. Logits are the
+    """Runs a target's passes, or a draft model's: random ragged batches over scattered blocks. Logits are the
     usual pass's, and so is the whole cache after each; slots that were not to be written keep every bit. Two
     batches' logits are held at a time. In some batches of a draft model rows bring one token each, whose ids
     only the device knows."""

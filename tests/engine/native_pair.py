@@ -24,7 +24,7 @@ def save_pair(folder: Path, draft_vocab_size: int = VOCAB_SIZE) -> tuple[str, st
 
 
 def native_runner(core: EngineCore, step_seconds: float = LONG, max_draft_len: int = 1000) -> NativeRunner:
-    """For the engine's models, with phases as a fallback."""
+    """Makes a runner of the engine's models, with phases as a fallback."""
     target, draft = core.target.fast_pass, None if core.draft is None else core.draft.fast_pass
     assert isinstance(target, NativeDecoder)
     assert draft is None or isinstance(draft, NativeDecoder)

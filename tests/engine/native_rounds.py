@@ -91,7 +91,7 @@ class RandomMasks:
 
 
 class NoPhases:
-    """For a runner that needs no others."""
+    """Stands in for the phases of a runner that needs none."""
 
     supports: Needs = frozenset()
 

@@ -35,7 +35,7 @@ LEARNT = TEXT[: TEXT.index("\tTwo")]
 
 
 def byte_level(vocab_size: int, special: str = EOS) -> Tokenizer:
-    """As GPT-2's: every byte is known, and a character may be several tokens."""
+    """Makes a tokenizer like GPT-2's: every byte is known, and a character may be several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,7 +50,7 @@ def byte_level(vocab_size: int, special: str = EOS) -> Tokenizer:
 
 
 def metaspace(vocab_size: int) -> Tokenizer:
-    """As Llama 2's: a space before the first word, unknown characters as bytes, <s> before every text."""
+    """Makes one like Llama 2's: a space before the first word, unknown characters as bytes, <s> first."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -72,7 +72,7 @@ def metaspace(vocab_size: int) -> Tokenizer:
 
 
 def characters() -> Tokenizer:
-    """Each character a token; unknown ones are lost."""
+    """Makes each character a token; unknown ones are lost."""
     alphabet = sorted(set(TEXT) | set("abcdefghijklmnopqrstuvwxyz"))
     vocab = {"<unk>": 0, "</s>": 1, **{character: i for i, character in enumerate(alphabet, start=2)}}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

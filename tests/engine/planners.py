@@ -23,7 +23,7 @@ def use_planner(core: EngineCore, planner: Planner) -> None:
     core.planner = core.scheduler.planner = planner
 
 
-# As much as any look-up reads at once.
+# No look-up reads more at once.
 ALL = 1 << 30
 
 

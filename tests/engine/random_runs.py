@@ -164,7 +164,7 @@ def _arrival(drawn: random.Random, number: int, has_draft: bool) -> Arrival:
 
 
 def answers(core: EngineCore, arrivals: list[Arrival]) -> Answers:
-    """Until all have ended. No step may do nothing while there is work, and no request may fail."""
+    """Runs until all have ended. No step may do nothing while there is work, and no request may fail."""
     found: Answers = {}
     waiting = sorted(arrivals, key=lambda one: one.step)
     for step in range(MAX_STEPS):

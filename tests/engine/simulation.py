@@ -1,4 +1,4 @@
-"""Whole rounds of the production sampler without models: thousands of sequences at once over toy logits.
+"""Simulates rounds of the production sampler without models: thousands of sequences at once over toy logits.
 
 Everything that decides about tokens is the engine's own (``Sampler``: processing, draws, verification);
 only the forward passes are table look-ups. That makes large histograms cheap.
@@ -77,7 +77,7 @@ def _simulate_batch(params: SamplingParams, rule: Rule, seeds: range) -> list[tu
 
 
 def _propose(sampler: Sampler, lengths: list[int]) -> Drafts:
-    """As the draft-model proposer does, with look-ups for forward passes."""
+    """Drafts like the draft-model proposer, with look-ups for forward passes."""
     width = max(lengths)
     token_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
     probs = torch.zeros(len(lengths), width, VOCAB_SIZE) if sampler.uses_draft_probs else None

@@ -35,7 +35,7 @@ def probs(model: object, params: SamplingParams, prefix: tuple[int, ...]) -> tor
 
 
 def expected_length(params: SamplingParams, rule: Rule, k: int) -> float:
-    """By enumeration of all drafts."""
+    """Enumerates all drafts."""
     explain = explain_block if rule is Rule.BLOCK else explain_rejection
     total = 0.0
     for drafted in itertools.product(range(VOCAB_SIZE), repeat=k):

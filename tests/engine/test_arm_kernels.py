@@ -71,7 +71,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def products(program: Path, name: str, kind: str, content: bytes) -> list[npt.NDArray[np.float32]]:
-    """Of 1, 2, ... rows."""
+    """Returns the products of 1, 2, ... rows."""
     command = [EMULATOR, str(program), *map(str, (TYPES[name], OUT_FEATURES, IN_FEATURES, ROWS))]
     done = subprocess.run(command, input=content, capture_output=True, check=True)
     assert done.stderr.decode() == kind

@@ -41,7 +41,7 @@ def test_blocks_are_always_either_free_or_owned_once(history: list[tuple[int, in
 
 @pytest.mark.parametrize("others", [0, 3])
 def test_tables_that_grow_by_turns_lie_in_one_piece_each(others: int) -> None:
-    """As long as there is room; after that every block is used all the same."""
+    """This holds while there is space; after that every block is used all the same."""
     pool = BlockPool(num_blocks=4 * RUN, block_size=4)
     tables = [BlockTable() for _ in range(1 + others)]
     for num_blocks in range(1, RUN + 1):

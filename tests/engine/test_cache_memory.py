@@ -51,7 +51,7 @@ def test_shares_of_the_machine_on_a_cpu(memory: dict[str, int]) -> None:
     memory["own"] = 640 * MIB
     assert cache_budget(EngineConfig(), {CPU}) == 1840 * MIB
     assert cache_budget(EngineConfig(cache_memory_share=0.5), {CPU}) == 3680 * MIB
-    # A page more or less after the next start.
+    # The next start may find a page more or less.
     for bytes_less in (1, 4096, 60 * MIB):
         memory["own"] = 640 * MIB - bytes_less
         assert cache_budget(EngineConfig(), {CPU}) == 1840 * MIB

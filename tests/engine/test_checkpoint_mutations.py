@@ -156,7 +156,7 @@ def added_tensors(config: dict[str, Any], weights: Weights) -> Iterator[Changed]
     # These change nothing.
     yield config, weights | {f"{layer}.mlp.down_proj.bias": torch.zeros(HIDDEN)}
     yield config, weights | {f"{layer}.self_attn.rotary_emb.inv_freq": drawn(HEAD_SIZE // 2)}
-    # An output layer of its own, and the same as the embeddings.
+    # The output layer is its own, and has the embeddings' values.
     tied = config | {"tie_word_embeddings": True}
     yield tied, weights
     yield tied, weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 @pytest.fixture
 def copy(models: Models, tmp_path: Path) -> Path:
-    """A checkpoint folder to spoil."""
+    """Returns a checkpoint folder to spoil."""
     shutil.copytree(models.target, tmp_path / "copy")
     return tmp_path / "copy"
 
@@ -162,7 +162,7 @@ def test_code_of_its_own_runs_when_trusted(
 
 
 def test_hub_id_from_the_cache(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a download leaves it: a snapshot named by its commit, and a reference to it."""
+    """A download leaves this: a snapshot named by its commit, and a reference to it."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("transformers.utils.hub.is_offline_mode", lambda: True)

@@ -1,4 +1,4 @@
-"""The border between front end and worker: every message arrives whole and in order, however it comes."""
+"""Every message between front end and worker arrives whole and in order, however it comes."""
 
 import socket
 import threading
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from truedraft.engine.messages import Failed, Inbox, decode_from_worker, framed
 from truedraft.engine.process.connection import Connection
 
-PATIENCE_MILLISECONDS = 60_000
+TIMEOUT_MILLISECONDS = 60_000
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def texts(received: list[bytes]) -> list[str]:
 def receive(connection: Connection, number: int) -> list[str]:
     read: list[str] = []
     while len(read) < number:
-        read += texts(connection.receive(PATIENCE_MILLISECONDS))
+        read += texts(connection.receive(TIMEOUT_MILLISECONDS))
     return read
 
 

@@ -36,7 +36,7 @@ __all__ = ["pair"]  # a fixture
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.cuda,
-    # By torch, where it is turned on for the first time.
+    # torch warns where it is turned on for the first time.
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]

@@ -26,7 +26,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 99\
 
 @pytest.fixture
 def copy(models: Models, tmp_path: Path) -> Path:
-    """A checkpoint folder to spoil."""
+    """Returns a checkpoint folder to spoil."""
     shutil.copytree(models.target, tmp_path / "copy")
     return tmp_path / "copy"
 

@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.fixture(scope="module")
 def native_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Of a shape that the kernels in C run."""
+    """Makes a pair of a shape that the kernels in C run."""
     return make_pair(tmp_path_factory.mktemp("native_pair"), hidden=64)
 
 

@@ -83,7 +83,7 @@ def eos_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def test_end_of_sequence_inside_an_accepted_run(eos_pair: tuple[str, str]) -> None:
-    """The target drafts for itself, so that whole rounds are accepted: the text still ends at the first."""
+    """The target drafts for itself, so that all drafts are accepted: the text still ends at the first."""
     prompts = [[i, j] for i in range(1, 8) for j in range(1, 6)]
     params = SamplingParams(max_tokens=30, seed=1)
     target, _ = eos_pair

@@ -327,13 +327,13 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-# Those that transformers loads on a CPU without a package, or that concern no folders.
+# transformers loads these on a CPU without a package, or they concern no folders.
 LOADED = (*DEQUANTISED, "bitnet", "gguf", "metal", "sinq", "gemma")
 
 
 @pytest.mark.parametrize("method", sorted({*AUTO_QUANTIZATION_CONFIG_MAPPING, "modelopt"} - {*LOADED}))
 def test_methods_that_do_not_run_here_are_refused_by_name(method: str, tmp_path: Path) -> None:
-    """By config.json alone: there is nothing to read in the file of weights."""
+    """config.json alone decides: there is nothing to read in the file of weights."""
     make(tmp_path, FORMATS["fp8, blocks"])
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     name, _, bits = method.partition("_4bit" if method.endswith("_4bit") else "_8bit")

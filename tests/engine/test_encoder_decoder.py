@@ -79,7 +79,7 @@ def test_drafts_copied_from_the_prompt(t5: Pair) -> None:
     core = make_engine(t5.target, None, method="ngram", ngram_min_match=1)
     assert run_engine(core, prompts(), GREEDY) == expected(t5.target)
     assert 0 < core.stats.num_accepted_tokens < core.stats.num_draft_tokens
-    # Told to say 8, it drafts what stands behind the 8 of the prompt.
+    # Told to say 8, it drafts what follows the 8 of the prompt.
     params = SamplingParams(max_tokens=9, temperature=0, logit_bias={8: 100.0}, trace=True)
     core.add(Generate("r", [6, 7, 8, 9, 10, 1], params))
     stepped(core)
@@ -104,7 +104,7 @@ def test_with_a_seed_the_draft_changes_nothing(pairs: dict[str, Pair], family: s
         assert run_engine(core, prompts(), params) == plain
 
 
-# Each family and each rule once: what they do together is in the greedy text of each family.
+# Each family and each rule comes once: what they do together is in the greedy text of each family.
 @pytest.mark.parametrize(
     ("family", "verification"),
     [("t5", "block"), ("bart", "rejection"), ("marian", "coupled")],

@@ -128,7 +128,7 @@ def base(architecture: str) -> Content:
     return Content(architecture, metadata, tensors)
 
 
-# Values of keys beside those that the file has; None removes it.
+# Other values of keys than those that the file has; None removes it.
 VALUES: dict[str, list[Any]] = {
     "block_count": [1, 3, 1 << 30],
     "context_length": [32, None],

@@ -37,7 +37,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 def split(whole: Path, stem: str, suffix: str = ".gguf", **said: int) -> list[Path]:
-    """As gguf-split writes them: metadata in the first part, tensors in all of them."""
+    """Writes parts like gguf-split's: metadata in the first part, tensors in all of them."""
     reader = GGUFReader(whole)
     paths = []
     for number in range(COUNT):

@@ -54,13 +54,13 @@ def constrained(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
 
 @pytest.fixture(scope="module")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
-    """Of a shape that the kernels in C run."""
+    """Makes a pair of a shape that the kernels in C run."""
     return Constrained.make(tmp_path_factory.mktemp("native"), hidden=64)
 
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory: pytest.TempPathFactory) -> Constrained:
-    """Its grammar starts behind "ab", which n-grams of the prompt offer."""
+    """Its grammar starts after "ab", which n-grams of the prompt offer."""
     return Constrained.make(tmp_path_factory.mktemp("late"), hidden=64, grammar_after=[2], max_tokens=4)
 
 
@@ -142,7 +142,7 @@ def test_a_grammar_starts_exactly_behind_its_tokens(after: list[int]) -> None:
 
 
 def change_masks(patch: Patch, change: Callable[[Matcher, torch.Tensor, list[int]], torch.Tensor]) -> None:
-    """What phases and C write alike: the masks behind all drafts, changed."""
+    """Changes what phases and C write alike: the masks after all drafts."""
     honest = Matcher.write_masks
 
     def write_masks(self: Matcher, address: int, draft_ids: list[int], first: int = 0) -> bool:
@@ -321,7 +321,7 @@ def test_free_rows_wait_for_few_forced_tokens(native: Constrained, monkeypatch: 
 @pytest.mark.usefixtures("needs_compiler")
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained, temperature: float) -> None:
-    """As do the free ones beside them: what they emit is what they emit one round at a time."""
+    """Free rows do so, too: all emit what they emit one round at a time."""
     grammar = 'start: ("c" /[ab]/ "abcabc"){4,8}'
     free = SamplingParams(max_tokens=40, temperature=temperature, ignore_eos=True)
     kinds = [free, structs.replace(free, grammar=grammar, ignore_eos=False)]
@@ -351,7 +351,7 @@ def test_constrained_rows_take_part_in_all_rounds_of_a_step(native: Constrained,
 
 @pytest.mark.usefixtures("needs_compiler")
 def test_the_draft_model_drafts_in_all_rounds_of_a_step(native: Constrained, monkeypatch: Patch) -> None:
-    """Also where it is the only source."""
+    """This holds where it is the only source, too."""
     core = native.engine("draft_model", step_seconds=1000.0, num_speculative_tokens=2)
     later: list[int] = []
     honest = core.planner.observe
@@ -558,7 +558,7 @@ def test_grammars_that_gave_up_are_not_kept(monkeypatch: Patch) -> None:
 
 
 def test_kept_grammars_are_bounded_by_memory(monkeypatch: Patch) -> None:
-    """Those used least recently leave, and what else the process takes is not taken for theirs."""
+    """The least recently used leave, and what else the process takes is not taken for theirs."""
     used = [10_000]
     monkeypatch.setattr("truedraft.engine.sampling.grammar.heap_in_use", lambda: used[0])
     monkeypatch.setattr("truedraft.engine.sampling.grammar.MAX_KEPT_BYTES", 100)

@@ -64,7 +64,7 @@ def rule_of(given: SamplingParams) -> Rule:
 
 @pytest.fixture(scope="module", params=["same ids", "fewer ids", "more ids", "the module's own layers"])
 def model(request: pytest.FixtureRequest) -> ModelRunner:
-    """A draft model."""
+    """Loads a draft model."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE + {"fewer ids": -10, "more ids": 10}.get(request.param, 0),
         hidden_size=32,
@@ -163,12 +163,12 @@ def test_a_gpus_drafts_are_read_once_and_a_verdict_per_rule(
     assert reads == ["tolist"]
     assert len(sampler.verify(logits, drafts)) == len(LENGTHS)
     of_verdict = ["tolist"] * len(sampler.groups)
-    # Whether the likeliest tokens hold top-p's mass.
+    # The read asks whether the most likely tokens hold top-p's mass.
     assert reads[1:] == (["__bool__"] if name == "top-p" else []) + of_verdict
 
 
 def reads_while_drafting(core: EngineCore, patch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Those of each round."""
+    """Returns the reads of each round."""
     proposer = phases_of(core).proposer
     assert proposer is not None
     propose = proposer.propose

@@ -209,7 +209,7 @@ def test_packed_layers_are_float32_layers(rows: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_quantised_layers_stay_in_the_fast_forward(tmp_path: Path) -> None:
-    """Those of BitNet, which transformers computes anywhere: weights of -1, 0 and 1, packed."""
+    """BitNet's are computed anywhere by transformers: weights of -1, 0 and 1, packed."""
     config = LlamaConfig(**{**SHAPE, "intermediate_size": 128})
     config.quantization_config = {"quant_method": "bitnet", "modules_to_not_convert": ["lm_head"]}
     with torch.device("meta"):
@@ -239,7 +239,7 @@ def random_like(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Doubled(nn.Linear):
-    """As a quantiser's: a linear layer by name only."""
+    """Is a linear layer by name only, like a quantiser's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
@@ -259,7 +259,7 @@ def test_joined_layers_lie_one_after_the_other(kind: type[nn.Linear], native: bo
 
 @pytest.mark.parametrize("native", [True, False], ids=["C", "torch"])
 def test_layers_of_any_module_are_replaced(native: bool) -> None:
-    """But for those that are more than a linear layer."""
+    """Layers that are more than linear are left alone."""
     projection = Conv1D(300, 200)
     module = nn.Sequential(nn.Linear(100, 200), nn.Sequential(projection, nn.Tanh()), Doubled(300, 400))
     module.requires_grad_(False)

@@ -271,7 +271,7 @@ def draft_cache_skips_a_token(patch: Patch) -> None:
 
 
 def rejected_tokens_stay_in_the_cache(patch: Patch) -> None:
-    """Truncation forgets blocks, but the next tokens are stored behind the rejected ones."""
+    """Truncation forgets blocks, but the next tokens are stored after the rejected ones."""
     honest = commits.commit
 
     def commit(plan: StepPlan, *rest: Any) -> Any:

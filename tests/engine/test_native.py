@@ -48,7 +48,7 @@ SHAPES = {
 
 
 class TableOfAngles:
-    """As much of ``Rotary`` as the parts ask for."""
+    """Has as much of ``Rotary`` as the parts ask for."""
 
     def __init__(self, size: int, has_table: bool) -> None:
         angles = torch.randn(2, 128, size // 2)
@@ -327,7 +327,7 @@ def test_wrong_linear_layers_are_noticed_and_not_used(
     caplog: pytest.LogCaptureFixture,
     kernels: NativeKernels,
 ) -> None:
-    """Of families whose layers are transformers', nothing else is compared."""
+    """Nothing else is compared of families whose layers are transformers'."""
     assert linear_library() is not None
     library.load_library.cache_clear()
     sources = plant(library.SOURCES, "value += add[i];", "value -= add[i];", tmp_path)
@@ -337,5 +337,5 @@ def test_wrong_linear_layers_are_noticed_and_not_used(
 
 
 def test_no_openmp(kernels: NativeKernels) -> None:
-    """Its threads would spin beside the kernels' own."""
+    """OpenMP's threads would spin while the kernels' own work."""
     assert b"libgomp" not in Path(kernels.library._name).read_bytes()

@@ -274,7 +274,7 @@ def test_the_joint_distribution_is_the_targets(
 
 
 def wide_gumbel_argmax_is_fair(draws: NativeBackend) -> None:
-    """Among more tokens than are looked at together."""
+    """The choice is among more tokens than are looked at together."""
     probs = random_logits(50, seed=12).mul(0.3).softmax(-1)
     seeds = torch.arange(30_000)
     won = draws.gumbel_argmax(probs.expand(len(seeds), 1, 50), seeds, seeds % 7, 2)

@@ -22,7 +22,7 @@ from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.threads import set_num_threads
 
 BFLOAT16 = LoadOptions(torch.bfloat16)
-# Of a number to eight bits.
+# Rounding a number to eight bits changes it by this share at most.
 ROUNDING = 2.0**-8
 
 

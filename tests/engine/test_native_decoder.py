@@ -1,4 +1,4 @@
-"""A whole pass in one call of C: bit for bit what its parts say, and a way on where it does not fit."""
+"""One call of C runs a whole pass: bit for bit what its parts say, and another way where it does not fit."""
 
 from pathlib import Path
 

@@ -276,7 +276,7 @@ def decode_operation(folder: Path) -> Operation:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """One of the same kind, however wrong it is."""
+    """Returns one of the same kind, however wrong it is."""
     is_plain = tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous() and tensor.numel()
     if not is_plain or tensor.is_neg() or not tensor.data_ptr() or tensor.data_ptr() % tensor.itemsize:
         return tensor
@@ -498,7 +498,7 @@ def test_a_row_without_blocks_for_its_drafts_is_not_run(which: str, tmp_path: Pa
 
 
 def test_adjustments_touch_tokens_alone() -> None:
-    """Ids below 0 and from the vocabulary's size on would lie before and behind the logits."""
+    """Ids below 0 and from the vocabulary's size on would lie before and after the logits."""
     library = load_library()
     assert library is not None
     params = SamplingParams(

@@ -23,7 +23,7 @@ def threads(request: pytest.FixtureRequest, one_thread_afterwards: None) -> int:
 
 
 def inputs(rows: int, seed: int = 3) -> torch.Tensor:
-    """Of sizes that differ from block to block, one of them all zeros."""
+    """Returns inputs whose sizes differ from block to block, one of them all zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, IN_FEATURES, generator=generator)
     x *= torch.logspace(-3, 2, IN_FEATURES)
@@ -66,7 +66,7 @@ def test_products_are_those_of_the_rounded_inputs(name: str) -> None:
     assert np.all(np.abs(ours(x).numpy() - bias.numpy() - expected) <= 1e-6 * size)
     added = ours.add_to(residual, x).numpy() - (bias + residual).numpy()
     assert np.all(np.abs(added - expected) <= 2e-6 * size)
-    # And the inputs' own rounding: at most half of a 127th of the largest of 32.
+    # The inputs' own rounding adds at most half of a 127th of the largest of 32.
     error = np.abs(x.numpy().reshape(5, -1, 32)).max(-1).repeat(32, axis=-1) / 254
     exact = x.numpy().astype(np.float64) @ weights.T
     assert np.all(np.abs(expected - exact) <= 1.001 * error @ np.abs(weights).T + 1e-9)

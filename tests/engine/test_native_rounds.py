@@ -168,7 +168,7 @@ def test_sequences_outgrow_the_draft_model(kind: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("one_thread_afterwards")
 @pytest.mark.parametrize("kind", ["of all rules", "all adjustments", "everything at once"])
 def test_several_threads_and_a_wide_vocabulary(kind: str, tmp_path: Path) -> None:
-    """As many rows and tokens as make C draw them on all threads."""
+    """So many rows and tokens make C draw them on all threads."""
     target = save_random_llama(tmp_path / "target", seed=1, vocab_size=3967, hidden=64, std=0.2)
     draft = save_perturbed(tmp_path / "draft", target, seed=2, noise=0.01)
     rows = [replace(row, max_num_tokens=len(row.prompt) + 12) for row in KINDS[kind]]
@@ -225,7 +225,7 @@ class CountingPhases:
 
 
 def one_step(folder: Path, row: RowPlan, **runner: Any) -> tuple[NativeRunner, StepPlan, list[Round]]:
-    """A lone row's step of up to four rounds; ``runner``: what is different about it."""
+    """Runs a lone row's step of up to four rounds; ``runner`` is what is different about it."""
     side = Side(make_engine(*save_pair(folder)), [row])
     side.native.phases = CountingPhases()
     for name, value in runner.items():
@@ -248,7 +248,7 @@ def test_prompts_are_rows_of_a_round(tmp_path: Path) -> None:
 
 
 def test_prompts_that_the_draft_model_does_not_follow_are_noticed(tmp_path: Path) -> None:
-    """The bug: they are in the target's cache alone."""
+    """With the bug they are in the target's cache alone."""
     pair = save_pair(tmp_path)
     ours, theirs = (Side(make_engine(*pair), KINDS["prompts"]) for _ in range(2))
     ours.native.proposer = None
@@ -454,7 +454,7 @@ def spied_needs(monkeypatch: pytest.MonkeyPatch, runner: Any, name: str) -> list
 
 
 def test_long_prompts_and_parts_of_them_go_by_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those whose log-probabilities are asked for; all others are rows of a round."""
+    """Prompts whose log-probabilities are asked for do, too; all others are rows of a round."""
     monkeypatch.setattr("truedraft.engine.core.scheduler.MAX_PROMPT_TOKENS", 20)
     native, phased = make_twins(*save_pair(tmp_path), max_num_batched_tokens=30)
     by_phases = spied_needs(monkeypatch, phases_of(native), "run")
@@ -471,7 +471,7 @@ def test_long_prompts_and_parts_of_them_go_by_phases(tmp_path: Path, monkeypatch
         run_engine(core, prompts, shortened(params), arrivals=[0, 0, 0, 4, 0]) for core in (native, phased)
     ]
     assert texts[0] == texts[1]
-    # Three prompts, one of them with log-probabilities, beside a part of the last one; its other parts.
+    # These are three prompts, one with log-probabilities, and a part of the last one; then its other parts.
     assert len(by_phases) >= 2
     assert all(Need.LONG_PROMPT in needs for needs in by_phases)
     assert any(Need.PROMPT in needs for needs in in_c)
@@ -575,7 +575,7 @@ def test_planted_bugs_are_caught(
 
 
 def test_a_verdict_on_broken_logits_is_caught(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The bug: such a row emits the first token."""
+    """With the bug such a row emits the first token."""
     emits = (
         "for (int64_t i = 0; num_broken && i < num_rows; i++) "
         "if (scratch.is_broken[i]) scratch.next_id[i] = 0;"

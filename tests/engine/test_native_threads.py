@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("needs_compiler", "one_thread_afterwards")
 
 
 def done_items(num_threads: int, count: int, work: int = MUCH_WORK) -> Counter[tuple[int, int]]:
-    """How often each (item, thread) was done."""
+    """Counts how often each (item, thread) was done."""
     loaded = library.load_library()
     assert loaded is not None
     done: Counter[tuple[int, int]] = Counter()

@@ -169,7 +169,7 @@ def run(
     """
     connection = ScriptedConnection([*messages])
     outbox = Outbox(interval, Clock())
-    outbox.empty()  # as if something had just been sent
+    outbox.empty()  # something has just been sent
     worker = Worker(ScriptedCore(steps), connection, outbox)  # type: ignore[arg-type]
     with suppress(ZeroDivisionError):
         worker.run()

@@ -36,7 +36,7 @@ COMPRESSED = {
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-# The config of each checkpoint, and whether its zero points are all 8.
+# Checkpoints have these configs; the flag says whether their zero points are all 8.
 CHECKPOINTS: dict[str, tuple[dict[str, Any], bool]] = {
     "gptq": (GPTQ, True),
     "gptq with zero points": (GPTQ, False),

@@ -116,7 +116,7 @@ def beside(model: Model, texts: list[list[int]], changes: list[int]) -> list[tor
 
 
 def after_a_hit(model: Model, ids: list[int], num_blocks: int) -> torch.Tensor:
-    """Computes what follows the first blocks, which another sequence has computed beside a longer one."""
+    """Computes what follows the first blocks, which another sequence has computed next to a longer one."""
     runner = ModelRunner.build(model, 3 * CONTEXT // BLOCK_SIZE, BLOCK_SIZE)
     first, other, second = (table_of(number) for number in range(3))
     runner.forward([Span(first, ids, 0), Span(other, random_ids(CONTEXT, seed=9), 1)])

@@ -20,7 +20,7 @@ GRID = [
 
 @pytest.mark.parametrize("vocab_size", [20, 3000])
 def test_every_combination_equals_the_definition(vocab_size: int) -> None:
-    """All of the grid in one batch, so that rows with and without each parameter are neighbours."""
+    """The whole grid is one batch, so that rows with and without each parameter are neighbours."""
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(len(GRID), 2, vocab_size, generator=generator)
     probs = to_probs(logits, SamplingTensors.build(GRID, torch.device("cpu")))

@@ -145,7 +145,7 @@ def pair(models: Models) -> tuple[EngineCore, EngineCore]:
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS.keys())
 def test_same_tokens(params: list[SamplingParams], pair: tuple[EngineCore, EngineCore]) -> None:
-    """And the same drafts, with the same verdicts."""
+    """Drafts are the same, too, with the same verdicts."""
     replace = msgspec.structs.replace
     same_seeds = [replace(p, seed=p.seed or 7, verification=p.verification or "rejection") for p in params]
     is_default = params[0] == SamplingParams(max_tokens=24)
@@ -343,7 +343,7 @@ def numbers_are_overwritten_before_they_are_sent(patch: Patch) -> None:
     def sent(self: TapeCapture, numbers: torch.Tensor, host: torch.Tensor) -> Callable[[], None]:
         send(self, numbers, host)
         late = self._late
-        host[1:].fill_(0)  # by the next batch, say, which has not waited
+        host[1:].fill_(0)  # the next batch may do so, say, which has not waited
         self._late = late
         return lambda: None
 
@@ -357,7 +357,7 @@ BUGS = [
     tables_keep_their_end,
     numbers_are_overwritten_before_they_are_sent,
 ]
-# Those that the comparison at start sees.
+# The comparison at start sees these.
 PLAIN_TO_SEE = [padding_counts, tables_are_frozen, numbers_are_overwritten_before_they_are_sent]
 
 
@@ -570,7 +570,7 @@ def test_a_small_device_captures_less(models: Models, taped: None, monkeypatch: 
 
 
 def test_a_server_with_default_settings_plans_at_most_100() -> None:
-    """As for a pair of 8B and 1B: 32 sequences, 128,256 tokens."""
+    """The pair is like 8B and 1B: 32 sequences, 128,256 tokens."""
     shapes = plan_shapes(32, 128_256, "auto", has_draft=True)
     assert len(set(shapes)) == len(shapes) <= MAX_GRAPHS
     for draws in Draws:

@@ -91,7 +91,7 @@ class World:
             self.live.remove(sequence)
 
     def step(self, data: st.DataObject) -> None:
-        """As the engine core does, with made-up tokens and verdicts."""
+        """Steps like the engine core, with made-up tokens and verdicts."""
         plan = self.scheduler.schedule()
         assert plan or not self.live, "a step with work must do some"
         for part in plan.scheduled:

@@ -24,7 +24,7 @@ def test_printable() -> None:
 
 
 def printer(folder: Path, out: Console) -> Printer:
-    """Of a tokenizer whose ids are bytes."""
+    """Makes a printer for a tokenizer whose ids are bytes."""
     backend = Tokenizer.from_file(str(write_tokenizer(folder / "model") / "tokenizer.json"))
     return Printer(SimpleNamespace(backend_tokenizer=backend), out)
 

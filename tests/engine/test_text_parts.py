@@ -24,7 +24,7 @@ FUSED = ("gemma3", "idefics3", "llava_next", "mistral3", "qwen2_5_vl", "qwen2_vl
 # Their text part is no Llama-shaped model: transformers' own forward runs it.
 BY_LAYERS = ("aya_vision", "glm4v", "qwen3_vl_moe")
 
-# How tensors are called on the hub, by how transformers calls them: layouts that it renames.
+# Tensors have these names on the hub, by transformers' names: layouts that it renames.
 HUB_NAMES: dict[str, dict[str, str]] = {
     "gemma3": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     "llava_next": {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."},

@@ -132,8 +132,8 @@ class CheckedProposer:
             ids = row.state.draft_text.ids + row.drafted
             with torch.no_grad():
                 logits = self.fresh(torch.tensor([ids])).logits[0, -len(row.drafted) - 1 : -1]
-            likeliest = logits[:, : self.proposer.draft_tokenizer.num_tokens].argmax(-1)
-            assert likeliest.tolist() == row.drafted
+            most_likely = logits[:, : self.proposer.draft_tokenizer.num_tokens].argmax(-1)
+            assert most_likely.tolist() == row.drafted
             assert row.state.stored == ids[:-1]
             self.num_checked += len(row.drafted)
         used = 0
@@ -365,7 +365,7 @@ def test_a_cache_that_keeps_rejected_tokens_is_caught(
 
 
 def test_which_way_a_pair_gets(learnt: dict[str, str], models: Models, tmp_path: Path) -> None:
-    """By what the ids mean, not by how many there are."""
+    """The meaning of the ids decides, not their number."""
     padded = save_random_llama(tmp_path / "padded", seed=1, vocab_size=2000)
     save_tokenizer(TOKENIZERS["coarse"](), padded)
     core = make_engine(learnt["coarse"], padded)
@@ -389,7 +389,7 @@ def test_which_way_a_pair_gets(learnt: dict[str, str], models: Models, tmp_path:
 def test_a_tokenizer_that_fails_to_load_is_none(
     error: type[Exception], models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers' classes fail on missing files in their own ways, if the package they need is there."""
+    """transformers' classes fail on missing files in their own ways, if the package they need is there."""
 
     def fail(path: str) -> None:
         raise error

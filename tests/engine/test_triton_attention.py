@@ -33,7 +33,7 @@ def run(*arguments: str, **environment: str) -> None:
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_kernel_is_told(seed: int, window: int | None) -> None:
-    """Without triton too: rows, tables and positions of ragged batches, and long chunks beside them."""
+    """Without triton too: rows, tables and positions of ragged batches, and long chunks among them."""
     same_as_gathered(torch_kernels.attend_rows, seed, window=window)
 
 
@@ -42,7 +42,7 @@ def test_what_a_kernel_is_told(seed: int, window: int | None) -> None:
 def test_long_chunks_without_a_mask(
     alignment: Any, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As 16 bits are attended on a GPU. Aligned by the first query and key, later chunks would be wrong."""
+    """A GPU attends 16 bits like this. Aligned by the first query and key, later chunks would be wrong."""
     monkeypatch.setattr(attention, "_has_flash", lambda query, values: query.dtype == torch.float32)
     monkeypatch.setattr(attention, "causal_lower_right", alignment)
     shape = AttentionShape(0, *heads, 16, 0.25, None, None)
@@ -60,7 +60,7 @@ def test_in_the_interpreter() -> None:
 
 @needs_triton
 def test_compiles_for_gpus(tmp_path: Path) -> None:
-    """By Triton's own compiler and assembler, which need no GPU. Another process, as the interpreter's
+    """Triton's own compiler and assembler need no GPU. Another process runs them, as the interpreter's
     variable must not be set."""
     run("-m", "tests.engine.triton_compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
 

@@ -31,7 +31,7 @@ RULES = {"rejection": (explain_rejection, verify_rejection), "block": (explain_b
 
 @pytest.mark.parametrize("vocab_size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 7])
 def test_inverse_cdf_draws_each_token_for_its_part_of_the_interval(vocab_size: int) -> None:
-    """Of whole weights, whose sums are exact; most are zero, and so are some chunks."""
+    """Weights are whole, so that sums are exact; most are zero, and so are some chunks."""
     generator = torch.Generator().manual_seed(vocab_size)
     weights = torch.randint(-6, 4, (3, vocab_size), generator=generator).clamp(min=0)
     weights[1, : 2 * CHUNK] = 0
@@ -39,14 +39,14 @@ def test_inverse_cdf_draws_each_token_for_its_part_of_the_interval(vocab_size: i
     ends = torch.tensor([2.0**-53, 1 - 2.0**-53], dtype=torch.float64)
     for row in weights:
         owners = torch.arange(vocab_size).repeat_interleave(row)
-        # A number in the middle of every unit of weight, and next to both ends of the interval.
+        # Numbers are in the middle of every unit of weight, and next to both ends of the interval.
         numbers = torch.cat([(torch.arange(len(owners)).double() + 0.5) / len(owners), ends])
         drawn = inverse_cdf(row.float().expand(len(numbers), -1), numbers)
         assert drawn.tolist() == [*owners.tolist(), int(owners[0]), int(owners[-1])]
 
 
 class ToyModel:
-    """A random conditional distribution for every prefix; ``sharpness`` 0 is flat."""
+    """Has a random conditional distribution for every prefix; ``sharpness`` 0 is flat."""
 
     def __init__(self, seed: int, vocab_size: int, sharpness: float, zeros: bool = False) -> None:
         self.seed, self.vocab_size, self.sharpness, self.zeros = seed, vocab_size, sharpness, zeros
@@ -247,15 +247,15 @@ def test_greedy_takes_the_lowest_index_on_ties() -> None:
 
 def test_greedy_rows_are_packed() -> None:
     """Drafts of different lengths, one after the other: each row has its own logits."""
-    likeliest = [4, 2, 1, 3, 0, 2]
-    logits = F.one_hot(torch.tensor(likeliest), 5).float()
+    most_likely = [4, 2, 1, 3, 0, 2]
+    logits = F.one_hot(torch.tensor(most_likely), 5).float()
     assert verify_greedy(logits, [[4, 3], [], [0]]) == [(1, 2, False), (0, 3, False), (1, 2, False)]
     assert verify_greedy(logits, [[4, 2], [2], []]) == [(2, 1, False), (0, 3, False), (0, 2, False)]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_greedy_rows_fail_where_they_meet_what_is_no_distribution(value: float) -> None:
-    """Not behind the first rejection, where nobody looks."""
+    """Rows after the first rejection do not fail: nobody looks there."""
     logits = F.one_hot(torch.tensor([1, 2, 3, 1]), 5).float()
     logits[2, 4] = value
     if value < 0:

@@ -1,4 +1,4 @@
-"""The real worker process at the other end of a socket."""
+"""The real worker process is at the other end of a socket."""
 
 import socket
 import subprocess
@@ -31,7 +31,7 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.process.connection import Connection
 
-# For a machine that is busy: a process has torch to load. Only a failure takes so long.
+# A busy machine takes its time: a process has torch to load. Only a failure takes so long.
 TIMEOUT_SECONDS = 300
 
 

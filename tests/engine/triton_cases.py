@@ -125,7 +125,7 @@ def on_the_cpu(monkeypatch: Patch) -> None:
 
 # Bugs, planted in the kernels' text.
 
-# The cheapest first.
+# Cheap cases come first.
 CAUGHT_BY = [
     {"longest": 20},
     {"window": 6, "longest": 20},

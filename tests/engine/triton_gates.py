@@ -14,7 +14,7 @@ from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Spa
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 
-# Of the largest number: rounded weights and results. A GPU's exponentials are good to 22 bits.
+# These are shares of the largest number: rounded weights and results. A GPU's exponentials have 22 good bits.
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -123,7 +123,7 @@ def same_gate(
 def same_norm(
     rms_norm: Callable[..., torch.Tensor], dtype: torch.dtype, size: int, tokens: int = 3, device: str = "cpu"
 ) -> None:
-    """Of whole tokens, with a residual as well, and of heads that lie in something wider."""
+    """Norms are of whole tokens, with a residual as well, and of heads that lie in something wider."""
     torch.manual_seed(size)
     x, residual = (torch.randn(tokens, size).to(device, dtype) for _ in range(2))
     heads = torch.randn(tokens, 5, size).to(device, dtype)[:, :3]
@@ -137,7 +137,7 @@ def same_norm(
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
-    """But for one rounding."""
+    """Values agree but for one rounding."""
     assert float((ours.float() - theirs.float()).abs().max()) <= TOLERANCES[dtype] * float(theirs.abs().max())
 
 

@@ -78,7 +78,7 @@ class Machine:
         return self.unit * (self.host + self.host_per_row * num_rows)
 
     def costs(self, rng: random.Random | None = None, error: float = 0.08) -> Costs:
-        """As measured at start: not quite the truth."""
+        """Returns costs as measured at start: not quite the truth."""
         rng = rng or random.Random(1)
         score, draft = (
             PassCosts({size: seconds(size) * rng.uniform(1 - error, 1 + error) for size in CALIBRATED_SIZES})
@@ -96,7 +96,7 @@ MACHINES = [
     Machine("GPU, tiny draft", GPU, GPU, 0.02),
     Machine("packed CPU, drafts start slowly", PACKED_CPU, PACKED_CPU, 0.03, draft_start=0.15),
 ]
-# A small model on a CPU: rounds of a millisecond share steps.
+# A small model on a CPU has rounds of a millisecond, which share steps.
 SMALL = Machine("small", PACKED_CPU, PACKED_CPU, 0.12, unit=0.0008, host=0.25, host_per_row=0.03,
                 step_seconds=0.02, cold=1.4)  # fmt: skip
 

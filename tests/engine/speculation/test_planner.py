@@ -478,7 +478,7 @@ def test_what_slows_every_option_is_the_level() -> None:
     for _ in range(50):
         costs.observe(drafting, 9.0)
     assert costs.model_seconds(drafting) == pytest.approx(9.0, rel=0.05)
-    assert costs.model_seconds(plain) == pytest.approx(3.0, rel=0.2)  # of a factor of 1.7
+    assert costs.model_seconds(plain) == pytest.approx(3.0, rel=0.2)  # the factor was 1.7
 
 
 def test_estimates_of_what_does_not_run_do_not_drift() -> None:
