@@ -18,7 +18,7 @@ from truedraft.server.cli.help import command_help, serve_help
 from truedraft.server.cli.launch import StartError, launch
 from truedraft.server.cli.settings_sources import ConfigError, load_settings, read_options
 from truedraft.server.observability.logs import configure_logging
-from truedraft.server.observability.tracing import TracingUnavailableError
+from truedraft.server.observability.otel import OtelError
 from truedraft.server.services import TokenizerFailedError
 from truedraft.server.version import package_version
 from truedraft.server.workers.worker_pool import WorkerFailedError
@@ -110,7 +110,7 @@ def serve(flags: Sequence[str]) -> int:
     disable_created_metrics()  # type: ignore[no-untyped-call]
     try:
         return launch(settings)
-    except (StartError, WorkerFailedError, TokenizerFailedError, TracingUnavailableError) as error:
+    except (StartError, WorkerFailedError, TokenizerFailedError, OtelError) as error:
         if settings.log_format == "json":
             logging.getLogger("truedraft.server").error("%s", error)
         else:

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from truedraft.server.observability.otel import MISSING, OtelError, resource
 from truedraft.server.observability.request_summary import SUMMARY, Summary
 from truedraft.server.observability.status_recorder import StatusRecorder
 from truedraft.server.version import package_version
@@ -18,24 +19,15 @@ OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
 NANOSECONDS = 1e9
 
 
-class TracingUnavailableError(Exception):
-    """The extra is not installed; the message says how to get it."""
-
-
 def make_provider(exporter: Any = None) -> Any:
     """Sends spans in batches by OTLP; ``exporter`` replaces that, and gets them one by one."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
     except ImportError as error:
-        raise TracingUnavailableError(
-            "otel: OpenTelemetry is not installed; install it with: pip install '.[otel]' in a checkout"
-        ) from error
-    # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before these.
-    facts = {"service.name": "truedraft", "service.version": package_version()}
-    provider = TracerProvider(resource=Resource(facts).merge(Resource.create()))
+        raise OtelError(MISSING) from error
+    provider = TracerProvider(resource=resource())
     if exporter is None:
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     else:

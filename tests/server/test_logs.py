@@ -127,6 +127,7 @@ def test_traces(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         "truedraft.server.observability.tracing.make_provider", lambda: make_provider(exporter)
     )
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     with start_server(otel=True) as server:
         parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         body = {"prompt": "log", "max_tokens": 8}
