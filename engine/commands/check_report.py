@@ -54,7 +54,7 @@ class Report:
     sampling: list[ChiSquareResult]
     speeds: list[Speed]
     ngrams: list[Speed]  # on a text that repeats itself, greedily
-    own_drafts: dict[str, list[Speed]]  # of a target without a draft: what its own weights would bring
+    own_drafts: dict[str, list[Speed]]  # a target without a draft: what its own weights would bring
     exact: bool
     verdict: str
 
@@ -112,7 +112,7 @@ def recommendation(own_drafts: dict[str, list[Speed]]) -> str:
 
 
 def _by_length(speeds: list[Speed]) -> dict[int, float]:
-    """The speed-up of each draft length: geometric mean over the temperatures."""
+    """Returns the speed-up of each draft length: geometric mean over the temperatures."""
     ratios: dict[int, list[float]] = {}
     for speed in speeds:
         ratios.setdefault(speed.num_speculative_tokens, []).append(speed.speedup)

@@ -91,7 +91,7 @@ def received(request: ExportMetricsServiceRequest) -> Values:
 
 
 def shown(text: str) -> Values:
-    """Returns the values of a page of metrics. What is not estimated is NaN there, and not sent."""
+    """Returns the values of a page of metrics that are sent, too: NaN and times of creation are not."""
 
     def label(name: str, value: str) -> tuple[str, str]:
         return name, str(float(value)) if name == "le" else value
@@ -100,7 +100,7 @@ def shown(text: str) -> Values:
         (sample.name, tuple(sorted(label(*each) for each in sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if not math.isnan(sample.value)
+        if not math.isnan(sample.value) and not sample.name.endswith("_created")
     }
 
 
