@@ -1,4 +1,4 @@
-"""Acceptance of the rejection, block and coupled rules beside theory: python -m benchmarks.acceptance
+"""Compares acceptance by the rejection, block and coupled rules with theory: python -m benchmarks.acceptance
 
 Runs the engine on story openings and looks at every round's two processed distributions. Theory says, for
 each position that was reached: rejection accepts with probability 1 - TV, coupling with

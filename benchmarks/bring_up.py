@@ -1,4 +1,4 @@
-"""The first half hour on a GPU, correctness first: python -m benchmarks.bring_up
+"""Runs the first half hour on a GPU, correctness first: python -m benchmarks.bring_up
 
 Stages, in the order in which they tell most, each in a process of its own with a limit in seconds, since a
 failed capture spoils its process. What a stage prints comes as it is printed, and goes to the log as well.
@@ -61,7 +61,7 @@ GEMM_ROWS = (1, 2, 5, 8, 16, 32, 80, 160)
 # Bytes of the weights that a product cycles through: more than any cache holds.
 GEMM_BYTES = 1 << 30
 NODES = 1000
-# Of the tests, those of kernels, graphs and waits; the others are whole engines.
+# These are the tests of kernels, graphs and waits; the others are whole engines.
 FIRST_TESTS = "kernel or in_place or graphs or host"
 RULES = {
     "greedy": SamplingParams(max_tokens=48, temperature=0, ignore_eos=True),
@@ -286,7 +286,7 @@ def run_here(stage: str, bench: Bench) -> int:
 
 
 def run_apart(stage: str, seconds: float, arguments: list[str], log: Any) -> str:
-    """The stage in another process; what became of it, in words."""
+    """Runs the stage in another process; says what became of it."""
     command = [sys.executable, "-u", "-m", "benchmarks.bring_up", stage, "--here", *arguments]
     late = threading.Event()
     # In a group of its own, whose children end with it.

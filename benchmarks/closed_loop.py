@@ -42,7 +42,7 @@ class Window(NamedTuple):
 
     @property
     def generator_share(self) -> float:
-        """Of one processor."""
+        """Returns the generator's share of one processor."""
         return self.generator_seconds / self.seconds
 
 
@@ -115,7 +115,7 @@ def count_tokens(received: bytes, end: int) -> int:
 async def run_block(
     port: int, clients: Sequence[Iterator[Request]], *, ramp_up: float, seconds: float
 ) -> Window:
-    """One client for each iterator; what arrives in the first ``ramp_up`` seconds is not counted."""
+    """Runs one client for each iterator; what arrives in the first ``ramp_up`` seconds is not counted."""
     loop = asyncio.get_running_loop()
     failed: asyncio.Future[None] = loop.create_future()
     connected: list[Client] = []

@@ -74,7 +74,7 @@ class StepTimes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One variant, once: how much it made, how long it took, what it made."""
+    """A variant was run once: how much it made, how long it took, what it made."""
 
     num_tokens: int
     seconds: float
@@ -114,7 +114,7 @@ def median_ratio(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
 
 
 def total_ratio(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
-    """Of all tokens in all the time: for many short runs, whose texts differ more than the machine."""
+    """Compares all tokens in all the time: many short runs have texts that differ more than the machine."""
     speed, base = (
         sum(run.num_tokens for run in some) / sum(run.seconds for run in some) for some in (runs, baseline)
     )
@@ -122,7 +122,7 @@ def total_ratio(runs: Sequence[Run], baseline: Sequence[Run]) -> float:
 
 
 def median_seconds(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Of each piece of work, taken in turns; the first turn warms up and is not counted."""
+    """Times each piece of work, taken in turns; the first turn warms up and is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats + 1):
         for name, run in work.items():
@@ -139,7 +139,7 @@ def acceptance(runs: Sequence[Run]) -> tuple[float, float] | None:
 
 
 def summary(runs: Runs, baselines: Mapping[str, Mapping[str, str]]) -> list[dict[str, Any]]:
-    """One row for each variant: median, spread, acceptance, and its ratio to a variant per baseline column.
+    """Returns a row for each variant: median, spread, acceptance, its ratio to a variant per baseline column.
 
     ``baselines[column][variant]`` names what the variant is compared with in that column.
     """

@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
         help="another checkout, measured in alternation with this one",
     )
     add("--apart", action="store_true", help="'default' and 'none' on servers of their own too")
-    add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture beside it")
+    add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture next to it")
     return parser.parse_args()
 
 
@@ -112,7 +112,7 @@ class Variant(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block of load; the counters include what was aborted when it ended. ``others`` is the share of the
+    """Runs one block of load; counters include what was aborted when it ended. ``others`` is the share of the
     processors that other processes used."""
 
     window: Window
@@ -138,7 +138,7 @@ def speculation(length: int) -> dict[str, Any]:
 
 
 def rotated(variants: Sequence[Variant], cycle: int, num_cycles: int) -> list[Variant]:
-    """The order of a cycle: each variant comes early and late, before and after each other one."""
+    """Returns the order of a cycle: each variant comes early and late, before and after each other one."""
     start = cycle * len(variants) // num_cycles
     order = [*variants[start:], *variants[:start]]
     return order[::-1] if cycle % 2 else order
@@ -213,7 +213,7 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
             async def serve(
                 named: Mapping[str, Mapping[str, Any]], checkout: Path = ROOT, **settings: Any
             ) -> None:
-                """Ready before the next one starts: what loads beside it would spoil its calibration."""
+                """Waits until it is ready: another one that loads meanwhile would spoil its calibration."""
                 server = stack.enter_context(running_server({**models, **settings}, checkout))
                 await until_ready(session, server)
                 model = await find_model(session, server.base_url)
@@ -331,7 +331,7 @@ def summary(title: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def draw(figure: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A panel for each pair: multiples of plain decoding by the number of clients."""
+    """Draws a panel for each pair: multiples of plain decoding by the number of clients."""
     by_pair: dict[str, dict[str, dict[float, float]]] = {}
     for row in rows:
         series = by_pair.setdefault(row["pair"], {})

@@ -1,4 +1,4 @@
-"""An encoder-decoder pair: speculation against plain decoding and transformers, in one process.
+"""Compares speculation with plain decoding and transformers on an encoder-decoder pair, in one process.
 
     python -m benchmarks.encoder_decoder [--acceptance 0.8 --lengths 2 4 8 --concurrency 1 4]
 

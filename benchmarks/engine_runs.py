@@ -14,7 +14,7 @@ Variants = dict[str, Callable[[], Run]]
 
 
 def use_phases(core: EngineCore) -> None:
-    """Every step phase by phase, where each pass can be seen."""
+    """Runs every step phase by phase, where each pass can be seen."""
     if isinstance(core.runner, NativeRunner | CudaRunner):
         core.runner = core.runner.phases
 

@@ -1,4 +1,4 @@
-"""The speed-up that theory promises for measured acceptance and costs, beside the one that was achieved.
+"""Compares the speed-up that theory promises for measured acceptance and costs with the achieved one.
 
 Leviathan et al. 2022 (arXiv:2211.17192), theorem 3.8, with the measured tokens per round in place of those
 of a constant acceptance, and with the cost of scoring k + 1 tokens measured instead of taken as that of one:

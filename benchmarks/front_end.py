@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Cost(NamedTuple):
-    """One measurement. ``unit_microseconds`` is CPU time per request or per streamed token."""
+    """A measurement was taken. ``unit_microseconds`` is CPU time per request or per streamed token."""
 
     per_second: float
     unit_microseconds: float
@@ -71,7 +71,7 @@ class FrontEnd(NamedTuple):
 
 @contextmanager
 def front_end(checkout: Path, *worker_options: str) -> Iterator[FrontEnd]:
-    """The server of a checkout on a free port, ready."""
+    """Starts the server of a checkout on a free port, and yields it when it is ready."""
     with running_server({}, checkout, worker=("instant_worker.py", *worker_options)) as server:
         asyncio.run(wait_until_ready(server))
         yield FrontEnd(server.port, psutil.Process(server.process_id))
@@ -106,7 +106,7 @@ def streamed_tokens(server: FrontEnd, num_streams: int, num_tokens: int) -> Cost
 
 
 def measure(server: FrontEnd, arguments: argparse.Namespace) -> dict[str, Cost]:
-    """Every scenario once."""
+    """Runs every scenario once."""
     costs = {}
     for concurrency in arguments.concurrency:
         name = f"1-token requests, {concurrency} at once"

@@ -1,4 +1,4 @@
-"""The whole table on one GPU in under eight minutes: python -m benchmarks.gpu
+"""Measures the whole table on one GPU in under eight minutes: python -m benchmarks.gpu
 
 First the device's copy bandwidth; with ``--tests`` the engine's tests on CUDA, which take five minutes and
 more, before it. Then greedy identity of the bundled pair in
@@ -59,12 +59,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--graphs", choices=["on", "off", "both"], default="on", help="CUDA graphs; both: side by side"
     )
-    parser.add_argument("--save", type=Path, help="JSON file to write as results come; a PNG lies beside it")
+    parser.add_argument(
+        "--save", type=Path, help="JSON file to write as results come; a PNG is saved next to it"
+    )
     return parser.parse_args()
 
 
 class Table:
-    """The document so far, written after every part, and what is left of the time."""
+    """Holds the document so far, written after every part, and what is left of the time."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -116,7 +118,7 @@ def run_tests(table: Table) -> None:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=table.seconds_left)
     except subprocess.TimeoutExpired as expired:
-        # One character a test: dots have passed.
+        # Each test prints one character: dots have passed.
         so_far = (expired.stdout or b"").decode().splitlines()[:1]
         table.add("tests", f"not finished within {expired.timeout:.0f} s; so far: {''.join(so_far)}")
         note(f"Tests: {table.document['tests']}")
@@ -173,7 +175,7 @@ def cell_variants(
 
 
 def interleave_within(variants: Variants, repeats: int, seconds: float) -> Runs:
-    """As ``interleave``, with at least one repeat and no new one after ``seconds``."""
+    """Calls ``interleave`` with at least one repeat and no new one after ``seconds``."""
     ends = time.monotonic() + seconds
     runs: dict[str, list[Run]] = {name: [] for name in variants}
     for repeat in range(repeats):

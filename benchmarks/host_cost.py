@@ -41,7 +41,7 @@ from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.base import ForwardOutput
 from truedraft.engine.models.model_runner import ModelRunner
 
-# How tokens are drawn, by name. A seed means the coupled rule.
+# Tokens are drawn in these ways. A seed means the coupled rule.
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature 1, seed": {"temperature": 1.0, "seed": 1},

@@ -1,4 +1,4 @@
-"""Whether variants say the same, and how sure the target was where they part.
+"""Tells whether variants say the same, and how sure the target was where they part.
 
 Greedy text of one target must be the same from everybody. Other kernels sum in another order, so where the
 two best tokens are nearly tied either may win; a difference with a clear margin is a bug.
@@ -22,7 +22,7 @@ class Miss(NamedTuple):
 
 
 def same_text(outputs: Mapping[str, Tokens], reference: str) -> dict[str, str]:
-    """How many answers of each variant are the reference's, token by token."""
+    """Counts the answers of each variant that are the reference's, token by token."""
     found = {}
     for name, answers in outputs.items():
         pairs = zip(answers, outputs[reference], strict=True)

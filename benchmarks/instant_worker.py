@@ -23,7 +23,7 @@ from truedraft.engine.messages import (
 )
 from truedraft.engine.process.connection import Connection
 
-# Of the bundled pair. The ids are ordinary words and word parts.
+# The bundled pair has as many. The ids are ordinary words and word parts.
 VOCAB_SIZE = 2048
 TOKEN_IDS = list(range(300, 1300))
 
@@ -98,7 +98,7 @@ class InstantWorker:
         self.connection.send(message)
 
     def stats(self) -> Stats:
-        """As many numbers as the real worker reports."""
+        """Reports as many numbers as the real worker."""
         return Stats(
             num_running=len(self.sequences),
             num_waiting=0,

@@ -61,7 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="file of prompts; default: story openings")
     parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
     parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
+    parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG next to it")
     arguments = parser.parse_args()
     if arguments.num_speculative_tokens != "auto":
         arguments.num_speculative_tokens = int(arguments.num_speculative_tokens)
@@ -101,7 +101,7 @@ def baselines(variants: Variants, concurrency: Sequence[int]) -> dict[str, dict[
 
 
 def same_as_first(runs: Runs) -> dict[str, str]:
-    """How many greedy outputs are the first variant's. Variants may have more prompts than others."""
+    """Counts the greedy outputs that are the first variant's. Variants may have more prompts than others."""
     shortest = min(len(repeats[0].token_ids) for repeats in runs.values())
     outputs = {name: repeats[0].token_ids[:shortest] for name, repeats in runs.items()}
     return identity.same_text(outputs, next(iter(runs)))
@@ -121,7 +121,7 @@ def phase_rows(runs: Runs, concurrency: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def measure_pair(arguments: argparse.Namespace, pair: Pair) -> list[dict[str, Any]]:
-    """One result per temperature."""
+    """Returns one result per temperature."""
     config = EngineConfig(
         target=pair.target,
         draft=pair.draft or "none",

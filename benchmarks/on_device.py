@@ -1,4 +1,4 @@
-"""For models that live on the device only: engines without checkpoints on a disk, memory bandwidth."""
+"""Models live on the device only: engines without checkpoints on a disk, memory bandwidth."""
 
 import statistics
 import tempfile

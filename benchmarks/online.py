@@ -46,11 +46,13 @@ class OnlineOptions(BenchOptions):
 
     serve: bool = Field(False, description="Start a server here instead of --base-url.")
     offline: bool = Field(False, description="Compare with the engine without a server.")
-    target: str | None = Field(None, description="Of --serve and --offline. Default: the bundled pair.")
-    draft: str | None = Field(None, description="Of --serve and --offline.")
+    target: str | None = Field(
+        None, description="Target model of --serve and --offline. Default: the bundled pair."
+    )
+    draft: str | None = Field(None, description="Draft model of --serve and --offline.")
     num_speculative_tokens: str = Field("4", description="A number or auto.")
-    threads: int = Field(0, description="Of the engine; 0: as it chooses.")
-    stream_interval: float | None = Field(None, description="Of --serve. Default: the server's.")
+    threads: int = Field(0, description="Threads of the engine; 0: as it chooses.")
+    stream_interval: float | None = Field(None, description="Setting of --serve. Default: the server's.")
 
 
 def engine_settings(options: OnlineOptions) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def is_open(port: int) -> bool:
 
 
 class OfflineEngine:
-    """The engine of the server's worker, while no request runs."""
+    """Is the engine of the server's worker, while no request runs."""
 
     def __init__(self, options: OnlineOptions, control: Listener, prompts: Sequence[str]) -> None:
         self._options = options

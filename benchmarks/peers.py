@@ -1,4 +1,4 @@
-"""Truedraft beside transformers, llama.cpp, OpenVINO GenAI and vLLM: python -m benchmarks.peers --pair 290m
+"""Compares with transformers, llama.cpp, OpenVINO GenAI and vLLM: python -m benchmarks.peers --pair 290m
 
 The same weights, prompts, draft length and threads for everybody, in the same run and interleaved: A, B, C,
 A, B, C, ... Greedy, exactly ``--max-tokens`` tokens for each prompt, one prompt after the other or
@@ -61,7 +61,7 @@ RATIOS = [
     (truedraft.SPECULATIVE, openvino_pipeline.PLAIN),
     (truedraft.SPECULATIVE, openvino_pipeline.SPECULATIVE),
 ]
-# Of the draft with ``--gguf``.
+# The draft has this type with ``--gguf``.
 DRAFT_TYPE = "Q8_0"
 
 
@@ -95,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16"], help="default: float32, or a quantised file's own"
     )
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
-    parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG beside it")
+    parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG next to it")
     return parser.parse_args()
 
 

@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def pass_over(engine: ScriptedEngine, edits: list[Edit], params: SamplingParams, predicts: bool) -> Run:
-    """Every edit once, one after the other."""
+    """Makes every edit once, one after the other."""
     runs = []
     for edit in edits:
         output = engine.encode(edit.expected)

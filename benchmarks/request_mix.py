@@ -24,7 +24,7 @@ EXTRAS: Sequence[Mapping[str, Any]] = (
 def requests(
     model: str, prompts: Sequence[list[int]], fields: Mapping[str, Any], key: str, client: int
 ) -> Iterator[Request]:
-    """Of one client in one block, without end; ``fields`` are added to each.
+    """Yields requests of one client in one block, without end; ``fields`` are added to each.
 
     The first one is shorter, or all clients would begin and end in step. Kinds of sampling and extras come by
     turns, from another beginning for each key: drawn, a short block could have any number of them.

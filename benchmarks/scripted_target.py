@@ -30,7 +30,7 @@ CERTAINTY = 13.0
 
 
 class ScriptedEngine:
-    """One engine with a random target, and a draft if ``draft`` is given; one request at a time."""
+    """Runs an engine with a random target, and a draft if ``draft`` is given; one request at a time."""
 
     def __init__(self, target: Shape, draft: Shape | None = None, **config: object) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(str(BUNDLED_PAIR / "target"))
@@ -62,7 +62,7 @@ class ScriptedEngine:
     def run(
         self, prompt: list[int], output: list[int], prediction: list[int] | None, params: SamplingParams
     ) -> Run:
-        """The output once; the clock starts at its first token: the prompt costs the same anyway."""
+        """Generates the output once; the clock starts at its first token: prompts cost the same anyway."""
         self._script = [*prompt, *output]
         self.core.add(Generate("r", prompt, params, prediction_token_ids=prediction))
         started = None

@@ -1,7 +1,7 @@
 """Starts the real server process with another worker than ``engine.process.worker``: a script of this folder.
 
 Started by its path, so that ``server`` and ``engine`` come from PYTHONPATH, which may be another checkout.
-Arguments before ``--`` are the server's flags; behind it come the script's name and its own.
+Arguments before ``--`` are the server's flags; after it come the script's name and its own.
 """
 
 import sys

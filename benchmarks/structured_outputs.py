@@ -50,7 +50,7 @@ PROSE = {
     "required": ["title", "story"],
     "additionalProperties": False,
 }
-# As of tool_choice auto: any text, until a call begins.
+# tool_choice auto has this: any text, until a call begins.
 BEFORE_A_CALL = r"""%llguidance {}
 start: text | opening "{" /[a-z]*/ "}"
 opening[lazy]: TEXT "<tool_call>"
@@ -59,13 +59,13 @@ TEXT: /(.|\n)*/"""
 
 
 def grammar(schema: dict[str, object]) -> str:
-    """As the server makes it."""
+    """Returns the grammar that the server makes."""
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_flexible": False})
 
 
 PROMPT = "Once upon a time"
 NUM_REQUESTS, NUM_STREAMS, REPETITIONS = 40, 16, 7
-# Tokens of the stream beside the free ones, which must not end before them.
+# Tokens of the constrained stream, which must not end before the free ones.
 LONG = 480
 WIDE = 131_072
 
@@ -82,7 +82,7 @@ def one_stream(llm: LLM, params: SamplingParams) -> tuple[float, float]:
 
 
 def free_streams(llm: LLM, is_constrained: bool) -> float:
-    """Tokens per second of each of 15 free streams, while one more is served beside them."""
+    """Tokens per second of each of 15 free streams, while one more is served."""
     core, prompt = llm.core, llm.tokenizer.encode(PROMPT)
     free = SamplingParams(max_tokens=120, ignore_eos=True, seed=1)
     other = structs.replace(free, max_tokens=LONG)
@@ -121,7 +121,7 @@ def wide_tokenizer() -> LLTokenizer:
 
 
 def mask_microseconds(tokenizer: LLTokenizer, source: str) -> tuple[float, float]:
-    """Of a mask, and of the slowest, along a text that ``source`` allows, in a sequence that is not the
+    """Times a mask, and the slowest, along a text that ``source`` allows, in a sequence that is not the
     grammar's first."""
     grammars = Grammars(lambda: tokenizer)
     microseconds: list[float] = []

@@ -64,7 +64,7 @@ def cycle(vocab_size: int, seed: int) -> torch.Tensor:
 
 
 def successors(order: torch.Tensor) -> torch.Tensor:
-    """The next token of each on the cycle ``order``, [vocab]."""
+    """Returns the next token of each on the cycle ``order``, [vocab]."""
     following = torch.empty_like(order)
     following[order] = order.roll(-1)
     return following

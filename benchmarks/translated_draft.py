@@ -50,7 +50,7 @@ def save_shuffled(folder: Path, num_merges_removed: int) -> str:
     model = AutoModelForCausalLM.from_pretrained(DRAFT, dtype=torch.float32)
     vocab_size = model.config.vocab_size
     new_ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))
-    # By weight: both layers may share one.
+    # Weights are compared: both layers may share one.
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     for weight in {layer.weight for layer in layers}:
         weight.data[new_ids] = weight.data.clone()
@@ -77,7 +77,7 @@ def _renamed(ids: Any, new_ids: list[int]) -> Any:
 
 
 class Engine:
-    """An engine whose time in the draft model's passes is known apart from the rest of drafting."""
+    """Runs an engine whose time in the draft model's passes is known apart from the rest of drafting."""
 
     def __init__(self, draft: str | None, num_speculative_tokens: int) -> None:
         self.core: EngineCore = build_engine(
@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def host_milliseconds(self) -> float:
-        """Of drafting, per sequence and round, without the draft model's passes."""
+        """Returns the time of drafting, per sequence and round, without the draft model's passes."""
         return 1000 * (self.core.stats.phase_seconds["draft"] - self.forward_seconds) / self.num_rounds
 
 
@@ -159,7 +159,7 @@ def compare(drafts: dict[str, str | None], args: argparse.Namespace, temperature
 
 
 def host_cost(draft: str) -> None:
-    """One round's translation, without any model: new text in, the draft's ids out, drafted text back."""
+    """Times a round's translation, without any model: new text in, the draft's ids out, drafted text back."""
     target, other = (load_tokenizer(path) for path in (TARGET, draft))
     assert target is not None
     assert other is not None

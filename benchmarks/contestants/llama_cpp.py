@@ -58,7 +58,7 @@ def export_gguf(checkpoint: str, source: Path, gguf: Path) -> Path:
 
 
 def quantise_gguf(gguf: Path, binaries: Path, kind: str) -> Path:
-    """``gguf`` in type ``kind`` (``Q4_K_M``), by llama.cpp's own program, beside it; kept if it is there."""
+    """Quantises ``gguf`` to type ``kind`` (``Q4_K_M``) with llama.cpp's program, unless it is there."""
     quantised = gguf.with_name(f"{gguf.stem}-{kind}.gguf")
     if quantised.exists():
         note(f"Using {quantised}")
@@ -73,7 +73,7 @@ def quantise_gguf(gguf: Path, binaries: Path, kind: str) -> Path:
 
 
 class LlamaServer:
-    """One ``llama-server`` process; as a context, it ends with it."""
+    """Runs one ``llama-server`` process, which ends with the context."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A contestant in an environment of its own: a process of another interpreter, which takes ids as JSON."""
+"""Runs a contestant in an environment of its own: another interpreter's process, which takes ids as JSON."""
 
 import json
 import subprocess

@@ -24,7 +24,7 @@ class TransformersGenerate:
         for name, model in (("target", target), ("draft", draft)):
             if model is None:
                 continue
-            # No end-of-sequence: every variant does the same amount of work.
+            # Nothing ends a sequence early: every variant does the same amount of work.
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
             model.register_forward_pre_hook(partial(self._count, name))
