@@ -125,7 +125,7 @@ async def find_model(session: aiohttp.ClientSession, base_url: str) -> str:
             response.raise_for_status()
             return str(json.loads(await response.read())["data"][0]["id"])
     except aiohttp.ClientResponseError as error:
-        raise BenchmarkError(f"{base_url}/models answers {error.status}") from error
+        raise BenchmarkError(f"{base_url}/models answered with status {error.status}") from error
     except aiohttp.ClientError as error:
         raise BenchmarkError(f"No server answers at {base_url}: {error or type(error).__name__}") from error
     except (ValueError, KeyError, IndexError) as error:

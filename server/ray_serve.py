@@ -70,5 +70,5 @@ def make_replica(settings: Settings) -> FastAPI:
 def _settings(args: dict[str, Any]) -> Settings:
     settings = Settings(**{"allowed_hosts": ["*"], **args})  # whom Ray lets in is asked by what name it likes
     if wrong := sorted(OF_THE_PROXY & settings.model_fields_set):
-        raise ValueError(f"With Ray Serve, its own configuration takes the place of: {', '.join(wrong)}")
+        raise ValueError(f"Set in Ray Serve's own configuration, not here: {', '.join(wrong)}")
     return settings

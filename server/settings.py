@@ -291,7 +291,7 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
     @model_validator(mode="after")
     def _check_transport(self) -> Self:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ValueError("ssl_certfile and ssl_keyfile need each other")
+            raise ValueError("ssl_certfile and ssl_keyfile must be set together")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError("root_path must start with a slash and not end with one")
         return self
@@ -300,13 +300,14 @@ class Settings(BaseSettings, EngineConfig, RequestSettings, AccessSettings, Serv
     def _check_workers(self) -> Self:
         num_devices = len(self.devices)
         if len(set(self.devices)) < num_devices:
-            raise ValueError("device names one twice; workers says how many share it")
+            raise ValueError("device names the same one twice; set workers to have several share it")
         if self.num_workers % num_devices:
             raise ValueError(
-                f"workers is {self.num_workers}, which is no multiple of the {num_devices} devices in device"
+                f"workers is {self.num_workers}, which is not a multiple of the {num_devices} devices "
+                "in device"
             )
         if self.device_map is not None and self.num_workers > 1:
-            raise ValueError("device_map spreads one worker over all GPUs; with it workers must be 1")
+            raise ValueError("device_map spreads one worker over all GPUs, so workers must be 1")
         return self
 
     @model_validator(mode="after")

@@ -80,6 +80,11 @@ def test_descriptions_are_read(text: str) -> None:
     assert complaints('x = Field(None, description="Whether to reason, for chat templates.")') == []
 
 
+def test_errors_are_read() -> None:
+    assert len(complaints('raise ValueError(f"a {kind} beside another one")')) == 1
+    assert complaints('x = f"a {kind} beside another one"') == []
+
+
 def test_places_are_named() -> None:
     findings = list(check(FILE, '"""It is."""\n\n\ndef f() -> None:\n    """Of f."""\n'))
     assert [(path, line) for path, line, _ in findings] == [(FILE, 5)]

@@ -119,6 +119,8 @@ def check(path: Path, source: str) -> Iterator[Finding]:
         if text.startswith(EMPTY_OPENINGS):
             yield Finding(path, line, f"'{shortened(text)}' leaves out what it describes")
         yield from (Finding(path, line, complaint) for complaint in wrong_words(text))
+    for line, text in errors(tree):
+        yield from (Finding(path, line, complaint) for complaint in wrong_words(text))
     for line, name in names(tree):
         for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name):
             if (better := NAMES.get(word.lower())) is not None:
@@ -183,6 +185,15 @@ def descriptions(tree: ast.Module) -> Iterator[tuple[int, str]]:
         match node:
             case ast.keyword("description" | "summary" | "help", ast.Constant(str(text)) as constant):
                 yield constant.lineno, text
+
+
+def errors(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields the texts of exceptions, or their parts between values."""
+    for statement in ast.walk(tree):
+        for node in ast.walk(statement) if isinstance(statement, ast.Raise) else ():
+            match node:
+                case ast.Constant(str(text)):
+                    yield node.lineno, text
 
 
 def names(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -128,7 +128,7 @@ class Client:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             hint = " (give a key with --api-key)" if error.code == 401 else ""
-            raise UnreachableError(f"{url} answers {error.code}{hint}") from error
+            raise UnreachableError(f"{url} answered with status {error.code}{hint}") from error
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise UnreachableError(f"No server answers at {self._base_url}: {reason}") from error

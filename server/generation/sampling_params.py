@@ -113,7 +113,7 @@ def check_answer_size(
     values.update({name: num_output * each for name, each in of_output.items()})
     if values.total() > limits.max_answer_values:
         raise InvalidRequestError(
-            f"The answer could hold {values.total()} values (tokens times what is told of each), but at most "
+            f"The answer could hold {values.total()} values (tokens times values per token), but at most "
             f"{limits.max_answer_values} are allowed (max_answer_values). Ask for fewer tokens, prompts, "
             "choices or alternatives.",
             param=max(values, key=values.__getitem__),
@@ -162,7 +162,7 @@ def _check_prompt_is_not_scored(request: SamplingRequest) -> None:
     for name, is_asked in asked.items():
         if is_asked:
             raise UnsupportedParameterError(
-                f"This model reads the prompt with an encoder and predicts none of it: no '{name}'.",
+                f"'{name}' is not supported: this model's encoder reads the prompt and predicts nothing.",
                 param=name,
             )
 

@@ -69,8 +69,8 @@ class HeldBodies:
         is_full = self.num_bytes + num_bytes > self._limit
         if own + others and is_full and (own + num_bytes) * num_keys > self._limit:
             raise QueueFullError(
-                f"The bodies of open requests have {self.num_bytes} bytes; with this one there would be more "
-                f"than {self._limit} (max_held_bodies). Try again later."
+                f"The bodies of open requests have {self.num_bytes} bytes, and this one would exceed the "
+                f"limit of {self._limit} (max_held_bodies). Try again later."
             )
         self._held[key] += num_bytes
         self.num_bytes += num_bytes

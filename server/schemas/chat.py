@@ -84,7 +84,7 @@ class TemplateFields(RequestPart):
     @model_validator(mode="after")
     def _one_end(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
-            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+            raise ValueError("add_generation_prompt and continue_final_message cannot be used together")
         return self
 
     def template_options(self) -> dict[str, Any]:

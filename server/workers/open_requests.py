@@ -91,14 +91,14 @@ class OpenRequests:
         limits, waiting, tokens = self._limits, self._num_waiting, self._num_waiting_tokens
         if waiting and waiting + num_sequences > limits.max_queued_sequences:
             raise QueueFullError(
-                f"{waiting} sequences are waiting; with the {num_sequences} of this request there would be "
-                f"more than {limits.max_queued_sequences} (max_queued_sequences). Try again later."
+                f"{waiting} sequences are waiting, and the {num_sequences} of this request would exceed the "
+                f"limit of {limits.max_queued_sequences} (max_queued_sequences). Try again later."
             )
         limit = limits.max_queued_tokens
         if limit is not None and waiting and tokens + num_tokens > limit:
             raise QueueFullError(
-                f"{tokens} prompt tokens are waiting; with the {num_tokens} of this request there would be "
-                f"more than {limit} (max_queued_tokens). Try again later."
+                f"{tokens} prompt tokens are waiting, and the {num_tokens} of this request would exceed the "
+                f"limit of {limit} (max_queued_tokens). Try again later."
             )
 
     def priority(self, request: Generate, key: str) -> int:

@@ -196,5 +196,5 @@ def test_the_file_is_valid() -> None:
 def test_settings_of_the_proxy_are_refused() -> None:
     from truedraft.server.ray_serve import app
 
-    with pytest.raises(ValueError, match="takes the place of: port"):
+    with pytest.raises(ValueError, match="own configuration, not here: port"):
         app({"port": 1234})

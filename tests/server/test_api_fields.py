@@ -33,7 +33,7 @@ def test_how_the_template_ends(server: RunningServer) -> None:
     assert rendered(server, continue_final_message=True) == whole.removesuffix("<|im_end|>\n")
     both = {"add_generation_prompt": True, "continue_final_message": True}
     error = refused(server, CHAT, {"messages": MESSAGES} | both)
-    assert "exclude each other" in error["message"]
+    assert "cannot be used together" in error["message"]
 
 
 def test_variables_of_the_template(server: RunningServer) -> None:

@@ -68,7 +68,7 @@ def test_a_home_folder_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ssl-keyfile", "k.pem"], "ssl_certfile and ssl_keyfile need each other"),
+        (["--ssl-keyfile", "k.pem"], "ssl_certfile and ssl_keyfile must be set together"),
         (["--root-path", "llm"], "root_path must start with a slash"),
         (["--metrics-prefix", "a b"], "metrics_prefix"),
     ],

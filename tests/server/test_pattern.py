@@ -135,7 +135,7 @@ def test_what_matches_is_allowed(pattern: str, matching: list[str]) -> None:
         ("(?i)a", "'(?i'"),
         ("(?=a)b", "'(?='"),
         ("(?<!a)b", "'(?<'"),
-        ("a*+a", "quantifier behind"),
+        ("a*+a", "quantifier after"),
         ("a{,2}", "'{,2'"),
         (r"\ba", r"'\\b'"),
         (r"a\Z", r"'\\Z'"),

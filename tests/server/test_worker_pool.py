@@ -268,9 +268,9 @@ def test_devices_threads_and_memory_are_divided(settings: dict[str, Any], expect
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"workers": 3, "device": "cuda:0,1"}, "no multiple of the 2 devices"),
+        ({"workers": 3, "device": "cuda:0,1"}, "not a multiple of the 2 devices"),
         ({"device": "cuda:0,1", "device_map": "auto"}, "workers must be 1"),
-        ({"device": "cpu,cpu"}, "names one twice"),
+        ({"device": "cpu,cpu"}, "names the same one twice"),
     ],
 )
 def test_workers_that_cannot_be(settings: dict[str, Any], message: str) -> None:

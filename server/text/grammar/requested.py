@@ -94,7 +94,7 @@ async def structured_grammar(
         return NO_GRAMMAR
     if len(wanted) > 1:
         names = " and ".join(each.param for each in wanted)
-        raise InvalidRequestError(f"{names} exclude each other.", param=wanted[1].param)
+        raise InvalidRequestError(f"{names} cannot be used together.", param=wanted[1].param)
     _check_others(request)
     (asked,) = wanted
 

@@ -60,7 +60,9 @@ def exact_schema(schema: Any) -> Any:
             # Names that only the wider pattern matches would count as additional ones, and have any value.
             for name in names:
                 if names[name].is_narrowed and schema.get("additionalProperties", False) is not False:
-                    raise ValueError(f"additionalProperties is not supported beside the pattern {name!r}")
+                    raise ValueError(
+                        f"additionalProperties is not supported together with the pattern {name!r}"
+                    )
                 if names[name].is_narrowed:
                     written["additionalProperties"] = False
         elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
@@ -101,7 +103,7 @@ class _Writer:
         if found := QUANTIFIER.match(self._pattern, self._place) or GROUP.match(self._pattern, self._place):
             self._place = found.end()
             if found[0][0] != "(" and self._pattern.startswith((*"*+?{",), self._place):
-                raise self._error("a quantifier behind another one")
+                raise self._error("a quantifier after another one")
             return found[0]
         if self._may_have_flags and (found := FLAGS.match(self._pattern, self._place)):
             self._place = found.end()
