@@ -84,7 +84,7 @@ class Reply:
 
     @property
     def seconds(self) -> float:
-        """From when the request was due: a client in a queue of ours would have waited too."""
+        """Counts from when the request was due: a client in a queue of ours would have waited too."""
         return self.finished - self.due
 
     @property
@@ -101,7 +101,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go and what they have in common; ``body`` is added to each."""
+    """An endpoint says where requests go; ``body`` is added to each of them."""
 
     base_url: str
     model: str

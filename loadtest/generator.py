@@ -47,7 +47,7 @@ class LoadResult:
 
 
 def new_session(api_key: str, timeout: float) -> aiohttp.ClientSession:
-    """To be called in the event loop that uses it. ``timeout``: seconds without a byte."""
+    """Has to be called in the event loop that uses it. ``timeout``: seconds without a byte."""
     return aiohttp.ClientSession(
         headers={"authorization": f"Bearer {api_key}", "accept-encoding": "identity"},
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout),

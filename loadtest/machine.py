@@ -1,4 +1,4 @@
-"""Where numbers come from, and whether the machine had anything else to do meanwhile."""
+"""Describes the machine that numbers come from, and whether it had anything else to do meanwhile."""
 
 import os
 import platform

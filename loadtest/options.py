@@ -31,7 +31,7 @@ class ClientOptions(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Not the environment, where names such as SEED or MODEL belong to others."""
+        """Leaves out the environment, where names such as SEED or MODEL belong to others."""
         return (init_settings,)
 
 

@@ -1,4 +1,4 @@
-"""What a load is made of without prompts of its own: openings of children's stories."""
+"""Loads without prompts of their own are made of these: openings of children's stories."""
 
 import json
 from pathlib import Path

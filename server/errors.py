@@ -219,5 +219,5 @@ def _shorten(text: str, limit: int) -> str:
 
 
 def internal_error(request_id: str) -> InternalError:
-    """What a client may know about a bug of ours; the log has the rest under the same id."""
+    """Tells a client what it may know about a bug of ours; the log has the rest under the same id."""
     return InternalError(f"The server failed to handle this request. Its id in the log is {request_id}.")

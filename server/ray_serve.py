@@ -24,7 +24,7 @@ OF_THE_PROXY = {"config", "host", "port", "uds", "root_path", "ssl_certfile", "s
 
 
 def app(args: dict[str, Any]) -> serve.Application:
-    """What ``import_path`` names; ``args`` are settings of ``truedraft serve``."""
+    """Is what ``import_path`` names; ``args`` are settings of ``truedraft serve``."""
     return deployment(args).bind()
 
 

@@ -1,4 +1,4 @@
-"""What every route needs, in one object: settings, engine, tokenizer, metrics, and whether they are ready.
+"""One object has what every route needs: settings, engine, tokenizer, metrics, and whether they are ready.
 
 Built by ``server.app``; routes get it through ``ServicesDep``.
 """
@@ -141,7 +141,7 @@ class Services:
 
 
 def in_daemon_thread(load: Callable[[], T]) -> "asyncio.Future[T]":
-    """Unlike the threads of asyncio's pool, this one does not delay a server that ends while it loads."""
+    """Loads in a thread that, unlike those of asyncio's pool, does not delay a server that ends meanwhile."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

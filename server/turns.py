@@ -1,4 +1,4 @@
-"""Who goes next where work has to wait: a bound on what is at work, and a line that is fair between keys.
+"""Decides who goes next where work has to wait: work is bounded, and the line is fair between keys.
 
 Knows nothing of what the work is. Used for the front end's threads and for grammars that are compiled.
 """
@@ -103,7 +103,7 @@ class Turns:
 
 
 class Turn:
-    """To be ended once, in the event loop's thread."""
+    """Has to be ended once, in the event loop's thread."""
 
     def __init__(self, turns: Turns, weight: int) -> None:
         self._turns = turns

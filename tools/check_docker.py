@@ -86,7 +86,7 @@ def pip_settings(folder: Path) -> list[str]:
 
 
 def torch_index() -> list[str]:
-    """Without the CPU builds' index, pip's own indexes and folders must have such a build of torch."""
+    """Returns build arguments: none where the CPU builds' index answers, else pip's own indexes are used."""
     try:
         with urllib.request.urlopen(TORCH_INDEX, timeout=10):
             return []

@@ -118,7 +118,7 @@ def make_app(settings: Settings) -> FastAPI:
 
 
 def thread_share(num_workers: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What tells one of several workers how many processors are its own."""
+    """Returns what tells one of several workers how many processors are its own."""
     if num_workers == 1:
         return {}
     given = environ.get(THREADS_VARIABLE, "")
@@ -264,7 +264,7 @@ async def _tell_progress(services: Services) -> None:
 
 
 def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
-    """What is about to run, and where."""
+    """Returns lines that say what is about to run, and where."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "http" if settings.ssl_certfile is None else "https"
     where = f"unix:{settings.uds}" if settings.uds else f"{scheme}://{host}:{listener.getsockname()[1]}"
@@ -278,7 +278,7 @@ def _introduction(settings: Settings, listener: socket.socket) -> list[str]:
 
 
 def capacity(settings: Settings, worker: Ready) -> list[str]:
-    """What the loaded pair can take: what drafts, and what fits into the cache."""
+    """Returns lines that say what the loaded pair can take: what drafts, and what fits into the cache."""
     longest = longest_request(worker)
     blocks_per_request = -(-longest // worker.block_size)
     num_requests = min(worker.num_target_blocks // blocks_per_request, settings.max_num_sequences)

@@ -19,7 +19,7 @@ MEMORY_PER_VALUE = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """What one HTTP request wants generated."""
+    """Holds what one HTTP request wants generated."""
 
     id: str
     endpoint: str
@@ -68,7 +68,7 @@ class PreparedRequest:
         return self.prompts[choice // self.n]
 
     def engine_params(self) -> SamplingParams | None:
-        """What the engine is asked for; None where nothing has to be computed.
+        """Returns what the engine is asked for; None where nothing has to be computed.
 
         It always generates, so for a prompt's log-probabilities alone one token is asked for and dropped.
         """

@@ -38,7 +38,7 @@ def speculation_report(generation: Generation, config: EngineConfig, worker: Rea
 def _effective_params(
     params: SamplingParams, config: EngineConfig, worker: Ready, is_predicted: bool
 ) -> SamplingParams:
-    """With the engine's own settings where the request left them open."""
+    """Fills in the engine's own settings where the request left them open."""
     asked = params.num_speculative_tokens
     configured = None if config.num_speculative_tokens == "auto" else config.num_speculative_tokens
     length = configured if asked is None else asked

@@ -61,7 +61,7 @@ class AllowedHostsMiddleware:
 
 
 def _name_of(host: str) -> str:
-    """Without the port and in the form in which names are compared; an IPv6 address without its brackets."""
+    """Returns a host as names are compared: without its port, and without an IPv6 address's brackets."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

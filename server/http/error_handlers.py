@@ -1,4 +1,4 @@
-"""From exceptions to answers: an ``ApiError``, a body that is not valid, an unknown path or method."""
+"""Turns exceptions into answers: an ``ApiError``, a body that is not valid, an unknown path or method."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -95,7 +95,7 @@ def _from_validation(
 
 
 def _path(location: Sequence[str | int], body: Any) -> list[str]:
-    """Where in the body the fault is: pydantic's location without the names of its own alternatives."""
+    """Returns the fault's place in the body: pydantic's location without the names of its alternatives."""
     path = []
     for number, part in enumerate(location):
         is_key = isinstance(body, dict) and part in body

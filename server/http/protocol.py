@@ -124,7 +124,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise self._refused(_too_large())
 
     def _refused(self, refusal: RefusedRequestError) -> RefusedRequestError:
-        """To raise where the parser calls, which makes an error of its own of it."""
+        """Has to be raised where the parser calls, which turns it into an error of its own."""
         self._refusal = refusal
         return refusal
 

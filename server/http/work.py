@@ -1,4 +1,4 @@
-"""What a request costs the front end before and after the engine has it: parsing, templates, tokens, JSON.
+"""Shares out what requests cost the front end around the engine's work: parsing, templates, tokens, JSON.
 
 It is done in threads of its own, in turns that are fair between API keys, and only as much at a time as fits
 into memory. A request whose client has left, or whose time is over, is given up. The size of a body stands

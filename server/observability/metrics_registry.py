@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows: families of the server, of each worker, and of their processes, as one registry.
+"""``/metrics`` shows this registry: families of the server, of each worker, and of their processes.
 
 Labels that say whose a sample is are added when metrics are read, not for each token: the model's name, the
 worker where there are several, the process. Built by ``server.observability.metrics``.

@@ -1,4 +1,4 @@
-"""What the log and the trace of a request tell about it once it has ended; made by ``server.generation``."""
+"""Log and trace tell this about a request once it has ended; ``server.generation`` makes it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ SUMMARY = "summary"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What became of a request, for its line in the log and for its trace. Times are since its arrival."""
+    """Says what became of a request. Times are since its arrival."""
 
     id: str
     usage: Usage

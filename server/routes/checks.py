@@ -1,4 +1,4 @@
-"""What the routes check of a request before it costs anything: fields, model, number of choices, queue.
+"""Routes check this of a request before it costs anything: fields, model, number of choices, queue.
 
 Every error has its real HTTP status, because nothing has been sent yet.
 """
@@ -46,7 +46,7 @@ def check_model(name: str, services: Services) -> None:
 
 
 def check_room(body: SamplingRequest, num_prompts: int, services: Services) -> None:
-    """What can be refused before the prompts are tokenized: too many choices, or a full queue."""
+    """Refuses what it can before the prompts are tokenized: too many choices, or a full queue."""
     num_choices, most = num_prompts * choices_per_prompt(body), services.settings.max_choices
     if num_choices > most:
         raise InvalidRequestError(

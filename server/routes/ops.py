@@ -1,4 +1,4 @@
-"""What operators and probes ask: ``/health``, ``/ready``, ``/metrics``, ``/version``, ``/speculation``."""
+"""Operators and probes ask these: ``/health``, ``/ready``, ``/metrics``, ``/version``, ``/speculation``."""
 
 from typing import Annotated
 
@@ -77,7 +77,7 @@ async def version(services: ServicesDep) -> Version:
     },
 )
 async def speculation(services: ServicesDep, worker: WorkerNumber = 0) -> SpeculationStatus:
-    """Who drafts, how much is accepted at which position, what it gains, and why it is on or off."""
+    """Tells who drafts, how much is accepted at which position, what it gains, and why it is on or off."""
     workers = services.engine.workers
     if worker >= len(workers):
         raise InvalidRequestError(f"There are {len(workers)} workers, numbered from 0.", param="worker")

@@ -33,7 +33,7 @@ class AnswerWriter(Protocol):
 
     @property
     def end(self) -> bytes:
-        """What follows the last event of a stream, failed or not."""
+        """Returns what follows the last event of a stream, failed or not."""
         ...
 
     @property

@@ -146,7 +146,7 @@ class ResponsesWriter:
         )
 
     def _answer(self, status: Status, **fields: Any) -> ResponsesAnswer:
-        """What every answer repeats of the request, and ``fields``."""
+        """Returns what every answer repeats of the request, and ``fields``."""
         body = self._body
         params = self._context.generation.prepared.params  # with the defaults filled in
         return ResponsesAnswer(

@@ -1,4 +1,4 @@
-"""From a checked request and its token ids to a running generation."""
+"""Makes a running generation of a checked request and its token ids."""
 
 import time
 import uuid

@@ -88,7 +88,7 @@ class SpeculationReport(BaseModel):
 
 
 class TokenOrigin(BaseModel):
-    """Where one token of the answer came from.
+    """Tells where one token of the answer came from.
 
     ``accepted``: drafted by ``source``, and accepted. ``recovered``: drawn by the target in place of a draft
     that it rejected. ``bonus``: drawn after a draft that was accepted whole. ``plain``: of a round without a

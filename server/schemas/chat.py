@@ -165,7 +165,7 @@ class AssistantMessage(BaseModel):
 
 
 class Delta(BaseModel):
-    """What a chunk adds to its choice; the first one says who speaks."""
+    """A chunk adds this to its choice; the first one says who speaks."""
 
     role: Literal["assistant"] | None = Field(None, exclude_if=is_none)
     content: str | None = Field(None, exclude_if=is_none)

@@ -187,7 +187,7 @@ class SpeculationOptions(RequestPart):
 
 
 class SamplingRequest(RequestPart):
-    """What all generating endpoints have in common. ``prompt_field`` is the one that holds the prompt."""
+    """All generating endpoints have these fields. ``prompt_field`` is the one that holds the prompt."""
 
     prompt_field: ClassVar[str]
 
@@ -289,7 +289,7 @@ class SamplingRequest(RequestPart):
 
 
 class GenerationRequest(SamplingRequest):
-    """What completions and chat completions have in common, besides that."""
+    """Completions and chat completions have these fields, too."""
 
     n: int | None = Field(None, ge=1, le=128, description="Choices per prompt. Default 1.")
     prompt_logprobs: int | None = Field(

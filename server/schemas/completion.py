@@ -13,7 +13,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 def _kind_of_prompt(value: Any) -> str | None:
-    """Which of the four prompt forms this is, so that an error is about that form only."""
+    """Tells which of the four forms a prompt has, so that an error is about that form only."""
     if isinstance(value, str):
         return tag("string")
     if not isinstance(value, list) or not value:

@@ -1,4 +1,4 @@
-"""What the text must match: OpenAI's response formats, and ``structured_outputs`` as vLLM has it."""
+"""Says what the text must match: OpenAI's response formats, and ``structured_outputs`` as vLLM has it."""
 
 from typing import Annotated, Any, Literal, Self
 

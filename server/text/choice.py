@@ -18,7 +18,7 @@ from truedraft.server.text.origins import OriginReader
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one or several rounds added to a choice.
+    """Holds what one or several rounds added to a choice.
 
     ``text`` may be empty while it is held back; ``scored`` and ``origins`` are of the tokens whose text it
     completes, if they were asked for, while ``token_ids`` are those of the rounds. ``parts``: of the message
@@ -88,7 +88,7 @@ class SpeculationCounts(NamedTuple):
 
 
 class PredictionCount:
-    """Which of the prediction's ``length`` tokens appeared in a choice. Without a use nothing counts."""
+    """Counts which of the prediction's ``length`` tokens appeared in a choice; none do unless it was used."""
 
     def __init__(self, length: int) -> None:
         self._length = length

@@ -32,7 +32,7 @@ class StopMatch(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one call released.
+    """Holds what one call released.
 
     ``offsets`` has the place in the whole text of each token that counted: those up to the one that
     completed a stop string. ``num_shown`` tokens, of this call or earlier ones, now have all text out.

@@ -43,7 +43,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What stands around an answer's reasoning. ``answer``: where messages have headers, that of the last."""
+    """Marks stand around an answer's reasoning. ``answer`` is the last message's header, if there are any."""
 
     open: str
     close: str

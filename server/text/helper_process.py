@@ -20,7 +20,7 @@ def helper_command(module: str) -> tuple[str, ...]:
 
 
 def helper_environment() -> dict[str, str]:
-    """Without the server's settings, keys among them."""
+    """Returns the environment without the server's settings, keys among them."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 

@@ -252,7 +252,7 @@ class MessageParser:
             yield None
 
     def _find(self, mark: str) -> int:
-        """Where it begins; -1 if it does not."""
+        """Returns where it begins; -1 if it does not."""
         token = next((token for token in self._form.token_ids if token in mark), None)
         place = self._held.find(mark)
         if token is not None:

@@ -1,4 +1,4 @@
-"""Where each token of a choice came from, given out together with the token's text.
+"""Tells where each token of a choice came from, together with the token's text.
 
 The engine counts by rounds: how many drafts were accepted, and whether one more token follows.
 ``text.choice`` knows which tokens counted and whose text is out.

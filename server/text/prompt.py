@@ -48,7 +48,7 @@ class TokenPrompt(NamedTuple):
 
 
 class PromptLimits(NamedTuple):
-    """What a request's prompts may have, checked before anything is tokenized.
+    """A request's prompts may have this much, which is checked before anything is tokenized.
 
     ``max_characters`` is that of all of them together (a setting), ``max_tokens`` that of each, for the
     reason that ``context`` says.
@@ -328,7 +328,7 @@ def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    """What templates expect: plain text, arguments as an object, and 'system' as the name of its role."""
+    """Returns what templates expect: plain text, arguments as an object, and 'system' as the role's name."""
     fields = message.model_dump(include=TEMPLATE_FIELDS, exclude_none=True)
     fields["role"] = "system" if message.role in SYSTEM_ROLES else message.role
     fields["content"] = message.text

@@ -26,7 +26,7 @@ OUT = 1
 
 
 class TemplateModel:
-    """What transformers wants of a tokenizer to render messages: its templates and special tokens."""
+    """Has what transformers wants of a tokenizer to render messages: its templates and special tokens."""
 
     get_chat_template = PreTrainedTokenizerBase.get_chat_template
     apply_chat_template = PreTrainedTokenizerBase.apply_chat_template

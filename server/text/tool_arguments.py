@@ -39,7 +39,7 @@ def tagged_as_json(tagged: str, parameters: dict[str, Any]) -> str:
 
 
 def quoted_as_json(quoted: str, quote: str, *, is_complete: bool) -> str:
-    """What stands between the braces, with them. Where it is cut, a beginning of JSON."""
+    """Converts what stands between the braces, with them; where it is cut, to a beginning of JSON."""
     if not is_complete:
         quoted = quoted[: len(quoted) - longest_stop_prefix(quoted, [quote])]
     pieces = f"{{{quoted}{'}' if is_complete else ''}".split(quote)

@@ -1,4 +1,4 @@
-"""What a request lets the model call, and how its answer is read."""
+"""Decides what a request lets the model call, and how its answer is read."""
 
 from dataclasses import dataclass
 from typing import Any

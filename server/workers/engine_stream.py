@@ -1,4 +1,4 @@
-"""What the engine produces for one HTTP request: all of its prompts' sequences on one queue.
+"""Streams what the engine produces for one HTTP request: all of its prompts' sequences on one queue.
 
 It also keeps the requests as they were sent, so that they can be sent again as long as nothing has come back.
 Filled by ``server.workers.worker_pool``, read by ``server.generation``. ``close`` is synchronous on purpose:

@@ -188,7 +188,7 @@ class OpenRequests:
                 stream.num_submissions += 1
 
     def unassigned(self) -> list[Generate]:
-        """What a worker has still to take over, in the order in which it came."""
+        """Returns what a worker has still to take over, in the order in which it came."""
         return [
             stream.request(request_id)
             for request_id, stream in self._streams.items()

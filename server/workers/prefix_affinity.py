@@ -1,4 +1,4 @@
-"""Which worker has probably computed the beginning of a prompt: a guess, made without asking the workers.
+"""Guesses which worker has computed the beginning of a prompt, without asking the workers.
 
 Each worker has a prefix cache of its own. A prompt is known by the hashes of its first 32, 64, 128 ...
 tokens, and a worker by the hashes of the prompts that it got lately. Used by ``server.workers.worker_pool``.

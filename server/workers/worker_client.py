@@ -59,7 +59,7 @@ class EngineState:
 
 
 class WorkerListener(Protocol):
-    """What a worker's news mean for requests; the pool of workers."""
+    """Hears a worker's news, which matter to requests; the pool of workers."""
 
     def outputs(self, outputs: Sequence[TokenOutput]) -> None: ...
 

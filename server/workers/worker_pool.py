@@ -122,14 +122,14 @@ class WorkerPool:
         return stream
 
     def _in_line(self, request: Generate, key: str) -> Generate:
-        """With the request's own priority first, and then its key's place."""
+        """Returns the request with a priority made of its own first, and then of its key's place."""
         place = self._requests.priority(request, key)
         if not place:
             return request
         return msgspec.structs.replace(request, priority=request.priority * MAX_PLACE + place)
 
     def _assign(self, request: Generate) -> None:
-        """To the ready worker where it costs least; there must be one."""
+        """Assigns a request to the ready worker where it costs least; there must be one."""
         prefixes = prefixes_of(request) if self._looks_at_prefixes else []
 
         def cost(number: int) -> float:

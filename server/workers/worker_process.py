@@ -48,7 +48,7 @@ class WorkerTimeouts:
 
 
 class WorkerProtocol(asyncio.Protocol):
-    """What arrives from the worker: heartbeats, other messages, the end of the connection."""
+    """Receives what the worker sends: heartbeats, other messages, the end of the connection."""
 
     def __init__(self, on_message: Callable[[FromWorker], None]) -> None:
         self._on_message = on_message
@@ -166,9 +166,9 @@ class WorkerProcess:
         await self._process.wait()
 
     async def _watch(self, timeouts: WorkerTimeouts) -> None:
-        """From the first heartbeat on, which comes once the worker has imported the engine.
+        """Watches from the first heartbeat on, which comes once the worker has imported the engine.
 
-        Looks are counted, not seconds: a front end that stood still itself has not waited.
+        Polls are counted, not seconds: a front end that stood still itself has not waited.
         """
         poll = min(POLL_SECONDS, timeouts.heartbeat)
         silence = None
@@ -198,6 +198,6 @@ class WorkerProcess:
 
 
 def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without this server's settings: the worker gets its own by argument, and keys are none of them."""
+    """Leaves out this server's settings: the worker gets its own by argument, and keys are none of them."""
     kept = {name: value for name, value in environ.items() if not name.upper().startswith(ENV_PREFIX)}
     return kept | spin_settings(environ) | {PARENT_VARIABLE: str(os.getpid())}

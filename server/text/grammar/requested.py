@@ -1,4 +1,4 @@
-"""What a request wants its text to match, as a grammar in llguidance's notation that is known to be valid.
+"""Turns what a request wants its text to match into a grammar of llguidance's that is known to be valid.
 
 The worker compiles it again, and finds out which tokens may come next. Called by the routes.
 """
@@ -76,7 +76,7 @@ async def structured_grammar(
     key: str = "",
     run: RunInThread,
 ) -> Grammar:
-    """What the request's text must match, tool calls included and reasoning excepted.
+    """Returns what the request's text must match, tool calls included and reasoning excepted.
 
     ``run`` is given the weight of what is to be done in a thread, and the API ``key`` that it is for.
 

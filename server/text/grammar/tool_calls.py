@@ -137,7 +137,7 @@ class Rules:
         return f"<[^{ids}]>" if ids else "<[*]>"
 
     def call(self, function: FunctionDefinition, calls: CallFormat) -> str:
-        """From the name to the end of the arguments."""
+        """Adds a call's rule, from the name to the end of the arguments."""
         name = f"call_{len(self._lines)}"
         schema = arguments_schema(function)
         if schema["type"] != "object":

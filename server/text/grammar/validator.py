@@ -47,7 +47,7 @@ class CheckerLostError(Exception):
 
 
 class _Check:
-    """What is waited for: that it has begun, and its outcome."""
+    """A check is waited for twice: until it has begun, and for its outcome."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()

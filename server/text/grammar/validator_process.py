@@ -114,7 +114,7 @@ class Checks:
 
 
 def report(status: int, number: int, grammar: str, seconds: float, memory: int) -> None:
-    """What came of a check's process, unless it has said so itself."""
+    """Reports what came of a check's process, unless it has said so itself."""
     if status == 0:
         return
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
