@@ -64,7 +64,7 @@ def _made_call(call_id: str, name: str, arguments: dict[str, Any]) -> GivenCall:
 
 
 class InputCallOutput(RequestPart):
-    """The result of a call, given back to the model."""
+    """A call's result is given back to the model."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: str
@@ -77,7 +77,7 @@ class ReasoningText(RequestPart):
 
 
 class InputReasoning(RequestPart):
-    """The model's reasoning before an earlier answer, given back as it was."""
+    """Reasoning before an earlier answer is given back as it was."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
