@@ -75,10 +75,10 @@ class ModelSettings(BaseModel):
     )
     quantize: Literal["none", "int8", "int4"] = Field(
         "none",
-        description="On a CPU, quantise the weights of Llama-shaped models at load, of target and draft: "
-        "in groups of 32 to 8 or 4 bits (embeddings and output layer to 8), with inputs of layers in 8 bits. "
-        "That is another target than the checkpoint. Quantised weights of GGUF files that have no more bits "
-        "stay as they are.",
+        description="On a CPU, quantise the weights of Llama-shaped models, target and draft, at "
+        "load: to 8 or 4 bits in groups of 32 (embeddings and output layer to 8), with "
+        "the inputs of layers in 8 bits. The target then differs from the checkpoint. "
+        "Quantised weights of GGUF files that have no more bits stay as they are.",
     )
     cuda_graphs: bool = Field(
         True,
@@ -95,9 +95,10 @@ class ModelSettings(BaseModel):
     max_model_len: int | None = Field(
         None,
         ge=2,
-        description="Longest prompt plus output, in tokens. Default: the target's context. "
-        "Of an encoder-decoder model: the longest prompt, and the longest output. Of a model with "
-        "longrope it also decides which rotary factors serve all texts.",
+        description="Largest number of tokens of prompt and output together. Default: the target's "
+        "context. For an encoder-decoder model it limits the prompt and the output "
+        "separately; for a model with longrope it also decides which rotary factors serve"
+        " all texts.",
     )
 
 
@@ -106,13 +107,16 @@ class SpeculationSettings(BaseModel):
 
     method: Literal["auto", "draft_model", "ngram", "none"] = Field(
         "auto",
-        description="Who drafts. ngram: the text so far, without a model. auto: in each round the draft "
-        "model or ngram, whichever is expected to give more tokens per second; without a draft model ngram "
-        "where it pays, if num_speculative_tokens is auto, else none. A request's 'prediction' is drafted "
-        "from whatever this says.",
+        description="Who drafts. ngram: the text so far, without a model. auto: in each round the "
+        "draft model or ngram, whichever is expected to give more tokens per second; "
+        "without a draft model, ngram where it pays if num_speculative_tokens is auto, "
+        "else none. A request's 'prediction' is drafted from regardless of this setting.",
     )
     ngram_min_match: int = Field(
-        2, ge=1, description="Tokens that must have occurred before for ngram to draft what followed."
+        2,
+        ge=1,
+        description="Number of last tokens that must have occurred before for ngram to draft what "
+        "followed them.",
     )
     ngram_max_tokens: int = Field(
         32,
@@ -140,7 +144,9 @@ class SpeculationSettings(BaseModel):
 class BatchingSettings(BaseModel):
     """Batching and caches"""
 
-    max_num_sequences: int = Field(32, ge=1, description="Sequences that run at the same time.")
+    max_num_sequences: int = Field(
+        32, ge=1, description="Largest number of sequences that run at the same time."
+    )
     max_num_batched_tokens: int = Field(
         1024,
         ge=1,
@@ -149,8 +155,9 @@ class BatchingSettings(BaseModel):
     step_seconds: float = Field(
         0.02,
         ge=0,
-        description="On a CPU, rounds of less than half of this share a step, where nothing can change "
-        "between them: small models then spend less time around their passes. 0: every round is a step.",
+        description="Seconds of a step that several short rounds share on a CPU, if each takes less "
+        "than half of them and nothing can change in between: small models then spend "
+        "less time around their passes. 0: every round is a step.",
     )
     stream_interval: float = Field(
         0.01,

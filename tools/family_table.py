@@ -243,7 +243,7 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(model_type: str) -> Outcome:
-    """Tells what becomes of a checkpoint of that type: its default config is refused, or a tiny one fares so."""
+    """Tells what becomes of a checkpoint of that type: refused by default config, or a tiny one's fate."""
     if (default := _default_config(model_type)) is not None:
         with TemporaryDirectory() as folder:
             default.save_pretrained(folder)
