@@ -17,7 +17,7 @@ An OpenAI-compatible API. A field that changes the output is honoured, or refuse
 only asks for extra output, is metadata or is unknown is ignored and listed in the `x-truedraft-ignored`
 header (or refused, with the setting `strict_fields`).
 
-Every answer has an `x-request-id`: the request's own, if it sent a sane one. Every error is
+Every answer has an `x-request-id`: the request's own, if it sent a valid one. Every error is
 `{"error": {"message", "type", "param", "code"}}`; those of `/v1/messages` have Anthropic's shape. A stream
 has its HTTP status decided before its first byte; an error after that is its last event.
 """

@@ -135,7 +135,7 @@ class WorkerMetrics:
             "estimated_speedup", "Tokens per second over those without drafts; NaN where not estimated."
         )
         self._achieved_speedup = gauge(
-            "achieved_speedup", "The same, as measured over about the last fifty steps; NaN where it is not."
+            "achieved_speedup", "Speed-up measured over about the last fifty steps; NaN where it is not."
         )
         self._build = Info(f"{prefix}build", "Version and models.", registry=registry)
         self._totals: dict[tuple[Counter, tuple[str | int, ...]], float] = {}

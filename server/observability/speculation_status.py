@@ -61,6 +61,6 @@ def _by_position(stats: Stats) -> list[PositionAcceptance]:
 
 
 def achieved_speedup(policy: Mapping[str, Any]) -> float | None:
-    """Over plain decoding of the same rows, as far as that has been measured."""
+    """Returns the speed-up over plain decoding of the same rows, as far as that has been measured."""
     rates = policy.get("tokens_per_second", {})
     return round(rates["achieved"] / rates["plain"], 3) if rates.get("plain") else None

@@ -13,21 +13,21 @@ router = APIRouter(tags=["models"])
 
 @router.get("/v1/models", summary="List the model's names")
 async def list_models(services: ServicesDep) -> ModelList:
-    """The served names, all of the same model."""
+    """Returns the served names, all of the same model."""
     return ModelList(data=[_card(name, services) for name in services.settings.served_names])
 
 
 # Hub ids hold a slash, so the id is the rest of the path.
 @router.get(
     "/v1/models/{model_id:path}",
-    summary="Look a model up",
+    summary="Look up a model",
     responses={
         404: {"model": ErrorAnswer, "description": "Unknown model."},
         "default": {"model": ErrorAnswer},
     },
 )
 async def get_model(model_id: str, services: ServicesDep) -> ModelCard:
-    """The model, if it is served by this name."""
+    """Returns the model, if it is served by this name."""
     check_model(model_id, services)
     return _card(model_id, services)
 

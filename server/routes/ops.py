@@ -20,7 +20,7 @@ WorkerNumber = Annotated[int, Query(ge=0, description="Number of the worker that
 
 @router.get("/health", summary="Liveness")
 async def health(services: ServicesDep) -> Health:
-    """200 while this process lives, whatever its workers do; the body has the state of each."""
+    """Answers 200 while this process lives, whatever its workers do; the body has the state of each."""
     engine = services.engine
     return Health(
         workers=[
@@ -43,7 +43,7 @@ async def health(services: ServicesDep) -> Health:
     responses={503: {"model": Readiness, "description": "Loading, restarting, draining or failed."}},
 )
 async def ready(services: ServicesDep) -> JSONResponse:
-    """200 only when a request can be taken; else 503 with the reason."""
+    """Answers 200 only when a request can be taken; else 503 with the reason."""
     reason = services.not_ready_reason()
     if reason is None:
         return JSONResponse({"status": "ready"})
@@ -53,7 +53,7 @@ async def ready(services: ServicesDep) -> JSONResponse:
 
 @router.get("/version", summary="Version")
 async def version(services: ServicesDep) -> Version:
-    """Version, models, and what computes them."""
+    """Returns the version, the models, and what computes them."""
     settings, worker = services.settings, services.engine.state.worker
     return Version(
         version=package_version(),
@@ -92,6 +92,6 @@ async def speculation(services: ServicesDep, worker: WorkerNumber = 0) -> Specul
     responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
 )
 async def metrics(request: Request, services: ServicesDep) -> Response:
-    """Prometheus text, or OpenMetrics for a client that accepts it."""
+    """Returns Prometheus' text format, or OpenMetrics for a client that accepts it."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     return Response(encode(services.metrics.exposed), media_type=content_type)

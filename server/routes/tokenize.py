@@ -36,7 +36,7 @@ router = APIRouter(tags=["tokenize"], route_class=JsonRoute)
 
 @router.post(
     "/tokenize",
-    summary="Text or messages to token ids",
+    summary="Tokenize a text or messages",
     response_model=TokenizeAnswer,
     responses=BODY_ERRORS,
 )
@@ -45,7 +45,7 @@ async def tokenize(
     request: Request,
     services: ServicesDep,
 ) -> Response:
-    """The token ids that completions or chats would give to the model."""
+    """Returns the token ids that completions or chats would give to the model."""
     if body.model is not None:
         check_model(body.model, services)
     _check_forms(body)
@@ -57,14 +57,14 @@ async def tokenize(
 
 
 @router.post(
-    "/detokenize", summary="Token ids to text", response_model=DetokenizeAnswer, responses=BODY_ERRORS
+    "/detokenize", summary="Turn token ids into text", response_model=DetokenizeAnswer, responses=BODY_ERRORS
 )
 async def detokenize(
     body: Annotated[DetokenizeRequest, Body(openapi_examples=DETOKENIZE)],
     request: Request,
     services: ServicesDep,
 ) -> Response:
-    """The text of token ids, special tokens included."""
+    """Returns the text of token ids, special tokens included."""
     if body.model is not None:
         check_model(body.model, services)
     leniency = Leniency(strict=services.settings.strict_fields)

@@ -34,11 +34,9 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+# There may be a million of these: as plain dictionaries they cost garbage collections nothing.
 class PromptLogprob(TypedDict):
-    """``rank`` 1 is the most likely token; it is null for a prompt token that is not among those asked for.
-
-    There may be a million: as plain dictionaries they cost garbage collections nothing.
-    """
+    """``rank`` 1 is the most likely token; null for a prompt token that is not among those asked for."""
 
     logprob: float
     rank: int | None

@@ -100,7 +100,7 @@ Content = Annotated[
 ]
 
 
-class InputMessage(RequestPart):
+class MessagesInputMessage(RequestPart):
     role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
     content: Content = Field(description="A string, or blocks; texts are joined by newlines.")
 
@@ -135,7 +135,7 @@ class ToolChoice(RequestPart):
 
 
 class Thinking(RequestPart):
-    """Clients have new ways of it with each release, none of which costs the answer: it is reported."""
+    """Says whether the model reasons. Values that this server does not know are ignored and reported."""
 
     type: str = Field(description="`enabled`, `disabled`, or `adaptive`, which leaves it to the model.")
     budget_tokens: int | None = Field(None, ge=0)
@@ -156,7 +156,7 @@ class Conversation(RequestPart):
     """It is all that the model reads."""
 
     model: str = Field(description="The served name; `GET /v1/models` tells it.")
-    messages: Annotated[list[InputMessage], Field(fail_fast=True)] = Field(
+    messages: Annotated[list[MessagesInputMessage], Field(fail_fast=True)] = Field(
         min_length=1,
         description="The conversation so far. If its last message is the assistant's, the answer "
         "continues it.",

@@ -24,7 +24,7 @@ class Health(BaseModel):
 
 
 class Readiness(BaseModel):
-    """Ready as soon as one worker is."""
+    """A server is ready as soon as one worker is."""
 
     status: WorkerStatus | Literal["draining"]
     reason: str | None = Field(None, exclude_if=is_none, description="Why not; absent when ready.")
@@ -60,7 +60,7 @@ class PositionAcceptance(BaseModel):
 
 
 class Speedup(BaseModel):
-    """Over plain decoding of the same rows, whose cost is measured now and then; null where it is not."""
+    """Compares with plain decoding of the same rows, whose cost is measured now and then; else null."""
 
     predicted: float | None = Field(description="Expected of the draft length in use.")
     achieved: float | None = Field(description="Measured over about the last fifty steps.")

@@ -89,7 +89,7 @@ class ReasoningOptions(RequestPart):
 
 
 class ResponsesRequest(SamplingRequest):
-    """Text in, text out, nothing stored. Every sampling parameter of chats works here too."""
+    """Takes text and gives text; nothing is stored. Every sampling parameter of chats works here too."""
 
     prompt_field: ClassVar[str] = "input"
     logprobs_switch: ClassVar[str] = f"include: ['{INCLUDE_LOGPROBS}']"

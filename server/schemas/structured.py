@@ -36,14 +36,14 @@ class NamedSchema(RequestPart):
 
 
 class JsonSchemaFormat(RequestPart):
-    """JSON that matches a schema; as chats and completions name it."""
+    """JSON that matches a schema, in the form of chats and completions."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
 
 class FlatJsonSchemaFormat(NamedSchema):
-    """The same, as `/v1/responses` names it."""
+    """JSON that matches a schema, in the form of `/v1/responses`."""
 
     type: Literal["json_schema"]
 
@@ -80,7 +80,7 @@ class TextOptions(RequestPart):
 
 
 class StructuredOutputs(RequestPart):
-    """One way to say what the text must match."""
+    """Says, in one of four ways, what the text must match."""
 
     json_schema: Annotated[dict[str, Any] | str, Field(union_mode="left_to_right")] | None = Field(
         None, alias="json", description="JSON that matches a schema, given as an object or written out."

@@ -10,7 +10,7 @@ from truedraft.server.schemas.strict import RequestPart
 
 
 class TokenizeRequest(TemplateFields, RequestPart):
-    """A text as completions would take it, or messages as chats would. One of the two."""
+    """Takes either a text as completions would, or messages as chats would."""
 
     model: str | None = Field(None, description="The served name; may be left out.")
     prompt: str | None = Field(None, description="A text.")

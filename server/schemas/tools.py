@@ -37,7 +37,7 @@ class ChatTool(RequestPart):
 
 
 class ResponsesTool(FunctionDefinition):
-    """The same, as `/v1/responses` names it."""
+    """A tool is written like this on `/v1/responses`."""
 
     type: Literal["function"] = "function"
 
@@ -100,7 +100,7 @@ FlatToolChoice = Annotated[
 
 
 class CalledFunction(RequestPart):
-    """Its arguments are a JSON object as text, of an answer that was cut the beginning of one."""
+    """Its arguments are a JSON object written as text; if the answer was cut off, the beginning of one."""
 
     name: str
     arguments: str = "{}"

@@ -16,7 +16,7 @@ from truedraft.server.schemas.messages import (
     AnyBlock,
     AnyText,
     Conversation,
-    InputMessage,
+    MessagesInputMessage,
     TextBlock,
     ThinkingBlock,
     ToolDefinition,
@@ -105,7 +105,7 @@ def chat_messages(request: Conversation, tokenizer: Tokenizer) -> list[Message]:
     return messages
 
 
-def _messages_of(message: InputMessage, called: set[str], where: str) -> Iterator[Message]:
+def _messages_of(message: MessagesInputMessage, called: set[str], where: str) -> Iterator[Message]:
     if isinstance(message.content, str):
         yield Message(role=message.role, content=message.content)
         return
@@ -177,7 +177,7 @@ def _is_empty(last: Message) -> bool:
     return not last.content
 
 
-def _check_place(message: InputMessage, block: AnyBlock, place: str) -> None:
+def _check_place(message: MessagesInputMessage, block: AnyBlock, place: str) -> None:
     role = ROLES.get(block.type, message.role)
     if message.role != role:
         raise InvalidRequestError(
