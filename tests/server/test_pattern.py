@@ -180,7 +180,7 @@ def test_patterns_of_names() -> None:
         assert allows(written, {"xa": 1})
         assert not any(allows(written, each) for each in ({'x"': 1}, {"x\x00": "a"}, {"x\x00": 1}))
     for other in (True, {"type": "string"}):
-        with pytest.raises(ValueError, match="beside the pattern"):
+        with pytest.raises(ValueError, match="together with the pattern"):
             exact_schema(schema | {"additionalProperties": other})
     assert exact_schema({"patternProperties": {"^x-": string("^[^a]$")}}) == {
         "patternProperties": {r"^x\x{2d}": string(r"^[^a\x{0}]$")}
