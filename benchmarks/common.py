@@ -74,7 +74,7 @@ class StepTimes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A variant was run once: how much it made, how long it took, what it made."""
+    """Holds one run of a variant: how much it made, how long it took, what it made."""
 
     num_tokens: int
     seconds: float

@@ -112,7 +112,7 @@ class Variant(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of load has run; counters include what was aborted at its end. ``others`` is the share of the
+    """Holds one block of load; counters include what was aborted at its end. ``others`` is the share of the
     processors that other processes used."""
 
     window: Window

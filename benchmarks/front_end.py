@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Cost(NamedTuple):
-    """A measurement was taken. ``unit_microseconds`` is CPU time per request or per streamed token."""
+    """Holds one measurement. ``unit_microseconds`` is CPU time per request or per streamed token."""
 
     per_second: float
     unit_microseconds: float

@@ -23,7 +23,7 @@ TICK = 0.05  # seconds; looking costs time that the server may need, where both 
 
 @dataclass
 class LoadResult:
-    """A load has been put once. ``ticks`` are the seconds by which the event loop woke up late."""
+    """Holds what one load gave. ``ticks`` are the seconds by which the event loop woke up late."""
 
     replies: list[Reply]
     seconds: float

@@ -67,7 +67,7 @@ def _indexes_by_mask(name: str, args: tuple[Any, ...]) -> bool:
 
 
 class ClockMark:
-    """An event is a moment of the host's clock: operations are over when they return."""
+    """An event marks a moment of the host's clock: operations are over when they return."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()

@@ -28,7 +28,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Speed:
-    """A draft length was measured at one temperature. ``speedup`` is over plain decoding, ``ideal`` what it
+    """Holds a draft length's speed at one temperature. ``speedup`` is over plain decoding, ``ideal`` what it
     would be if a round took the models' own time and nothing else."""
 
     temperature: float

@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
 
 
 class RowVerdict(NamedTuple):
-    """A verdict is one row's. ``failed``: it met logits that are no distribution (NaN, nothing allowed)."""
+    """Holds one row's verdict. ``failed``: it met logits that are no distribution (NaN, nothing allowed)."""
 
     num_accepted: int
     next_token: int

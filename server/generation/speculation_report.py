@@ -1,4 +1,4 @@
-"""The ``truedraft`` object of an answer says what speculation did for it, and has its trace if wanted.
+"""The ``truedraft`` object of an answer says what speculation did for the request; it may have a trace.
 
 Counts, seeds and traces come from ``server.generation``; here they get the method, the rule and the
 parameters that applied.

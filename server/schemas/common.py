@@ -104,7 +104,7 @@ def content_text(content: str | list[TextPart | RefusalPart | OtherPart] | None)
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
-# Arguments of transformers' function that no variable of a template can have the name of.
+# transformers' function has arguments of these names; a template's variables may have any other.
 RESERVED_IN_TEMPLATES = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"}
     | {"max_length", "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask"}

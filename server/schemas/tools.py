@@ -126,7 +126,7 @@ def _beginning_of_json(text: str) -> Any:
 
 
 class GivenCall(RequestPart):
-    """A call has been made by an earlier message of the assistant."""
+    """Holds a call that an earlier message of the assistant has made."""
 
     id: str
     type: Literal["function"] = "function"

@@ -59,7 +59,7 @@ class EngineState:
 
 
 class WorkerListener(Protocol):
-    """Hears a worker's news, which matter to requests; the pool of workers."""
+    """Is told of a worker's outputs, failures and death; implemented by the pool of workers."""
 
     def outputs(self, outputs: Sequence[TokenOutput]) -> None: ...
 

@@ -66,7 +66,7 @@ class _Check:
 
 
 class _Checker:
-    """Is one process, from its start to its end."""
+    """Runs one process, from its start to its end."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
