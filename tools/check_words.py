@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).parent.parent
 FOLDERS = ("truedraft", "server", "engine", "loadtest", "tools", "benchmarks", "tests")
 
 # Docstrings of these folders are still being rewritten.
@@ -93,19 +94,17 @@ class Finding(NamedTuple):
 
 
 def main() -> int:
+    files = [path.relative_to(ROOT) for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     findings = [
         finding
-        for folder in FOLDERS
-        for path in sorted(Path(folder).rglob("*.py"))
+        for path in files
         if not path.as_posix().startswith(LEFT_OUT)
-        for finding in check(path, path.read_text(encoding="utf-8"))
+        for finding in check(path, (ROOT / path).read_text(encoding="utf-8"))
     ]
-    for finding in findings:
-        print(f"{finding.path}:{finding.line}: {finding.complaint}")
+    for path, line, complaint in findings:
+        print(f"{path}:{line}: {complaint}")
     if findings:
-        print(
-            f"{len(findings)} findings; CONTRIBUTING.md says how docstrings, comments and names are written."
-        )
+        print(f"{len(findings)} findings; CONTRIBUTING.md says how docstrings and comments are written.")
     return 1 if findings else 0
 
 
