@@ -57,6 +57,7 @@ class MetricsExport:
         self._readings: SimpleQueue[MetricsData | None] = SimpleQueue()
         self._thread = Thread(target=self._send, name="otlp-metrics", daemon=True)
         self._reading: asyncio.Task[None] | None = None
+        self._has_ended = False
 
     async def __aenter__(self) -> None:
         self._thread.start()
@@ -70,6 +71,7 @@ class MetricsExport:
         self._readings.put(self._read())
         self._readings.put(None)
         await asyncio.to_thread(self._thread.join, LAST_SECONDS)
+        self._has_ended = True
         self._exporter.shutdown()
 
     async def _read_often(self) -> None:
@@ -84,7 +86,7 @@ class MetricsExport:
         return MetricsData([ResourceMetrics(self._resource, [scope], schema_url="")])
 
     def _send(self) -> None:
-        while (reading := self._readings.get()) is not None:
+        while (reading := self._readings.get()) is not None and not self._has_ended:
             self._exporter.export(reading)  # logs its failures, and raises none
 
 
