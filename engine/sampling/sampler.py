@@ -150,8 +150,8 @@ class Sampler:
         self.uses_draft_probs = self.traced or any(rule.uses_draft_probs for rule in self.groups)
         self._adjusted = [i for i in special if rows[i].history.needs_adjustment]
         self.backend = backend
-        self._noise = KeptNoise()  # of the rows under the coupled rule
-        self._sampling: dict[tuple[int, ...], SamplingTensors] = {}  # by rows
+        self._noise = KeptNoise()  # rows under the coupled rule have some
+        self._sampling: dict[tuple[int, ...], SamplingTensors] = {}  # keys are rows
 
     @property
     def needs_adjustment(self) -> bool:

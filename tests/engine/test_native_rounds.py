@@ -442,7 +442,7 @@ def test_an_aborted_request_is_gone_after_its_step(tmp_path: Path) -> None:
 
 
 def spied_needs(monkeypatch: pytest.MonkeyPatch, runner: Any, name: str) -> list[Needs]:
-    """Of the steps that a method is called with, from now on."""
+    """Lists the needs of the steps that a method is called with, from now on."""
     honest, seen = getattr(runner, name), []
 
     def spy(plan: StepPlan) -> Any:
