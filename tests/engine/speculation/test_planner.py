@@ -367,7 +367,7 @@ def test_options_are_learned_by_their_names(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        lambda option: option.choice.best.active.shape.option,  # the share of what was not explored
+        lambda option: option.choice.best.active.shape.option,  # the name of what was not explored
         lambda option: MAX_LENGTH,
     ],
 )
