@@ -59,9 +59,9 @@ class PassClock:
         self._forward = model.forward
         model.forward = self  # type: ignore[assignment, method-assign]
 
-    def __call__(self, *arguments: Any) -> ForwardOutput:
+    def __call__(self, *arguments: Any, **named: Any) -> ForwardOutput:
         started = time.perf_counter()
-        output = self._forward(*arguments)
+        output = self._forward(*arguments, **named)
         self.seconds += time.perf_counter() - started
         self.count += 1
         return output

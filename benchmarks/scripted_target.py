@@ -82,7 +82,7 @@ class ScriptedEngine:
         seconds = time.perf_counter() - started
         return Run(len(token_ids) - 1, seconds, rounds, drafted, accepted, [token_ids])
 
-    def _forward(self, spans: list[Span]) -> ForwardOutput:
+    def _forward(self, spans: list[Span], taps: Sequence[int] = ()) -> ForwardOutput:
         ends = [span.table.num_computed_tokens + len(span.token_ids) for span in spans]
         logits = self._compute(spans).logits.clone()
         row = 0

@@ -87,7 +87,7 @@ class Engine:
         self.forward_seconds = 0.0
         self.num_rounds = 0
         runner: Any = self.core.runner
-        proposer = runner.proposer
+        proposer = next(iter(runner.proposers), None)
         self.is_translated = isinstance(proposer, TranslatedDraftProposer)
         if proposer is None:
             return

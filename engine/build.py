@@ -1,6 +1,7 @@
 """The one place where configuration becomes concrete objects."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,11 +12,12 @@ from truedraft.engine.core.admission import Admission, EncoderDecoderLimits
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.planning import AUTO_LIMITS, Lookup
+from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.cache_memory import cache_budget
-from truedraft.engine.messages import Method
+from truedraft.engine.messages import DRAFT_MODEL, Method
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.loader import draft_source, load_model, load_options
@@ -23,7 +25,6 @@ from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.threads import set_num_threads, usual_num_threads
-from truedraft.engine.proposers.base import Proposer
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import GrammarProposer
 from truedraft.engine.proposers.ngram import NgramProposer
@@ -31,6 +32,7 @@ from truedraft.engine.proposers.prediction import PredictionProposer
 from truedraft.engine.proposers.translated.pairing import Pairing, pair_models
 from truedraft.engine.proposers.translated.proposer import TranslatedDraftProposer
 from truedraft.engine.runtime.calibrate import calibrate
+from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.plan import GraphPlan, plan_graphs
 from truedraft.engine.runtime.cuda.runner import CudaRunner
 from truedraft.engine.runtime.native.runner import NativeRunner
@@ -46,11 +48,55 @@ from truedraft.engine.speculation.planner import SpeculationPlanner
 MIN_PARAMETERS_FOR_TORCH_THREADS = 50_000_000
 
 
-def build_engine(config: EngineConfig, begin: Callable[[str], None] = lambda stage: None) -> EngineCore:
-    """Load the models, allocate the caches, wire the engine. ``ModelLoadError`` if that cannot be.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What is loaded, and how long texts may be. ``pairing`` is that of target and draft."""
 
-    ``begin`` hears the name of each stage that takes long.
+    target: Model
+    draft: Model | None
+    pairing: Pairing | None
+    encoder_decoder: EncoderDecoderLimits | None
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The models over their caches, whose blocks the pools hand out, and what is captured of them."""
+
+    target: ModelRunner
+    draft: ModelRunner | None
+    target_pool: BlockPool
+    draft_pool: BlockPool
+    graphs: RoundGraphs | None
+
+    @property
+    def native(self) -> NativeDecoder | None:
+        """Returns the target's passes in C, if it has them."""
+        return self.target.fast_pass if isinstance(self.target.fast_pass, NativeDecoder) else None
+
+
+def build_engine(
+    config: EngineConfig,
+    begin: Callable[[str], None] = lambda stage: None,
+    proposers: Sequence[Proposer] = (),
+) -> EngineCore:
+    """Loads the models, allocates the caches, wires the engine. ``ModelLoadError`` if that cannot be.
+
+    ``begin`` hears the name of each stage that takes long. ``proposers`` draft beside the draft model.
     """
+    models = load_models(config, begin)
+    begin("caches and costs")
+    memory = allocate(config, models)
+    all_proposers = [*_draft_model(config, models, memory), *proposers]
+    for proposer in proposers:
+        proposer.attach(memory.target)
+    _check_proposers(all_proposers, models.target)
+    runner = make_runner(config, memory, all_proposers)
+    return make_core(config, models, memory, all_proposers, runner)
+
+
+def load_models(config: EngineConfig, begin: Callable[[str], None]) -> Models:
+    """Loads target and draft, and sets how many threads they take."""
     options = load_options(config)
     device = options.device
     if device.type == "cuda":
@@ -75,80 +121,79 @@ def build_engine(config: EngineConfig, begin: Callable[[str], None] = lambda sta
         draft = load_model(source, draft_options)
         _check_kinds(target, draft)
         pairing = pair_models(config.target, source, target.vocab_size, draft.vocab_size)
+    if not isinstance(target, EncoderDecoderModel):
+        return Models(target, draft, pairing, None, _max_model_len(config, target))
+    limits = _encoder_decoder_limits(config, target, draft)
+    longest = limits.max_prompt_len + len(limits.start_ids) + limits.max_output_len
+    return Models(target, draft, pairing, limits, longest)
 
-    encoder_decoder = None
-    if isinstance(target, EncoderDecoderModel):
-        encoder_decoder = _encoder_decoder_limits(config, target, draft)
-        max_model_len = (
-            encoder_decoder.max_prompt_len + len(target.start_ids) + encoder_decoder.max_output_len
-        )
-    else:
-        max_model_len = _max_model_len(config, target)
-    begin("caches and costs")
-    planned = plan_graphs(config, target, draft, max_model_len)
-    models = [target] if draft is None else [target, draft]
-    num_blocks = _num_blocks(config, models, max_model_len, planned)
+
+def allocate(config: EngineConfig, models: Models) -> Memory:
+    """Allocates the caches, and captures passes where that can be."""
+    planned = plan_graphs(config, models.target, models.draft, models.max_model_len)
+    loaded = [models.target] if models.draft is None else [models.target, models.draft]
+    num_blocks = _num_blocks(config, loaded, models.max_model_len, planned)
     # The last block is no pool's: graphs store their padding there.
     cached_blocks = num_blocks + (planned is not None)
-    runners = [ModelRunner.build(model, cached_blocks, config.block_size) for model in models]
-    target_runner, draft_runner = runners[0], runners[1] if len(runners) > 1 else None
-    graphs = None
+    runners = [ModelRunner.build(model, cached_blocks, config.block_size) for model in loaded]
+    target, draft, graphs = runners[0], runners[1] if len(runners) > 1 else None, None
     if planned is not None:
-        target_runner, draft_runner, graphs = planned.carry_out(target_runner, draft_runner, num_blocks)
-    draft_pool = None if draft is None else BlockPool(num_blocks, config.block_size)
-    target_pool = BlockPool(num_blocks, config.block_size)
-    max_draft_len = max_model_len
-    if draft is not None and encoder_decoder is None:
-        max_draft_len = min(max_model_len, draft.max_position or max_model_len)
-    proposer = _proposer(config, target, draft_runner, draft_pool, pairing, max_draft_len)
+        target, draft, graphs = planned.carry_out(target, draft, num_blocks)
+    target_pool, draft_pool = (BlockPool(num_blocks, config.block_size) for _ in range(2))
+    return Memory(target, draft, target_pool, draft_pool, graphs)
+
+
+def make_runner(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer]) -> Runner:
+    """Makes the fastest runner of steps: compiled rounds know the draft model, all else goes by phases."""
+    phases = PhaseRunner(memory.target, proposers, _sampling_backend(config, memory.target.device))
+    if not all(proposer.can_lag for proposer in proposers):
+        return phases
+    own = (proposer for proposer in proposers if isinstance(proposer, DraftModelProposer))
+    drafting = next(own, None)
+    if memory.native is not None:
+        if drafting is not None and not isinstance(drafting.model.fast_pass, NativeDecoder):
+            drafting = None
+        can_sample = isinstance(phases.backend, NativeBackend)
+        return NativeRunner(memory.native, drafting, proposers, phases, can_sample, config.step_seconds)
+    if memory.graphs is not None and (memory.draft is None or drafting is not None):
+        return CudaRunner(memory.graphs, drafting, phases)
+    return phases
+
+
+def make_core(
+    config: EngineConfig, models: Models, memory: Memory, proposers: Sequence[Proposer], runner: Runner
+) -> EngineCore:
+    """Puts planning, scheduling and admission around the ``runner``."""
+    assert config.target is not None  # filled in by EngineConfig
+    target = models.target
     lookups: list[Lookup] = [
         GrammarProposer(),
         PredictionProposer(),
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
     ]
     is_auto = config.num_speculative_tokens == "auto"
-    native = target_runner.fast_pass if isinstance(target_runner.fast_pass, NativeDecoder) else None
-    step_seconds = config.step_seconds if native is not None else 0.0
-    if is_auto:
-        max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
-        costs = calibrate(target_runner, target_pool, draft_runner, draft_pool, max_tokens, step_seconds)
-    else:
-        costs = Costs.uncalibrated(step_seconds)
-    planner = SpeculationPlanner(
-        costs,
-        lookups,
-        max_draft_len,
-        tracks_draft_cache=pairing is None or pairing.translators is None,
-    )
-    phases = PhaseRunner(target_runner, proposer, _sampling_backend(config, device))
-    runner: Runner = phases
-    if native is not None:
-        runner = _native_runner(config, native, phases, max_draft_len)
-    elif graphs is not None and (proposer is None or isinstance(proposer, DraftModelProposer)):
-        runner = CudaRunner(graphs, phases)
     return EngineCore(
-        target=target_runner,
-        draft=draft_runner,
+        target=memory.target,
+        draft=memory.draft,
         runner=runner,
         scheduler=Scheduler(
-            target_pool=target_pool,
-            # A draft with another tokenizer counts in its own tokens, and keeps its own tables.
-            draft_pool=None if pairing is None or pairing.translators else draft_pool,
+            target_pool=memory.target_pool,
             max_num_sequences=config.max_num_sequences,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            planner=planner,
+            planner=SpeculationPlanner(_costs(config, memory, runner), lookups, proposers),
+            proposers=proposers,
             # What an encoder makes of a beginning depends on what follows.
-            prefix_caching=config.prefix_caching and encoder_decoder is None,
+            prefix_caching=config.prefix_caching and models.encoder_decoder is None,
         ),
         admission=Admission(
             vocab_size=target.vocab_size,
-            max_model_len=max_model_len,
+            max_model_len=models.max_model_len,
             eos_token_ids=target.eos_token_ids,
-            methods=frozenset([lookup.name for lookup in lookups] + ([proposer.name] if proposer else [])),
-            method=_method(config, draft),
+            methods=tuple([lookup.name for lookup in lookups] + [proposer.name for proposer in proposers]),
+            method=_method(config, proposers),
             num_speculative_tokens=None if is_auto else int(config.num_speculative_tokens),
             verification=None if config.verification == "auto" else config.verification,
-            encoder_decoder=encoder_decoder,
+            encoder_decoder=models.encoder_decoder,
             has_rules=bool(target.rules),
             grammars=Grammars(
                 partial(load_tokenizer, config.target, target.vocab_size, target.eos_token_ids)
@@ -157,32 +202,66 @@ def build_engine(config: EngineConfig, begin: Callable[[str], None] = lambda sta
     )
 
 
-def _native_runner(
-    config: EngineConfig, target: NativeDecoder, phases: PhaseRunner, max_draft_len: int
-) -> NativeRunner:
-    draft, proposer = None, phases.proposer
-    if isinstance(proposer, DraftModelProposer) and isinstance(proposer.model.fast_pass, NativeDecoder):
-        draft = proposer.model.fast_pass
-    can_sample = isinstance(phases.backend, NativeBackend)
-    return NativeRunner(target, draft, proposer, phases, can_sample, config.step_seconds, max_draft_len)
+def _costs(config: EngineConfig, memory: Memory, runner: Runner) -> Costs:
+    """What rounds take, measured where the draft length is open."""
+    step_seconds = config.step_seconds if isinstance(runner, NativeRunner) else 0.0
+    if config.num_speculative_tokens != "auto":
+        return Costs.uncalibrated(step_seconds)
+    max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
+    return calibrate(
+        memory.target, memory.target_pool, memory.draft, memory.draft_pool, max_tokens, step_seconds
+    )
 
 
-def _proposer(
-    config: EngineConfig,
-    target: Model,
-    draft: ModelRunner | None,
-    draft_pool: BlockPool | None,
-    pairing: Pairing | None,
-    max_draft_len: int,
-) -> Proposer | None:
-    """Who drafts with the draft model."""
-    if draft is None or draft_pool is None or pairing is None:
-        return None
+def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[Proposer]:
+    """Returns what drafts with the draft model, if there is one."""
+    draft, pairing = memory.draft, models.pairing
+    if draft is None or pairing is None:
+        return []
+    max_len = models.max_model_len
+    if models.encoder_decoder is None:
+        max_len = min(max_len, draft.model.max_position or max_len)
+    pool, vocab_size = memory.draft_pool, models.target.vocab_size
     if pairing.translators is None:
-        return DraftModelProposer(draft, max_draft_len, target.vocab_size)
-    if isinstance(target, EncoderDecoderModel):
+        return [DraftModelProposer(draft, pool, max_len, vocab_size)]
+    if models.encoder_decoder is not None:
         raise ModelLoadError("the draft of an encoder-decoder target must share its tokenizer")
-    return _translated(config, target, draft, draft_pool, pairing)
+    num_slots = pool.num_blocks * pool.block_size
+    return [
+        TranslatedDraftProposer(
+            draft,
+            pool,
+            *pairing.translators,
+            max_len=max_len,
+            max_num_ids=min(draft.model.max_position or num_slots, num_slots),
+            max_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=vocab_size,
+            eos_token_id=pairing.eos_token_id,
+        )
+    ]
+
+
+def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
+    """Refuses what could not be told apart, or could not be told what it asks for."""
+    taken = {"auto", "none", *AUTO_LIMITS}
+    for proposer in proposers:
+        name, num_layers = proposer.name, len(target.layers)
+        if name in taken:
+            raise ModelLoadError(
+                f"two proposers are named {name!r}, or it is another source's name: choose one"
+            )
+        taken.add(name)
+        if proposer.taps and proposer.can_lag:
+            raise ModelLoadError(f"proposer {name!r} taps layers, so it cannot lag: set can_lag to False")
+        if proposer.taps and not target.has_taps:
+            kind = target.config.model_type
+            raise ModelLoadError(
+                f"proposer {name!r} taps layers, but {kind} models are not fused: none can be"
+            )
+        if not all(-num_layers <= tap < num_layers for tap in proposer.taps):
+            raise ModelLoadError(
+                f"proposer {name!r} taps {list(proposer.taps)}; the target has {num_layers} layers"
+            )
 
 
 def _sampling_backend(config: EngineConfig, device: torch.device) -> SamplingBackend:
@@ -197,11 +276,11 @@ def _num_threads(target: Model) -> int:
     return 1 if few and not target.is_native else usual_num_threads()
 
 
-def _method(config: EngineConfig, draft: Model | None) -> Method:
-    if config.method == "auto" and draft is None and config.num_speculative_tokens != "auto":
+def _method(config: EngineConfig, proposers: Sequence[Proposer]) -> Method:
+    if config.method == "auto" and not proposers and config.num_speculative_tokens != "auto":
         return "none"  # n-grams alone can cost more than they give; a fixed length could not be helped
-    if config.method == "draft_model" and draft is None:
-        raise ModelLoadError("method is draft_model, but no draft model is given")
+    if config.method == DRAFT_MODEL and DRAFT_MODEL not in {proposer.name for proposer in proposers}:
+        raise ModelLoadError(f"method is {DRAFT_MODEL}, but no draft model is given")
     return config.method
 
 
@@ -254,25 +333,6 @@ def _num_blocks(
             f"{config.block_size} tokens ({bytes_per_block} bytes)"
         )
     return min(affordable, longest * config.max_num_sequences)
-
-
-def _translated(
-    config: EngineConfig, target: Model, draft: ModelRunner, pool: BlockPool, pairing: Pairing
-) -> TranslatedDraftProposer:
-    assert pairing.translators is not None
-    target_tokenizer, draft_tokenizer = pairing.translators
-    return TranslatedDraftProposer(
-        draft,
-        pool,
-        target_tokenizer,
-        draft_tokenizer,
-        max_len=min(
-            draft.model.max_position or pool.num_blocks * pool.block_size, pool.num_blocks * pool.block_size
-        ),
-        max_batched_tokens=config.max_num_batched_tokens,
-        vocab_size=target.vocab_size,
-        eos_token_id=pairing.eos_token_id,
-    )
 
 
 def _check_kinds(target: Model, draft: Model) -> None:

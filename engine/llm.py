@@ -16,6 +16,7 @@ from typing import Any
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
+from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.ranges import checked
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
@@ -69,16 +70,18 @@ class Completion:
 class LLM:
     """A target and its draft, loaded in this process.
 
-    Keyword arguments are the settings of ``truedraft serve`` that concern models, speculation, batching and
+    ``proposer`` drafts too: a ``Proposer``, or several. Other
+    keyword arguments are the settings of ``truedraft serve`` that concern models, speculation, batching and
     caches (``EngineConfig``); an unknown one is a ``pydantic.ValidationError``. Raises ``ModelLoadError``.
 
     Several threads may call it: their requests are decoded together, by whichever of them takes the next
     step. Whatever a call has submitted is aborted when it ends, in whatever way.
     """
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, *, proposer: Proposer | Sequence[Proposer] = (), **config: Any) -> None:
         self.config = EngineConfig(**config)
-        self.core = build_engine(self.config)
+        proposers = [proposer] if isinstance(proposer, Proposer) else proposer
+        self.core = build_engine(self.config, proposers=proposers)
         try:
             self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
         except (OSError, ValueError) as error:

@@ -10,12 +10,14 @@ Words used here and everywhere: a *request* is what the client asked; each of it
 """
 
 import struct
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 FinishReason = Literal["stop", "length"]
 Verification = Literal["rejection", "block", "coupled"]
+# The name of the draft model in requests, metrics and settings; nothing else spells it out.
+DRAFT_MODEL: Final = "draft_model"
 Source = Literal["draft_model", "ngram", "prediction", "grammar", "none"]
 Method = Literal["auto"] | Source
 NgramChoice = Literal["most_recent", "most_frequent"]
@@ -50,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    method: Method | None = None
+    method: str | None = None
     num_speculative_tokens: int | None = None
     verification: Verification | None = None
     trace: bool = False

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 
 
@@ -56,7 +57,9 @@ def save_perturbed(folder: Path, original: str, seed: int, noise: float) -> str:
     return str(folder)
 
 
-def make_engine(target: str, draft: str | None, **config: Any) -> EngineCore:
+def make_engine(
+    target: str, draft: str | None, proposers: Sequence[Proposer] = (), **config: Any
+) -> EngineCore:
     """An engine on the CPU with small blocks, so that sequences span several."""
     defaults: dict[str, Any] = {
         "device": "cpu",
@@ -68,7 +71,8 @@ def make_engine(target: str, draft: str | None, **config: Any) -> EngineCore:
         "cuda_graph_seconds": 600,  # however busy the machine is, all are captured
         "method": "draft_model" if draft and config.get("num_speculative_tokens") != 0 else "none",
     }
-    return build_engine(EngineConfig(target=target, draft=draft or "none", **{**defaults, **config}))
+    settings = EngineConfig(target=target, draft=draft or "none", **{**defaults, **config})
+    return build_engine(settings, proposers=proposers)
 
 
 def run_engine(

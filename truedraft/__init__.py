@@ -17,17 +17,24 @@ from truedraft.server.version import package_version
 
 if TYPE_CHECKING:
     from truedraft.engine.core.admission import RequestError
+    from truedraft.engine.core.proposer import Observation, Proposer
     from truedraft.engine.errors import ModelLoadError
     from truedraft.engine.llm import LLM, Completion
     from truedraft.engine.messages import SamplingParams, TokenOutput
+    from truedraft.engine.proposers.drawn import drawn_drafts
+    from truedraft.engine.proposers.known import known_drafts
 else:
     HOMES = {
         "LLM": "engine.llm",
         "Completion": "engine.llm",
         "ModelLoadError": "engine.errors",
+        "Observation": "engine.core.proposer",
+        "Proposer": "engine.core.proposer",
         "RequestError": "engine.core.admission",
         "SamplingParams": "engine.messages",
         "TokenOutput": "engine.messages",
+        "drawn_drafts": "engine.proposers.drawn",
+        "known_drafts": "engine.proposers.known",
     }
 
     def __getattr__(name: str) -> object:
@@ -44,8 +51,12 @@ __all__ = [
     "LLM",
     "Completion",
     "ModelLoadError",
+    "Observation",
+    "Proposer",
     "RequestError",
     "SamplingParams",
     "TokenOutput",
     "__version__",
+    "drawn_drafts",
+    "known_drafts",
 ]

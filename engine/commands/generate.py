@@ -26,10 +26,10 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, REPLACEMENT, Completion
-from truedraft.engine.messages import SamplingParams, TokenOutput
+from truedraft.engine.messages import DRAFT_MODEL, SamplingParams, TokenOutput
 
 # Each source has its colour; other accepted tokens are green, too.
-COLOURS = {"draft_model": "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
+COLOURS = {DRAFT_MODEL: "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
 
 
 class GenerateSettings(EngineConfig, BaseSettings):
@@ -132,7 +132,7 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
     if not settings.compare:
         return
     variants = {"plain": structs.replace(params, num_speculative_tokens=0), "speculative": params}
-    if "draft_model" in llm.core.admission.methods or llm.core.admission.method == "none":
+    if DRAFT_MODEL in llm.core.admission.methods or llm.core.admission.method == "none":
         variants["n-grams"] = structs.replace(params, method="ngram")
     runs: dict[str, list[Run]] = {name: [] for name in variants}
     with stages(len(variants) * settings.repeats) as progress:
@@ -166,7 +166,7 @@ def _print_acceptance(completion: Completion, llm: LLM, out: Console) -> None:
     legend = Text()
     if out.color_system is not None:
         legend = Text.assemble(
-            ("draft model", COLOURS["draft_model"]), " ", ("n-gram", COLOURS["ngram"]), ": "
+            ("draft model", COLOURS[DRAFT_MODEL]), " ", ("n-gram", COLOURS["ngram"]), ": "
         )
     out.print(
         legend.append(

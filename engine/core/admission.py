@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from truedraft.engine.core.planning import AUTO_LIMITS
+from truedraft.engine.core.planning import auto_limit
 from truedraft.engine.core.prediction import Prediction, PredictionCursor
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import Generate, Method, SamplingParams, Source, Verification
+from truedraft.engine.messages import Generate, SamplingParams, Verification
 from truedraft.engine.sampling.splitmix import sequence_seed
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Grammars, Matcher
-
-# Sources that method auto drafts from; those that are not configured are left out.
-AUTO_SOURCES: tuple[Source, ...] = ("grammar", "prediction", "ngram", "draft_model")
 
 
 class RequestError(Exception):
@@ -48,7 +45,8 @@ class EncoderDecoderLimits:
 class Admission:
     """What the loaded pair allows, and what requests get that do not say.
 
-    ``method`` is auto, one of ``methods`` or none. ``num_speculative_tokens`` None leaves the draft length
+    ``methods`` are the sources that can draft here, in the order in which sequences have them; ``method`` is
+    auto, one of them or none. ``num_speculative_tokens`` None leaves the draft length
     to the policy; ``verification`` None decides by seed. ``encoder_decoder`` None: a decoder only.
     ``has_rules``: the checkpoint's generation config forbids or forces tokens. ``grammars`` None: outputs
     cannot be constrained.
@@ -57,8 +55,8 @@ class Admission:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
-    methods: frozenset[Source]
-    method: Method
+    methods: tuple[str, ...]
+    method: str
     num_speculative_tokens: int | None
     verification: Verification | None
     encoder_decoder: EncoderDecoderLimits | None = None
@@ -101,7 +99,6 @@ class Admission:
                 num_encoder_tokens=num_encoder_tokens,
                 forced_end=self._forced_end(params),
                 target_blocks=BlockTable(num_encoder_tokens),
-                draft_blocks=BlockTable(num_encoder_tokens),
                 priority=request.priority,
                 cache_prompt=request.cache_prompt,
                 cache_salt=request.cache_salt,
@@ -130,7 +127,8 @@ class Admission:
             )
         if params.method not in (None, "auto", "none", *self.methods):
             raise RequestError(
-                "speculation_unavailable", f"method {params.method!r} is not there: no draft model is loaded"
+                "speculation_unavailable",
+                f"method {params.method!r} is not there; auto, none, {', '.join(self.methods)} are",
             )
         if params.method == "prediction" and request.prediction_token_ids is None:
             raise RequestError("prediction_missing", "method 'prediction' needs a prediction")
@@ -189,7 +187,7 @@ class Admission:
         by_seed: Verification = "rejection" if params.seed is None else "coupled"
         return params.verification or self.verification or by_seed
 
-    def _speculation(self, request: Generate) -> tuple[tuple[Source, ...], int, bool]:
+    def _speculation(self, request: Generate) -> tuple[tuple[str, ...], int, bool]:
         """The sources that may draft; how many tokens; whether exactly that many or at most."""
         asked = request.params.num_speculative_tokens
         length = self.num_speculative_tokens if asked is None else asked
@@ -197,10 +195,10 @@ class Admission:
         if not sources:
             return (), 0, True
         if length is None:
-            return sources, max(AUTO_LIMITS[source] for source in sources), False
+            return sources, max(map(auto_limit, sources)), False
         return sources, length, True
 
-    def _sources(self, request: Generate) -> tuple[Source, ...]:
+    def _sources(self, request: Generate) -> tuple[str, ...]:
         """A client that sends a prediction wants it used, whichever other sources the server uses; a
         method that it names itself comes first."""
         method = request.params.method
@@ -215,4 +213,4 @@ class Admission:
             allowed.add("grammar")
         if request.prediction_token_ids:
             allowed.add("prediction")
-        return tuple(source for source in AUTO_SOURCES if source in allowed)
+        return tuple(source for source in self.methods if source in allowed)

@@ -10,8 +10,15 @@ from truedraft.engine.messages import Source
 
 # The most tokens that a grammar forces in a later round of a step: each round has blocks for them.
 MAX_FORCED = 8
-# The longest drafts where the length is open: tokens without a model cost next to nothing.
-AUTO_LIMITS: dict[Source, int] = {"draft_model": 8, "ngram": 16, "prediction": 32, "grammar": 32, "none": 0}
+# The longest drafts where the length is open: a proposer's, and those of known text, whose tokens cost
+# next to nothing.
+PROPOSER_LIMIT = 8
+AUTO_LIMITS: dict[str, int] = {"ngram": 16, "prediction": 32, "grammar": 32}
+
+
+def auto_limit(source: str) -> int:
+    """Returns the longest draft of ``source`` where the length is open."""
+    return AUTO_LIMITS.get(source, PROPOSER_LIMIT)
 
 
 class Lookup(Protocol):

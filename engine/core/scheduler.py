@@ -9,6 +9,7 @@ numbers depend on positions only, so nothing it says changes.
 
 import time
 from bisect import insort
+from collections.abc import Sequence as Sequences
 from collections.abc import Set
 from dataclasses import replace
 from itertools import count
@@ -17,6 +18,7 @@ from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.planning import Planner
+from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import (
     MAX_CATCH_UP_TOKENS,
@@ -31,21 +33,22 @@ from truedraft.engine.memory.block_table import BlockTable
 class Scheduler:
     """Owns the queue and the running set, both in order, and all block tables.
 
-    ``draft_pool`` is None without a draft model, and with one that keeps its own tables. ``planner`` decides
+    ``proposers`` say which pools of theirs it hands out, and where a sequence is in them. ``planner`` decides
     who drafts, and how much.
     """
 
     def __init__(
         self,
         target_pool: BlockPool,
-        draft_pool: BlockPool | None,
         max_num_sequences: int,
         max_num_batched_tokens: int,
         planner: Planner,
+        proposers: Sequences[Proposer] = (),
         prefix_caching: bool = True,
     ) -> None:
         self.target_pool = target_pool
-        self.draft_pool = draft_pool
+        self.proposers = proposers
+        self._need_of = {proposer.name: proposer.need for proposer in proposers}
         self.max_num_sequences = max_num_sequences
         self.max_num_batched_tokens = max_num_batched_tokens
         self.planner = planner
@@ -60,8 +63,13 @@ class Scheduler:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of this length fits into the empty pools."""
-        pools = [self.target_pool] + ([self.draft_pool] if self.draft_pool else [])
+        pools = [self.target_pool, *self.draft_pools]
         return all(pool.blocks_for(num_tokens) <= pool.num_blocks for pool in pools)
+
+    @property
+    def draft_pools(self) -> list[BlockPool]:
+        """Those of all proposers."""
+        return [pool for proposer in self.proposers for pool in proposer.pools]
 
     def add(self, sequence: Sequence) -> None:
         sequence.arrival = next(self._arrivals)
@@ -90,11 +98,11 @@ class Scheduler:
         self.running.clear()
         self.waiting.clear()
         self.target_pool = BlockPool(self.target_pool.num_blocks, self.target_pool.block_size)
-        if self.draft_pool is not None:
-            self.draft_pool = BlockPool(self.draft_pool.num_blocks, self.draft_pool.block_size)
+        for proposer in self.proposers:
+            proposer.reset()
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """Forget what either cache holds beyond the first ``num_tokens`` tokens."""
+        """Forget what the caches hold beyond the first ``num_tokens`` tokens."""
         for pool, table in self._shares(sequence):
             pool.truncate(table, num_tokens)
 
@@ -107,7 +115,7 @@ class Scheduler:
                 pool.publish(table, sequence.token_ids[: table.num_computed_tokens], sequence.cache_salt)
 
     def settle(self, sequence: Sequence) -> None:
-        """After what it emitted: both caches keep all tokens but the pending one, and nothing of one that has
+        """After what it emitted: the caches keep all tokens but the pending one, and nothing of one that has
         ended."""
         self.truncate(sequence, len(sequence) - 1)
         self.publish(sequence)
@@ -115,9 +123,10 @@ class Scheduler:
             self.finish(sequence)
 
     def cache_usage(self) -> dict[str, float]:
+        """Returns the share of the blocks in use: of the target's, and of the fullest proposer's."""
         usage = {"target": self.target_pool.usage}
-        if self.draft_pool is not None:
-            usage["draft"] = self.draft_pool.usage
+        if pools := self.draft_pools:
+            usage["draft"] = max(pool.usage for pool in pools)
         return usage
 
     def schedule(self) -> StepPlan:
@@ -142,7 +151,7 @@ class Scheduler:
             scheduled.append(admitted)
             budget -= admitted.num_tokens + admitted.draft.num_first_drafts
         rows = [part for part in scheduled if part.completes]
-        needs = _needs(scheduled)
+        needs = self._needs(scheduled)
         max_rounds = 1
         if rows and len(rows) == len(self.running) and Need.PROMPT not in needs:
             max_rounds = self._reserve_rounds(rows, choice.max_rounds)
@@ -184,14 +193,20 @@ class Scheduler:
         )
 
     def _find_prefix(self, sequence: Sequence) -> list[list[bytes]]:
-        """For each pool, hashes of the blocks to take over. At least one token is left to compute, and
-        the draft takes over no more than the target."""
+        """For each pool, hashes of the blocks to take over. At least one token is left to compute. A proposer
+        takes over no more than the target, and where it cannot lag the target no more than it."""
         shares = self._shares(sequence)
         if not self._uses_prefix_cache(sequence) or sequence.wants_prompt_logprobs:
             return [[] for _ in shares]
         token_ids = sequence.token_ids[:-1]
         found = [pool.find(token_ids, sequence.cache_salt) for pool, _ in shares]
-        return [hashes[: len(found[0])] for hashes in found]
+        bound = {id(pool) for proposer in self.proposers if not proposer.can_lag for pool in proposer.pools}
+        longest = min(
+            len(hashes)
+            for (pool, _), hashes in zip(shares, found, strict=True)
+            if pool is self.target_pool or id(pool) in bound
+        )
+        return [hashes[:longest] for hashes in found]
 
     def _count_prefix(self, sequence: Sequence) -> None:
         if self._uses_prefix_cache(sequence) and sequence.num_cached_tokens is None:
@@ -207,8 +222,8 @@ class Scheduler:
         if sequence.must_encode:
             return ScheduledSequence(sequence, num_uncomputed)
         if not sequence.is_decoding:
-            prefill_draft = self.planner.prefills_draft(sequence)
-            return ScheduledSequence(sequence, min(num_uncomputed, budget), prefill_draft=prefill_draft)
+            prefills = self.planner.prefills_draft(sequence)
+            return ScheduledSequence(sequence, min(num_uncomputed, budget), prefills=prefills)
         if draft is None:
             draft = self.planner.choose_for_prompt(sequence)
         draft = draft.within(budget - 1)
@@ -256,33 +271,33 @@ class Scheduler:
         for pool, table in self._shares(sequence):
             pool.release(table)
 
-    def _shares(self, sequence: Sequence) -> tuple[tuple[BlockPool, BlockTable], ...]:
+    def _shares(self, sequence: Sequence) -> list[tuple[BlockPool, BlockTable]]:
         """The pools that hold this sequence, each with its table there; the target's first."""
-        target_share = self.target_pool, sequence.target_blocks
-        if self.draft_pool is None or not sequence.uses_draft_model:
-            return (target_share,)
-        return target_share, (self.draft_pool, sequence.draft_blocks)
+        shares = [(self.target_pool, sequence.target_blocks)]
+        for proposer in self.proposers:
+            if proposer.name in sequence.sources:
+                shares += proposer.tables(sequence)
+        return shares
+
+    def _needs(self, scheduled: list[ScheduledSequence]) -> Needs:
+        """Returns the needs of the whole step: those of its rows, and what they have to compute in it."""
+        needs = set[Need]()
+        num_prompt_tokens = 0
+        for part in scheduled:
+            needs |= part.sequence.needs
+            if part.kind is not Kind.DECODE:
+                needs.add(Need.PROMPT)
+                num_prompt_tokens += part.num_tokens
+                is_whole = part.completes and not part.sequence.wants_prompt_logprobs
+                if not is_whole or num_prompt_tokens > MAX_PROMPT_TOKENS:
+                    needs.add(Need.LONG_PROMPT)
+            if part.draft.num_tokens:
+                needs.add(self._need_of[part.draft.source])
+            if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.draft.num_first_drafts else 0):
+                needs.add(Need.CATCH_UP)
+        return needs
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     """Lower goes first."""
     return sequence.priority, sequence.arrival
-
-
-def _needs(scheduled: list[ScheduledSequence]) -> Needs:
-    """Returns the needs of the whole step: those of its rows, and what they have to compute in it."""
-    needs = set[Need]()
-    num_prompt_tokens = 0
-    for part in scheduled:
-        needs |= part.sequence.needs
-        if part.kind is not Kind.DECODE:
-            needs.add(Need.PROMPT)
-            num_prompt_tokens += part.num_tokens
-            is_whole = part.completes and not part.sequence.wants_prompt_logprobs
-            if not is_whole or num_prompt_tokens > MAX_PROMPT_TOKENS:
-                needs.add(Need.LONG_PROMPT)
-        if part.draft.num_tokens:
-            needs.add(Need.DRAFT_MODEL)
-        if part.num_catch_up_tokens > (MAX_CATCH_UP_TOKENS if part.draft.num_first_drafts else 0):
-            needs.add(Need.CATCH_UP)
-    return needs

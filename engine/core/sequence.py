@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.prediction import PredictionCursor
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import FinishReason, SamplingParams, Source, TokenLogprob, Verification
+from truedraft.engine.messages import FinishReason, SamplingParams, TokenLogprob, Verification
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher
@@ -25,7 +25,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     verification: Verification
-    sources: tuple[Source, ...]  # that may draft, in each round one of them
+    sources: tuple[str, ...]  # that may draft, in each round one of them
     num_speculative_tokens: int  # 0 without a source
     fixed_draft_length: bool  # always that many; else at most, as the policy decides
     stop_token_ids: frozenset[int]
@@ -42,19 +42,16 @@ class Sequence:
     queue_seconds: float | None = None  # from there to the first step; None until then
     num_cached_tokens: int | None = None  # prompt tokens taken over; None until it is admitted
     target_blocks: BlockTable = field(default_factory=BlockTable)
-    draft_blocks: BlockTable = field(default_factory=BlockTable)
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     prediction: PredictionCursor | None = None  # if it is a source
     matcher: "Matcher | None" = None  # of the output's grammar, behind the last token
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
     greedy: bool = field(init=False)
-    uses_draft_model: bool = field(init=False)  # whether it has a part in the draft model's cache
     needs: Needs = field(init=False)  # in every round; what else a step adds is in its plan
 
     def __post_init__(self) -> None:
         self.greedy = self.params.temperature == 0 or self.params.top_k == 1
-        self.uses_draft_model = "draft_model" in self.sources
         self.needs = self._needs()
 
     def _needs(self) -> Needs:

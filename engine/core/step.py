@@ -36,16 +36,16 @@ class ScheduledSequence:
     """One sequence's part in a step: ``num_tokens`` known tokens to compute, and drafts on top.
 
     ``kind`` follows from what the sequence has left to compute when the part is made.
-    ``num_catch_up_tokens`` of those that the draft model's cache misses are computed before it drafts, or
-    instead of it; a prompt's chunk does not count. ``prefill_draft`` says whether the draft model computes a
-    prompt's chunk too, now.
+    ``num_catch_up_tokens`` of those that the drafting proposer's cache misses are computed before it drafts,
+    or instead of it; a prompt's chunk does not count. ``prefills`` says whether proposers with caches compute
+    a prompt's chunk, too, now.
     """
 
     sequence: Sequence
     num_tokens: int
     draft: DraftChoice = NO_DRAFT
     num_catch_up_tokens: int = 0
-    prefill_draft: bool = True
+    prefills: bool = True
     kind: Kind = field(init=False)
 
     def __post_init__(self) -> None:

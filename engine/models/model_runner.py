@@ -4,25 +4,18 @@ from collections.abc import Sequence
 
 import torch
 
-from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.base import FastPass, ForwardOutput, Model
 
 
 class ModelRunner:
-    """Target and draft alike. ``taps``: layers whose states ``forward`` returns; then there is no fast
-    pass."""
+    """Runs target and draft alike."""
 
-    def __init__(
-        self, model: Model, cache: KVCache, fast_pass: FastPass | None = None, taps: Sequence[int] = ()
-    ) -> None:
-        if taps and not model.has_taps:
-            raise ModelLoadError(f"hidden states of {model.config.model_type} models cannot be had")
+    def __init__(self, model: Model, cache: KVCache, fast_pass: FastPass | None = None) -> None:
         self.model = model
         self.cache = cache
-        self.fast_pass = None if taps else fast_pass
-        self.taps = taps
+        self.fast_pass = fast_pass
         self.vocab_size = model.vocab_size
         self.device = model.device
 
@@ -32,16 +25,21 @@ class ModelRunner:
         cache = KVCache(model.layers, num_blocks, block_size, model.dtype)
         return cls(model, cache, model.fast_pass(cache))
 
-    def forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> ForwardOutput:
+    def forward(
+        self,
+        spans: list[Span],
+        ids_on_device: torch.Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> ForwardOutput:
         """The spans' tokens are stored in the cache and counted as computed; room must be reserved.
-        ``ids_on_device`` as in ``Model.forward``."""
+        ``ids_on_device`` and ``taps`` as in ``Model.forward``; fast passes have no taps."""
         if not torch.is_inference_mode_enabled():  # entering it again takes 10 microseconds
             with torch.inference_mode():
-                return self.forward(spans, ids_on_device)
+                return self.forward(spans, ids_on_device, taps)
         ends = [span.table.num_computed_tokens + len(span.token_ids) for span in spans]
-        logits = None if self.fast_pass is None else self.fast_pass(spans, ids_on_device)
+        logits = None if taps or self.fast_pass is None else self.fast_pass(spans, ids_on_device)
         if logits is None:
-            output = self.model.forward(spans, self.cache, ids_on_device, self.taps)
+            output = self.model.forward(spans, self.cache, ids_on_device, taps)
         else:
             output = ForwardOutput(logits)
         for span, end in zip(spans, ends, strict=True):

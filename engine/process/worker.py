@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -30,8 +30,10 @@ from truedraft.engine.messages import (
     Failed,
     Generate,
     Loading,
+    Method,
     Ready,
     Shutdown,
+    Source,
     SpeculationState,
     StepOutput,
     TokenOutput,
@@ -144,12 +146,12 @@ class Worker:
 
 
 def describe(core: EngineCore, config: EngineConfig) -> Ready:
-    target_pool, draft_pool = core.scheduler.target_pool, core.scheduler.draft_pool
+    target_pool = core.scheduler.target_pool
     limits = core.admission.encoder_decoder
     assert config.target is not None
     return Ready(
         target=config.target,
-        draft=config.draft if "draft_model" in core.admission.methods else None,
+        draft=config.draft if core.draft is not None else None,
         device=str(core.target.device),
         dtype=str(core.target.model.arithmetic).removeprefix("torch."),
         weights=weight_types(core.target.model),
@@ -157,10 +159,10 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         vocab_size=core.target.vocab_size,
         max_model_len=core.admission.max_model_len,
         num_target_blocks=target_pool.num_blocks,
-        num_draft_blocks=draft_pool.num_blocks if draft_pool is not None else 0,
+        num_draft_blocks=max((pool.num_blocks for pool in core.scheduler.draft_pools), default=0),
         block_size=target_pool.block_size,
-        methods=sorted(core.admission.methods),
-        method=core.admission.method,
+        methods=cast(list[Source], sorted(core.admission.methods)),  # those of the settings
+        method=cast(Method, core.admission.method),
         num_threads=torch.get_num_threads(),
         thread_limit=thread_limit(config) if core.target.device.type == "cpu" else "",
         default_sampling=default_sampling(core.target.model.generation_config)

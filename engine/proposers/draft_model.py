@@ -5,64 +5,66 @@ and what it missed (the last drafted token after a full acceptance, or more afte
 in the first pass of a round.
 """
 
+from collections.abc import Sequence as Sequences
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from truedraft.engine.core.step import Kind, ScheduledSequence
+from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.needs import Need
+from truedraft.engine.core.proposer import Proposer, ProposerCache
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import Kind, ScheduledSequence, StepPlan
 from truedraft.engine.memory.batch import Span
-from truedraft.engine.memory.host_to_device import on_device
-from truedraft.engine.messages import Source
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.messages import DRAFT_MODEL
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
 from truedraft.engine.sampling.sampler import Drafts, Sampler
 
 
-class DraftModelProposer:
-    """``max_len`` is the longest sequence the draft model can hold, ``vocab_size`` the target's."""
+class DraftModelProposer(Proposer):
+    """``pool`` is its own, as large as the target's. ``max_len`` is the longest sequence the draft model can
+    hold, ``vocab_size`` the target's."""
 
-    name: Source = "draft_model"
-    trace_source = "draft_model"
+    name = DRAFT_MODEL
+    need = Need.DRAFT_MODEL
 
-    def __init__(self, model: ModelRunner, max_len: int, vocab_size: int) -> None:
+    def __init__(self, model: ModelRunner, pool: BlockPool, max_len: int, vocab_size: int) -> None:
         self.model = model
+        self.cache = ProposerCache(pool)
         self.max_len = max_len
         self.vocab_size = vocab_size
 
-    def propose(self, scheduled: list[ScheduledSequence], sampler: Sampler) -> Drafts:
-        completing = [part for part in scheduled if part.completes]
-        lengths = [part.num_drawn_by(self.name) for part in completing]
-        logits = self._first_pass(scheduled)
-        num_positions = max(lengths, default=0)
-        if num_positions == 0:
-            return Drafts.empty(len(lengths), sampler.device)
+    @property
+    def pools(self) -> Sequences[BlockPool]:
+        return (self.cache.pool,)
 
-        token_ids = torch.zeros(len(lengths), num_positions, dtype=torch.int64, device=sampler.device)
-        probs = None
-        if sampler.uses_draft_probs:
-            probs = torch.zeros(len(lengths), num_positions, sampler.vocab_size, device=sampler.device)
-        active = [row for row, length in enumerate(lengths) if length > 0]
-        members: slice | torch.Tensor
-        drawing, members = sampler, slice(None)  # the rows that draft, and where they are among all
-        for position in range(num_positions):
-            if len(active) < len(drawing.rows):
-                drawing, members = sampler.select(active), on_device(active, sampler.device)
-            if position > 0:
-                tables = [completing[row].sequence.draft_blocks for row in active]
-                # The host launches the next pass without reading what was drawn: on a GPU it would wait.
-                last = token_ids[members, position - 1]
-                logits = self._forward([Span(table, [0], 1) for table in tables], last)
-            draw = drawing.draw_drafts(logits, token_ids[members, :position])
-            token_ids[members, position] = draw.ids
-            if probs is not None and draw.probs is not None:
-                probs[members, position] = draw.probs
-            active = [row for row in active if lengths[row] > position + 1]
-        return Drafts(token_ids, probs, lengths)
+    def tables(self, sequence: Sequence) -> Sequences[tuple[BlockPool, BlockTable]]:
+        return ((self.cache.pool, self.cache.table(sequence)),)
 
-    def prefill(self, prompts: list[ScheduledSequence]) -> None:
+    def num_missing(self, sequence: Sequence) -> int:
+        return self.cache.num_missing(sequence)
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
+        first_logits = self._first_pass(plan.scheduled)
+
+        def next_logits(rows: list[int], last_ids: torch.Tensor | None) -> torch.Tensor:
+            if last_ids is None:
+                return first_logits
+            tables = [self.cache.table(plan.rows[row].sequence) for row in rows]
+            return self._forward([Span(table, [0], 1) for table in tables], last_ids)
+
+        return drawn_drafts(lengths_of(plan, self.name), sampler, next_logits)
+
+    def prefill(self, prompts: Sequences[ScheduledSequence]) -> None:
         self._first_pass(prompts)
 
-    def _first_pass(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+    def _first_pass(self, scheduled: Sequences[ScheduledSequence]) -> torch.Tensor:
         spans = [span for part in scheduled if (span := self._catch_up(part)) is not None]
         return self._forward(self._known(spans))
 
@@ -70,16 +72,21 @@ class DraftModelProposer:
         """What the draft is to store in its first pass: of a prompt all that the target will have stored
         after this step, of a decoding sequence what it missed while other sources drafted or none did."""
         sequence = part.sequence
-        start = sequence.draft_blocks.num_computed_tokens
+        if self.name not in sequence.sources:
+            return None
+        table = self.cache.table(sequence)
+        start = table.num_computed_tokens
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens
         num_logits = min(1, part.num_drawn_by(self.name))
         if part.kind is Kind.DECODE:
+            if part.draft.source != self.name:
+                return None
             end = start + part.num_catch_up_tokens + num_logits
-        elif not part.prefill_draft:
+        elif not part.prefills:
             return None
-        if not sequence.uses_draft_model or start == end or end > self.max_len:
+        if start == end or end > self.max_len:
             return None
-        return Span(sequence.draft_blocks, sequence.token_ids[start:end], num_logits)
+        return Span(table, sequence.token_ids[start:end], num_logits)
 
     def _forward(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [spans that want them, the target's vocabulary]."""

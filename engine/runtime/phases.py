@@ -1,21 +1,24 @@
-"""The algorithm in plain sight: propose, score, verify (Leviathan et al. 2211.17192, algorithm 1).
+"""The algorithm in plain sight: propose, score, verify, observe (Leviathan et al. 2211.17192, algorithm 1).
 
 One round a step, on any device, whatever rows need. What it draws is a function of the rows' own seeds,
 parameters and positions, so that other runners can be compared with it bit for bit.
 """
 
 import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
 
 from truedraft.engine.core.needs import EVERY_NEED, Need
+from truedraft.engine.core.proposer import Observation, Proposer
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import RoundTrace, TokenLogprob
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.proposers.base import Proposer
 from truedraft.engine.proposers.known import known_drafts
 from truedraft.engine.sampling.adjust import History
 from truedraft.engine.sampling.backend import SamplingBackend
@@ -25,30 +28,40 @@ from truedraft.engine.sampling.verify import RowVerdict
 
 
 class PhaseRunner:
-    """``proposer`` drafts with a model; None without one. Other drafts are known when a step is planned."""
+    """``proposers`` draft during a step. Other drafts are known when it is planned."""
 
     supports = EVERY_NEED
 
-    def __init__(self, target: ModelRunner, proposer: Proposer | None, backend: SamplingBackend) -> None:
+    def __init__(
+        self, target: ModelRunner, proposers: Sequences[Proposer], backend: SamplingBackend
+    ) -> None:
         self.target = target
-        self.proposer = proposer
+        self.proposers = proposers
+        self._observers = [proposer for proposer in proposers if not proposer.can_lag]
+        num_layers = len(target.model.layers)
+        self._taps_of = {
+            proposer.name: [tap % num_layers for tap in proposer.taps] for proposer in self._observers
+        }
+        self._taps = sorted({tap for taps in self._taps_of.values() for tap in taps})
         self.backend = backend
         self._rows: WeakKeyDictionary[Sequence, Row] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Propose, score, verify."""
+        """Propose, score, verify, and let those that follow the target observe."""
         clock = _Clock()
         sampler = Sampler(self._rows_of(plan), self.target.vocab_size, self.target.device, self.backend)
         drafts = self._propose(plan, sampler)
         draft_seconds = clock.lap()
-        logits = self._score(plan, drafts.ids)
+        scored = self._score(plan, drafts.ids)
         score_seconds = clock.lap()
-        verdicts = sampler.verify(logits, drafts)
-        seconds = PhaseSeconds(draft_seconds, score_seconds, clock.lap())
+        verdicts = sampler.verify(scored.logits, drafts)
+        verify_seconds = clock.lap()
+        self._observe(plan, scored, verdicts)
+        seconds = PhaseSeconds(draft_seconds + clock.lap(), score_seconds, verify_seconds)
         if not plan.rows:
             return StepResult([], prompt_seconds=seconds)
-        return StepResult([self._round(plan, sampler, drafts, logits, verdicts, seconds)])
+        return StepResult([self._round(plan, sampler, drafts, scored.logits, verdicts, seconds)])
 
     def _rows_of(self, plan: StepPlan) -> list[Row]:
         """A sequence's row serves in all of its steps: it follows the tokens by itself."""
@@ -74,16 +87,19 @@ class PhaseRunner:
         return Row(rule, sequence.seed, history)
 
     def _propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
-        """The model's drafts, and those that are known already. The model's cache follows prompts, too."""
+        """The proposers' drafts, and those that are known already. Proposers follow prompts, too."""
         parts = []
-        if self.proposer is not None and any(part.sequence.uses_draft_model for part in plan.scheduled):
-            parts.append(self.proposer.propose(plan.scheduled, sampler))
+        for proposer in self.proposers:
+            if any(part.draft.source == proposer.name for part in plan.rows):
+                parts.append(proposer.propose(plan, sampler))
+            elif prompts := [part for part in plan.prompts if proposer.name in part.sequence.sources]:
+                proposer.prefill(prompts)
         if any(part.draft.known for part in plan.rows):
             parts.append(known_drafts([part.draft.known_ids for part in plan.rows], sampler.device))
         return merge_drafts(parts, sampler)
 
-    def _score(self, plan: StepPlan, drafted: list[list[int]]) -> torch.Tensor:
-        """Target logits of every row's pending token and its drafts, packed: [sum of (drafts + 1), vocab]."""
+    def _score(self, plan: StepPlan, drafted: list[list[int]]) -> "_Scored":
+        """The target's pass over every row's known tokens and its drafts, and over pieces of prompts."""
         drafts = iter(drafted)
         spans, num_row_logits = [], []
         for part in plan.scheduled:
@@ -101,10 +117,25 @@ class PhaseRunner:
             spans.append(
                 Span(table, token_ids, len(token_ids) if sequence.wants_prompt_logprobs else num_logits)
             )
-        logits = self.target.forward(spans).logits
-        if len(logits) == sum(num_row_logits):
-            return logits
-        return _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)
+        logits, hidden = self.target.forward(spans, taps=self._taps)
+        if len(logits) != sum(num_row_logits):
+            logits = _take_prompt_logprobs(plan.scheduled, spans, num_row_logits, logits)
+        return _Scored(spans, logits, hidden)
+
+    def _observe(self, plan: StepPlan, scored: "_Scored", verdicts: list[RowVerdict]) -> None:
+        """Tells those who follow the target what of its pass stands, each with the layers that it taps."""
+        if not self._observers:
+            return
+        standing = list(_standing(plan, scored, verdicts))
+        for proposer in self._observers:
+            places = [self._taps.index(tap) for tap in self._taps_of[proposer.name]]
+            proposer.observe(
+                [
+                    replace(one, hidden=None if one.hidden is None else one.hidden[:, places])
+                    for one in standing
+                    if proposer.name in one.sequence.sources
+                ]
+            )
 
     def _round(
         self,
@@ -161,9 +192,18 @@ class PhaseRunner:
 
     def _trace_source(self, source: str) -> str:
         """A replay must know that a draft model's translated text was not drawn."""
-        if self.proposer is not None and source == self.proposer.name:
-            return self.proposer.trace_source
-        return source
+        names = {proposer.name: proposer.trace_source for proposer in self.proposers}
+        return names.get(source, source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """The target's pass: its spans, as scheduled; ``logits`` of every row's pending token and its drafts,
+    packed, [sum of (drafts + 1), vocab]; and ``hidden`` as in ``ForwardOutput``, of all tokens."""
+
+    spans: list[Span]
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 class _Clock:
@@ -175,6 +215,23 @@ class _Clock:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
+
+
+def _standing(plan: StepPlan, scored: _Scored, verdicts: list[RowVerdict]) -> Iterator[Observation]:
+    """Yields what has been computed of each sequence, without the drafts that were rejected."""
+    verdict, end = iter(verdicts), 0
+    for part, span in zip(plan.scheduled, scored.spans, strict=True):
+        start, end = end, end + len(span.token_ids)
+        first, num_kept = span.table.num_computed_tokens - len(span.token_ids), part.num_tokens
+        if part.completes:
+            num_accepted, next_token, failed = next(verdict)
+            if failed:
+                continue
+            num_kept += num_accepted
+        else:
+            next_token = part.sequence.token_ids[first + num_kept]
+        hidden = None if scored.hidden is None else scored.hidden[start : start + num_kept]
+        yield Observation(part.sequence, first, span.token_ids[:num_kept], next_token, hidden)
 
 
 def _output_logprobs(

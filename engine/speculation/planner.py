@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from truedraft.engine.core.draft_choice import NO_DRAFT, DraftChoice, Known
-from truedraft.engine.core.planning import AUTO_LIMITS, MAX_FORCED, Lookup, ReadingLookup, StepChoice
+from truedraft.engine.core.planning import (
+    AUTO_LIMITS,
+    MAX_FORCED,
+    Lookup,
+    ReadingLookup,
+    StepChoice,
+    auto_limit,
+)
+from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.messages import Source
@@ -52,7 +60,7 @@ class Row:
     def limit(self, source: Source) -> int:
         """Returns the most tokens that a look-up may draft now."""
         sequence = self.sequence
-        limit = self.fixed_length or min(AUTO_LIMITS[source], sequence.num_speculative_tokens)
+        limit = self.fixed_length or min(auto_limit(source), sequence.num_speculative_tokens)
         return min(limit, sequence.max_num_tokens - len(sequence.token_ids) - 1)
 
 
@@ -113,22 +121,20 @@ class Findings:
 class SpeculationPlanner:
     """``core.planning.Planner``.
 
-    ``lookups`` are the sources that need no model. ``max_draft_len`` is the draft model's context. Without
-    ``tracks_draft_cache`` it keeps tables of its own (another tokenizer): what they miss is its own business.
+    ``lookups`` are the sources that need no model; ``proposers`` draft with one: the first of them does.
     """
 
     def __init__(
         self,
         costs: Costs,
         lookups: Sequences[Lookup] = (),
-        max_draft_len: int = 0,
-        tracks_draft_cache: bool = True,
+        proposers: Sequences[Proposer] = (),
     ) -> None:
         self.costs = costs
         self.policy = Policy(costs)
-        self.max_draft_len = max_draft_len
-        self.tracks_draft_cache = tracks_draft_cache
-        self._sources = {lookup.name: lookup for lookup in lookups}
+        self.proposer = proposers[0] if proposers else None
+        self.model_source = "none" if self.proposer is None else self.proposer.name
+        self._sources: dict[str, Lookup] = {lookup.name: lookup for lookup in lookups}
         self._explorer = Explorer()  # of texts that may repeat themselves
         self._now = 0.0  # seconds of all steps
         self._groups: dict[str, Group] = {}
@@ -201,8 +207,10 @@ class SpeculationPlanner:
                 option.is_mixed = True
 
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
-        if not (sequence.fixed_draft_length and "draft_model" in sequence.sources):
+        if not (sequence.fixed_draft_length and self.model_source in sequence.sources):
             return NO_DRAFT
+        if self.proposer is None or not self.proposer.can_lag:
+            return NO_DRAFT  # it has seen nothing of the sequence
         row = self._rows.get(sequence) or self._add(sequence, 1 + len(self._decoding))
         return self._draft(sequence, row.fixed_length)
 
@@ -221,7 +229,7 @@ class SpeculationPlanner:
         name = group_name(sequence)
         group = self._groups.setdefault(name, Group(name))
         length = sequence.num_speculative_tokens if sequence.fixed_draft_length else 0
-        row = self._rows[sequence] = Row(sequence, group, "draft_model" in sequence.sources, length)
+        row = self._rows[sequence] = Row(sequence, group, self.model_source in sequence.sources, length)
         for source_name in sequence.sources:
             if (source := self._sources.get(source_name)) is not None:
                 always = row.is_exclusive or not isinstance(source, ReadingLookup)
@@ -233,16 +241,16 @@ class SpeculationPlanner:
     def _draft(self, sequence: Sequence, length: int) -> DraftChoice:
         """Returns a draft of the draft model, as far as it may go: a round emits one token more."""
         num_known = len(sequence.token_ids)
-        num_tokens = min(length, sequence.max_num_tokens - num_known - 1, self.max_draft_len - num_known)
+        assert self.proposer is not None
+        room = min(sequence.max_num_tokens - 1, self.proposer.max_len) - num_known
+        num_tokens = min(length, room)
         if num_tokens <= 0:
             return NO_DRAFT
-        return DraftChoice("draft_model", num_tokens, self._num_missing(sequence))
+        return DraftChoice(self.proposer.name, num_tokens, self._num_missing(sequence))
 
     def _num_missing(self, sequence: Sequence) -> int:
-        """Returns how many tokens the draft model's cache misses, the pending one apart."""
-        if not self.tracks_draft_cache:
-            return 0
-        return max(0, len(sequence.token_ids) - 1 - sequence.draft_blocks.num_computed_tokens)
+        """Returns how many tokens the proposer's cache misses, the pending one apart."""
+        return 0 if self.proposer is None else self.proposer.num_missing(sequence)
 
     def _look_up(self, option: Option) -> None:
         """Drafts from known text what promises more than the draft model's: a row's first that does."""
@@ -338,7 +346,7 @@ class SpeculationPlanner:
         verdicts: dict[Group, Counter[tuple[int, int]]] = {}
         for place, part in enumerate(rows):
             length = part.draft.num_tokens
-            by_model, num_others = by_draft_model(place, part, rounds)
+            by_model, num_others = by_proposer(place, part, rounds)
             num_known += num_others / len(rounds)
             drafting.append((length, len(by_model) / len(rounds)))
             if length and (row := self._rows.get(part.sequence)) is not None:
@@ -364,7 +372,7 @@ class SpeculationPlanner:
 
     def state(self) -> dict[str, object]:
         self._learn_all()
-        sources = {f"draft_model, {group.name}": group.acceptance for group in self._groups.values()}
+        sources = {f"{self.model_source}, {group.name}": group.acceptance for group in self._groups.values()}
         for group in self._groups.values():
             for (source, strength), acceptance in sorted(group.lookups.items()):
                 sources[f"{source} after {1 << strength >> 1} tokens, {group.name}"] = acceptance
@@ -410,14 +418,14 @@ def timing(step: Observed, shape: Shape) -> Timing:
     return Timing(shape, first, later)
 
 
-def by_draft_model(
+def by_proposer(
     place: int, part: ScheduledSequence, rounds: list[Round]
 ) -> tuple[list[tuple[int, int]], int]:
-    """Returns a row's verdicts (drafted, accepted) of the rounds in which the draft model drafted for it, and
+    """Returns a row's verdicts (drafted, accepted) of the rounds in which its proposer drafted for it, and
     how many tokens other sources drafted in the others."""
     verdicts, num_others = [], 0
     for one in rounds:
-        if one.source(place, part) == "draft_model":
+        if one.source(place, part) == part.draft.source:
             verdicts.append((one.num_drafted[place], one.num_accepted[place]))
         else:
             num_others += one.num_drafted[place]

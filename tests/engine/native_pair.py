@@ -7,6 +7,7 @@ from tests.engine.planners import FixedPlanner, phases_of, use_planner
 from tests.models import make_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.native.decoder import NativeDecoder
+from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.runtime.native.runner import NativeRunner
 
 VOCAB_SIZE = 40
@@ -25,11 +26,12 @@ def save_pair(folder: Path, draft_vocab_size: int = VOCAB_SIZE) -> tuple[str, st
 
 def native_runner(core: EngineCore, step_seconds: float = LONG, max_draft_len: int = 1000) -> NativeRunner:
     """Makes a runner of the engine's models, with phases as a fallback."""
-    target, draft = core.target.fast_pass, None if core.draft is None else core.draft.fast_pass
+    target, phases = core.target.fast_pass, phases_of(core)
     assert isinstance(target, NativeDecoder)
-    assert draft is None or isinstance(draft, NativeDecoder)
-    phases = phases_of(core)
-    return NativeRunner(target, draft, phases.proposer, phases, True, step_seconds, max_draft_len)
+    own = (proposer for proposer in phases.proposers if isinstance(proposer, DraftModelProposer))
+    runner = NativeRunner(target, next(own, None), phases.proposers, phases, True, step_seconds)
+    runner.max_draft_len = max_draft_len
+    return runner
 
 
 def make_twins(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tests.engine.native_pair import native_runner
-from tests.engine.planners import phases_of
+from tests.engine.planners import draft_cache, phases_of
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
@@ -110,8 +110,8 @@ class Side:
         self.native = native_runner(core, max_draft_len=max_draft_len)
         self.native.phases = NoPhases()
         self.models: tuple[ModelRunner, ModelRunner] = core.target, core.draft  # type: ignore[assignment]
-        assert core.scheduler.draft_pool is not None
-        self.pools: tuple[BlockPool, BlockPool] = core.scheduler.target_pool, core.scheduler.draft_pool
+        self.draft = draft_cache(core)
+        self.pools: tuple[BlockPool, BlockPool] = core.scheduler.target_pool, self.draft.pool
         self.sequences = [self._prefilled(make_sequence(*row), row[1]) for row in enumerate(rows)]
         self.rows = dict(zip(self.sequences, rows, strict=True))
 
@@ -121,7 +121,7 @@ class Side:
             sequence.matcher = RandomMasks(row.mask_seed, self.models[0].vocab_size)  # type: ignore[assignment]
         num_known = len(row.prompt) - row.num_uncomputed
         for model, table, count in zip(
-            self.models, _tables(sequence), (num_known, num_known - row.num_missing), strict=True
+            self.models, self.tables(sequence), (num_known, num_known - row.num_missing), strict=True
         ):
             known = [min(token_id, model.vocab_size - 1) for token_id in row.prompt[:count]]
             for start in range(0, count, 16):
@@ -129,8 +129,11 @@ class Side:
         return sequence
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        for pool, table in zip(self.pools, _tables(sequence), strict=True):
+        for pool, table in zip(self.pools, self.tables(sequence), strict=True):
             pool.reserve(table, sequence.length_after(num_tokens))
+
+    def tables(self, sequence: Sequence) -> tuple[BlockTable, BlockTable]:
+        return sequence.target_blocks, self.draft.table(sequence)
 
     def plan(self, max_rounds: int) -> StepPlan:
         parts = [self._part(sequence) for sequence in self.sequences]
@@ -163,7 +166,7 @@ class Side:
         """Returns a part that drafts with the model, limited as planners do."""
         room = min(sequence.max_num_tokens - len(sequence) - 1, self.max_draft_len - len(sequence))
         draft = DraftChoice("draft_model", max(0, min(num_tokens, room)))
-        num_missing = len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens
+        num_missing = self.draft.num_missing(sequence)
         return ScheduledSequence(sequence, 1, draft, num_missing if draft.num_tokens else 0)
 
     def next_round(self, plan: StepPlan) -> StepPlan:
@@ -182,12 +185,12 @@ class Side:
     def forget_rejected(self) -> None:
         """In the caches, which keep their blocks."""
         for sequence in self.sequences:
-            for table in _tables(sequence):
+            for table in self.tables(sequence):
                 table.num_computed_tokens = min(table.num_computed_tokens, len(sequence) - 1)
 
     def end_step(self) -> None:
         for sequence in self.sequences:
-            for pool, table in zip(self.pools, _tables(sequence), strict=True):
+            for pool, table in zip(self.pools, self.tables(sequence), strict=True):
                 pool.truncate(table, 0 if sequence.finish_reason else len(sequence) - 1)
         self.sequences = [sequence for sequence in self.sequences if not sequence.finish_reason]
 
@@ -195,15 +198,11 @@ class Side:
         """What the caches hold of all sequences."""
         found = []
         for sequence in self.sequences:
-            for model, table in zip(self.models, _tables(sequence), strict=True):
+            for model, table in zip(self.models, self.tables(sequence), strict=True):
                 starts = torch.tensor(table.block_ids)[:, None] * model.cache.block_size
                 slots = (starts + torch.arange(model.cache.block_size)).flatten()[: table.num_computed_tokens]
                 found += [layer[slots] for layer in (*model.cache.keys, *model.cache.values)]
         return found
-
-
-def _tables(sequence: Sequence) -> tuple[BlockTable, BlockTable]:
-    return sequence.target_blocks, sequence.draft_blocks
 
 
 def compare(ours: Side, theirs: Side, max_rounds: int, phases_every: int = 0) -> list[Round]:
@@ -245,7 +244,7 @@ def _assert_same(one: Round, other: Round) -> None:
 def _assert_same_state(ours: Side, theirs: Side) -> None:
     for one, other in zip(ours.sequences, theirs.sequences, strict=True):
         assert one.token_ids == other.token_ids
-        for table, their_table in zip(_tables(one), _tables(other), strict=True):
+        for table, their_table in zip(ours.tables(one), theirs.tables(other), strict=True):
             assert table.num_computed_tokens == their_table.num_computed_tokens
             assert table.block_ids == their_table.block_ids
     for stored, their_stored in zip(ours.stored(), theirs.stored(), strict=True):

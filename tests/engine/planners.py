@@ -1,12 +1,18 @@
 """Planners that always say the same: engines whose drafts a test decides."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Sequences
 
+from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.draft_choice import DraftChoice, Known
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.needs import Need
 from truedraft.engine.core.planning import MAX_FORCED, Lookup, Planner, ReadingLookup, StepChoice
+from truedraft.engine.core.proposer import Proposer, ProposerCache
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan, StepResult
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.grammar import ForcedTokens
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.prediction import PredictionProposer
@@ -19,7 +25,39 @@ def phases_of(core: EngineCore) -> PhaseRunner:
     return runner if isinstance(runner, PhaseRunner) else runner.phases  # type: ignore[attr-defined,no-any-return]
 
 
+class CachedProposer(Proposer):
+    """Owns a cache as the draft model does, and drafts nothing itself: a test says what it has computed."""
+
+    name = "draft_model"
+    need = Need.DRAFT_MODEL
+
+    def __init__(self, pool: BlockPool | None = None) -> None:
+        self.cache = ProposerCache(pool or BlockPool(1, 1))
+
+    @property
+    def pools(self) -> Sequences[BlockPool]:
+        return (self.cache.pool,)
+
+    def tables(self, sequence: Sequence) -> Sequences[tuple[BlockPool, BlockTable]]:
+        return ((self.cache.pool, self.cache.table(sequence)),)
+
+    def num_missing(self, sequence: Sequence) -> int:
+        return self.cache.num_missing(sequence)
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+
+def draft_cache(core: EngineCore) -> ProposerCache:
+    """The cache of the engine's draft model."""
+    proposer = core.scheduler.proposers[0]
+    assert isinstance(proposer, DraftModelProposer)
+    return proposer.cache
+
+
 def use_planner(core: EngineCore, planner: Planner) -> None:
+    if isinstance(planner, FixedPlanner):
+        planner.proposers = {proposer.name: proposer for proposer in core.scheduler.proposers}
     core.planner = core.scheduler.planner = planner
 
 
@@ -43,8 +81,10 @@ class FixedPlanner:
         max_rounds: int = 1,
         rotates: bool = False,
         prefills: bool = True,
+        proposers: Sequences[Proposer] = (),
     ) -> None:
         self.lookups = lookups or {}
+        self.proposers = {proposer.name: proposer for proposer in proposers}
         self.max_draft_len = max_draft_len
         self.max_rounds = max_rounds
         self.rotates = rotates
@@ -65,10 +105,10 @@ class FixedPlanner:
 
     def _choice(self, sequence: Sequence, source: str) -> DraftChoice | None:
         room = min(sequence.num_speculative_tokens, sequence.max_num_tokens - len(sequence) - 1)
-        if source == "draft_model":
+        if source in self.proposers:
             room = min(room, self.max_draft_len - len(sequence))
-            missing = max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens)
-            return DraftChoice(source, room, missing) if room > 0 else None
+            num_missing = self.proposers[source].num_missing(sequence)
+            return DraftChoice(source, room, num_missing) if room > 0 else None
         if source not in self.lookups:
             return None
         lookup = self.lookups[source]

@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from tests.engine.grammars import END, GRAMMAR, VOCAB_SIZE, know_grammars
+from tests.engine.planners import draft_cache
 from tests.models import make_engine, save_perturbed, save_random_llama
 from truedraft.engine import build
 from truedraft.engine.core.block_pool import BlockPool
@@ -106,8 +107,8 @@ class Pair:
         scheduler = core.scheduler
         num_blocks = min(run.num_blocks, scheduler.target_pool.num_blocks)
         scheduler.target_pool = BlockPool(num_blocks, scheduler.target_pool.block_size)
-        if scheduler.draft_pool is not None:
-            scheduler.draft_pool = BlockPool(num_blocks, scheduler.draft_pool.block_size)
+        if scheduler.proposers:
+            draft_cache(core).pool = BlockPool(num_blocks, scheduler.target_pool.block_size)
         return know_grammars(core)
 
 
@@ -187,8 +188,8 @@ def check(pair: Pair, run: RandomRun) -> int:
     """Compare all answers; returns their number."""
     core = pair.engine(run)
     found = answers(core, run.arrivals)
-    for pool in (core.scheduler.target_pool, core.scheduler.draft_pool):
-        assert pool is None or pool.num_free == pool.num_blocks
+    for pool in (core.scheduler.target_pool, *core.scheduler.draft_pools):
+        assert pool.num_free == pool.num_blocks
     for one in run.arrivals:
         expected = answers(pair.plain, [Arrival(_undrafted(one.request), 0, None)])
         for key, reference in expected.items():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.planners import FixedPlanner
+from tests.engine.planners import CachedProposer, FixedPlanner
 from truedraft.engine.core.block_pool import RUN, BlockPool
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
@@ -85,12 +85,13 @@ def test_every_sequence_finishes_and_every_block_comes_back(
     requests: list[tuple[int, int, int, int, int]], num_blocks: int, budget: int, data: st.DataObject
 ) -> None:
     """Drafts accepted at random; few blocks, so that sequences are preempted; small budgets."""
+    draft = CachedProposer(BlockPool(num_blocks, 4))
     scheduler = Scheduler(
         target_pool=BlockPool(num_blocks, 4),
-        draft_pool=BlockPool(num_blocks, 4),
         max_num_sequences=4,
         max_num_batched_tokens=budget,
-        planner=FixedPlanner(max_draft_len=1000),
+        planner=FixedPlanner(max_draft_len=1000, proposers=[draft]),
+        proposers=[draft],
     )
     sequences = [
         make_sequence(i, prompt, max_tokens, k) for i, (prompt, max_tokens, k, *_) in enumerate(requests)
@@ -107,10 +108,10 @@ def test_every_sequence_finishes_and_every_block_comes_back(
         for part in parts:
             simulate(scheduler, part.sequence, part.num_tokens, part.draft.num_first_drafts, data)
         assert_partition(scheduler.target_pool, [s.target_blocks for s in sequences])
-        assert_partition(scheduler.draft_pool, [s.draft_blocks for s in sequences])
+        assert_partition(draft.cache.pool, [draft.cache.table(s) for s in sequences])
     assert all(sequence.finish_reason == "length" for sequence in sequences)
     assert [len(s) for s in sequences] == [s.max_num_tokens for s in sequences]
-    assert scheduler.target_pool.num_free == scheduler.draft_pool.num_free == num_blocks
+    assert scheduler.target_pool.num_free == draft.cache.pool.num_free == num_blocks
 
 
 def simulate(
@@ -133,7 +134,7 @@ def simulate(
 
 
 def test_a_long_prompt_does_not_stall_running_sequences() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 4, max_num_batched_tokens=10, planner=FixedPlanner())
+    scheduler = Scheduler(BlockPool(100, 4), 4, max_num_batched_tokens=10, planner=FixedPlanner())
     short, long = make_sequence(0, 1, 50, 0), make_sequence(1, 100, 1, 0)
     scheduler.add(short)
     scheduler.schedule()
@@ -147,7 +148,7 @@ def test_a_long_prompt_does_not_stall_running_sequences() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    scheduler = Scheduler(BlockPool(4, 4), None, 4, max_num_batched_tokens=100, planner=FixedPlanner())
+    scheduler = Scheduler(BlockPool(4, 4), 4, max_num_batched_tokens=100, planner=FixedPlanner())
     old, young, late = (make_sequence(i, 7, 9, 0) for i in range(3))
     for sequence in (old, young, late):
         scheduler.add(sequence)
@@ -233,7 +234,7 @@ def test_sharing_never_mixes_texts(history: list[tuple[list[int], int, bool]]) -
 
 
 def test_priority_goes_before_arrival() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 2, max_num_batched_tokens=100, planner=FixedPlanner())
+    scheduler = Scheduler(BlockPool(100, 4), 2, max_num_batched_tokens=100, planner=FixedPlanner())
     late, early, urgent = make_sequence(0, 5, 9, 0), make_sequence(1, 5, 9, 0), make_sequence(2, 5, 9, 0)
     late.priority, urgent.priority = 1, -1
     for sequence in (late, early, urgent):
@@ -243,7 +244,7 @@ def test_priority_goes_before_arrival() -> None:
 
 
 def test_choices_of_a_request_share_the_prompt() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), None, 8, max_num_batched_tokens=100, planner=FixedPlanner())
+    scheduler = Scheduler(BlockPool(100, 4), 8, max_num_batched_tokens=100, planner=FixedPlanner())
     choices = [make_sequence(0, 41, 9, 0) for _ in range(3)]
     for choice in choices:
         scheduler.add(choice)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.simulation import chi_square
 from tests.models import make_engine, run_engine, save_random_llama
 from tests.reference import joint_distribution, with_temperature
+from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import Round, StepPlan
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.runtime.native.runner import NativeRunner
@@ -70,6 +71,11 @@ def p_values(
         verification=verification,
         step_seconds=step_seconds,
     )
+    return p_values_of(core, pair, num_samples)
+
+
+def p_values_of(core: EngineCore, pair: Pair, num_samples: int) -> list[float]:
+    """Returns the same of any engine for the pair's target."""
     params = [
         SamplingParams(max_tokens=NUM_TOKENS, temperature=TEMPERATURE, seed=seed)
         for seed in range(num_samples)

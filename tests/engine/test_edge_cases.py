@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import Models
+from tests.engine.planners import draft_cache
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.memory.batch import Span
@@ -18,7 +19,7 @@ def break_logits(core: EngineCore, value: float, at_call: int, row: int) -> None
     """The target's forward number ``at_call`` returns ``value`` in one row of logits."""
     honest, calls = core.target.forward, 0
 
-    def forward(spans: list[Span]) -> ForwardOutput:
+    def forward(spans: list[Span], taps: list[int]) -> ForwardOutput:
         nonlocal calls
         calls += 1
         logits = honest(spans).logits.clone()
@@ -165,7 +166,7 @@ def test_the_draft_catches_up_after_full_acceptance(models: Models) -> None:
     core.add(Generate(request_id="r", prompt_token_ids=[1], params=GREEDY))
     core.step()
     (sequence,) = core.scheduler.running
-    assert sequence.draft_blocks.num_computed_tokens == len(sequence) - 2
+    assert draft_cache(core).table(sequence).num_computed_tokens == len(sequence) - 2
     core.step()
     assert core.stats.num_accepted_tokens == 6
 

@@ -417,7 +417,7 @@ def test_what_cannot_be_honoured_is_refused(
     constrained: Constrained, params: dict[str, object], code: str, message: str
 ) -> None:
     core = constrained_engine(constrained.target)
-    core.admission = replace(core.admission, methods=core.admission.methods | {"draft_model"})
+    core.admission = replace(core.admission, methods=(*core.admission.methods, "draft_model"))
     with pytest.raises(RequestError, match=message) as error:
         core.add(Generate("refused", PROMPT, SamplingParams(max_tokens=4, **params)))
     assert error.value.code == code

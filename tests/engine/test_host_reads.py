@@ -15,10 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.engine.conftest import Models
 from tests.engine.planners import phases_of
 from tests.models import make_engine, run_engine
+from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.needs import Need
 from truedraft.engine.core.sequence import Sequence as Text
-from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.core.step import ScheduledSequence, StepPlan
 from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.memory.kv_cache import LayerShape
 from truedraft.engine.messages import SamplingParams
@@ -102,8 +104,6 @@ def part_of(number: int, given: SamplingParams, length: int) -> ScheduledSequenc
         max_num_tokens=99,
     )
     text.target_blocks.num_computed_tokens = 3
-    text.draft_blocks.block_ids = [5 - number, 6 + number, 20 + number]
-    text.draft_blocks.num_computed_tokens = 2
     return ScheduledSequence(
         text,
         num_tokens=1,
@@ -122,7 +122,13 @@ def drafted(model: ModelRunner, rows: Sequence[SamplingParams]) -> tuple[Sampler
         VOCAB_SIZE,
         META,
     )
-    return sampler, DraftModelProposer(model, 99, VOCAB_SIZE).propose(parts, sampler)
+    proposer = DraftModelProposer(model, BlockPool(32, 4), 99, VOCAB_SIZE)
+    for number, part in enumerate(parts):
+        table = proposer.cache.table(part.sequence)
+        table.block_ids = [5 - number, 6 + number, 20 + number]
+        table.num_computed_tokens = 2
+    plan = StepPlan(parts, parts, frozenset({Need.DRAFT_MODEL}), 1, 0.0)
+    return sampler, proposer.propose(plan, sampler)
 
 
 def count_reads(
@@ -169,8 +175,7 @@ def test_a_gpus_drafts_are_read_once_and_a_verdict_per_rule(
 
 def reads_while_drafting(core: EngineCore, patch: pytest.MonkeyPatch) -> list[list[str]]:
     """Returns the reads of each round."""
-    proposer = phases_of(core).proposer
-    assert proposer is not None
+    (proposer,) = phases_of(core).proposers
     propose = proposer.propose
     rounds: list[list[str]] = []
 

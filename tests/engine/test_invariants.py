@@ -1,10 +1,13 @@
 """What must hold after every step: caches in step with the tokens, scores equal to a fresh forward."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import Models
+from tests.engine.planners import draft_cache
 from tests.models import make_engine, run_engine
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import StepPlan
@@ -26,9 +29,10 @@ class CheckedCore:
         self.inner_score = runner._score
         runner._score = self.score  # type: ignore[method-assign]
 
-    def score(self, plan: StepPlan, drafted: list[list[int]]) -> torch.Tensor:
+    def score(self, plan: StepPlan, drafted: list[list[int]]) -> Any:
         texts = [part.sequence.token_ids + ids for part, ids in zip(plan.rows, drafted, strict=True)]
-        logits = self.inner_score(plan, drafted)
+        scored = self.inner_score(plan, drafted)
+        logits = scored.logits
         start = 0
         for text, length in zip(texts, map(len, drafted), strict=True):
             with torch.no_grad():
@@ -37,13 +41,13 @@ class CheckedCore:
             start += length + 1
             self.num_scored += length + 1
         assert start == len(logits)
-        return logits
+        return scored
 
     def step(self) -> None:
         self.core.step()
         for sequence in self.core.scheduler.running:
             if sequence.num_uncomputed_tokens == 1:
-                assert sequence.draft_blocks.num_computed_tokens in (len(sequence) - 1, len(sequence) - 2)
+                assert draft_cache(self.core).num_missing(sequence) in (0, 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -63,7 +67,7 @@ def test_scores_equal_a_fresh_forward(models: Models, max_num_sequences: int, te
     while core.has_work:
         checked.step()
     assert checked.num_scored > sum(20 + i for i in range(len(PROMPTS)))
-    assert core.scheduler.target_pool.usage == core.scheduler.draft_pool.usage == 0  # type: ignore[union-attr]
+    assert core.scheduler.target_pool.usage == draft_cache(core).pool.usage == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
@@ -85,7 +89,7 @@ def test_few_blocks_preempt_and_change_nothing(models: Models) -> None:
     roomy = make_engine(models.target, models.close_draft)
     tight = make_engine(models.target, models.close_draft)
     tight.scheduler.target_pool.__init__(30, 4)  # type: ignore[misc]
-    tight.scheduler.draft_pool.__init__(30, 4)  # type: ignore[misc, union-attr]
+    draft_cache(tight).pool.__init__(30, 4)  # type: ignore[misc]
     assert run_engine(tight, prompts, params) == run_engine(roomy, prompts, params)
     assert tight.scheduler.num_preemptions > 0
     assert roomy.scheduler.num_preemptions == 0

@@ -161,7 +161,7 @@ def test_hidden_states_are_transformers(folder: str) -> None:
     cache = KVCache(model.layers, 8, 4, model.dtype)
     table = BlockTable()
     table.block_ids = list(range(8))
-    output = ModelRunner(model, cache, model.fast_pass(cache), taps=(1, 0)).forward([Span(table, ids, 1)])
+    output = ModelRunner(model, cache, model.fast_pass(cache)).forward([Span(table, ids, 1)], taps=(1, 0))
     assert output.logits.shape == (1, 96)
     assert output.hidden is not None
     for number, expected in enumerate((states[2], states[1])):

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.engine.native_pair import save_pair
+from tests.engine.planners import draft_cache
 from tests.models import make_engine, stepped
-from truedraft.engine.core import scheduler
 from truedraft.engine.core.needs import Need
+from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.messages import Generate, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
@@ -21,8 +22,8 @@ def test_a_draft_cache_that_lags_by_more_than_a_step_catches_up(tmp_path: Path) 
     while core.stats.num_draft_tokens == 0:
         stepped(core)
     (sequence,) = core.scheduler.running
-    assert core.scheduler.draft_pool is not None
-    core.scheduler.draft_pool.truncate(sequence.draft_blocks, 0)
+    cache = draft_cache(core)
+    cache.pool.truncate(cache.table(sequence), 0)
     before = core.stats.num_draft_tokens
     for _ in range(8):
         stepped(core)
@@ -31,7 +32,9 @@ def test_a_draft_cache_that_lags_by_more_than_a_step_catches_up(tmp_path: Path) 
 
 def test_rounds_that_never_catch_up_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: C runs the step as if the row only wanted no draft."""
-    honest = scheduler._needs
-    monkeypatch.setattr(scheduler, "_needs", lambda scheduled: honest(scheduled) - {Need.CATCH_UP})
+    honest = Scheduler._needs
+    monkeypatch.setattr(
+        Scheduler, "_needs", lambda self, scheduled: honest(self, scheduled) - {Need.CATCH_UP}
+    )
     with pytest.raises(AssertionError):
         test_a_draft_cache_that_lags_by_more_than_a_step_catches_up(tmp_path)

@@ -318,12 +318,11 @@ def disliked_drafts_dropped(patch: Patch) -> None:
     """A draft that the model has drawn is not verified if the prediction says something else."""
     honest = DraftModelProposer.propose
 
-    def propose(self: DraftModelProposer, scheduled: Any, sampler: Sampler) -> Drafts:
-        drafts = honest(self, scheduled, sampler)
-        parts = [part for part in scheduled if part.completes]
+    def propose(self: DraftModelProposer, plan: StepPlan, sampler: Sampler) -> Drafts:
+        drafts = honest(self, plan, sampler)
         lengths = [
             length if not length or drafts.token_ids[i, 0] in part.sequence.prediction.expected(1) else 0
-            for i, (part, length) in enumerate(zip(parts, drafts.lengths, strict=True))
+            for i, (part, length) in enumerate(zip(plan.rows, drafts.lengths, strict=True))
         ]
         return Drafts(drafts.token_ids, drafts.probs, lengths)
 

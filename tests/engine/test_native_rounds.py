@@ -19,6 +19,7 @@ from tests.models import make_engine, run_engine, save_perturbed, save_random_ll
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import EVERY_NEED, Need, Needs
 from truedraft.engine.core.step import Round, StepPlan, StepResult
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from truedraft.engine.native import library
 from truedraft.engine.runtime.native.rows import NativeRow
@@ -202,7 +203,7 @@ def test_logits_are_adjusted_as_by_torch() -> None:
         drafts = torch.randint(0, vocab_size, (1, 4), generator=generator)
         logits = 5 * torch.randn(1, 5, vocab_size, generator=generator)
         expected = adjust_logits(logits, [history], drafts, 0)
-        row = NativeRow(make_sequence(0, plan))
+        row = NativeRow(make_sequence(0, plan), BlockTable())
         row.row.num_tokens = len(prompt)
         if masks is not None:
             kept = masks.masks(drafts[0].tolist())
@@ -251,7 +252,7 @@ def test_prompts_that_the_draft_model_does_not_follow_are_noticed(tmp_path: Path
     """With the bug they are in the target's cache alone."""
     pair = save_pair(tmp_path)
     ours, theirs = (Side(make_engine(*pair), KINDS["prompts"]) for _ in range(2))
-    ours.native.proposer = None
+    ours.native.proposers = ()
     with pytest.raises(AssertionError):
         compare(ours, theirs, 1)
 
@@ -273,7 +274,7 @@ def test_what_it_does_not_support_goes_by_phases(tmp_path: Path) -> None:
 def test_it_supports_what_its_models_and_draws_do(tmp_path: Path) -> None:
     core = make_engine(*save_pair(tmp_path))
     whole = native_runner(core)
-    lone = NativeRunner(whole.target, None, None, whole.phases, False, LONG, 0)
+    lone = NativeRunner(whole.target, None, (), whole.phases, False, LONG)
     assert whole.supports - lone.supports == {Need.DRAFT_MODEL, Need.SAMPLING}
     assert not whole.supports & {Need.TRACE, Need.LONG_PROMPT, Need.CATCH_UP, Need.BLOCK_RULE}
 
@@ -328,7 +329,7 @@ def run(
         for sequence in core.scheduler.running:
             for share, table in core.scheduler._shares(sequence):
                 assert len(table.block_ids) <= share.blocks_for(len(sequence))
-    for pool in (core.scheduler.target_pool, core.scheduler.draft_pool):
+    for pool in (core.scheduler.target_pool, *core.scheduler.draft_pools):
         assert pool is None or pool.usage == 0
     return told, num_steps
 

@@ -133,7 +133,7 @@ def test_greedy_text_is_the_same_and_copies_are_accepted(models: Models) -> None
     core = make_engine(models.target, None, method="ngram", num_speculative_tokens=8)
     assert run_engine(core, REPETITIVE, params) == plain
     assert core.stats.num_accepted_tokens > 0
-    assert core.scheduler.draft_pool is None
+    assert core.scheduler.draft_pools == []
 
 
 def test_methods_side_by_side_in_one_batch(models: Models) -> None:

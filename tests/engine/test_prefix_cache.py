@@ -17,7 +17,7 @@ def scored_tokens(core: EngineCore) -> list[int]:
     counts: list[int] = []
     honest = core.target.forward
 
-    def forward(spans):  # type: ignore[no-untyped-def]
+    def forward(spans, taps):  # type: ignore[no-untyped-def]
         counts.append(sum(len(span.token_ids) for span in spans))
         return honest(spans)
 
@@ -112,8 +112,8 @@ def test_a_full_cache_forgets_and_goes_on(models: Models) -> None:
     params = [msgspec.structs.replace(PARAMS, seed=i) for i in range(12)]
     expected = run_engine(make_engine(models.target, models.close_draft), prompts, params)
     tight = make_engine(models.target, models.close_draft)
-    for pool in (tight.scheduler.target_pool, tight.scheduler.draft_pool):
-        pool.__init__(30, 4)  # type: ignore[misc, union-attr]
+    for pool in (tight.scheduler.target_pool, *tight.scheduler.draft_pools):
+        pool.__init__(30, 4)  # type: ignore[misc]
     for _ in range(2):
         assert run_engine(tight, prompts, params) == expected
     assert tight.scheduler.num_preemptions > 0

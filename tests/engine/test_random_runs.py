@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.random_runs import Arrival, Pair, RandomRun, check, random_run
-from truedraft.engine.core import scheduler
 from truedraft.engine.core.needs import Needs
 from truedraft.engine.core.scheduler import Scheduler
 from truedraft.engine.core.sequence import Sequence
@@ -44,13 +43,13 @@ def test_a_piece_of_one_token_beside_rows(pair: Pair, budget: int, wants: dict[s
 
 def pieces_of_one_token_are_rows(patch: pytest.MonkeyPatch) -> None:
     """A part is taken for a prompt by its number of tokens: a piece of a single one is not."""
-    honest = scheduler._needs
+    honest = Scheduler._needs
 
-    def needs(scheduled: list[ScheduledSequence]) -> Needs:
-        found = honest([part for part in scheduled if part.completes or part.num_tokens > 1])
+    def needs(self: Scheduler, scheduled: list[ScheduledSequence]) -> Needs:
+        found = honest(self, [part for part in scheduled if part.completes or part.num_tokens > 1])
         return found.union(*(part.sequence.needs for part in scheduled))
 
-    patch.setattr(scheduler, "_needs", needs)
+    patch.setattr(Scheduler, "_needs", needs)
 
 
 def pieces_of_one_token_are_whole(patch: pytest.MonkeyPatch) -> None:

@@ -183,9 +183,10 @@ def test_a_draft_that_pauses_catches_up(models: Models, taped: None, monkeypatch
     catch_up = CudaRunner._catch_up
 
     def counted(self: CudaRunner, parts: Any) -> None:
-        before = [part.sequence.draft_blocks.num_computed_tokens for part in parts]
+        tables = [self._draft_table(part.sequence) for part in parts]
+        before = [table.num_computed_tokens for table in tables]
         catch_up(self, parts)
-        after = [part.sequence.draft_blocks.num_computed_tokens for part in parts]
+        after = [table.num_computed_tokens for table in tables]
         caught.append(sum(after) - sum(before))
 
     monkeypatch.setattr(CudaRunner, "_catch_up", counted)

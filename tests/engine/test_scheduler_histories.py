@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.planners import FixedPlanner
+from tests.engine.planners import CachedProposer, FixedPlanner
 from tests.engine.test_cache_bookkeeping import assert_partition
 from truedraft.engine.core.block_pool import BlockPool
 from truedraft.engine.core.scheduler import Scheduler
@@ -60,6 +60,7 @@ class World:
     """The scheduler, and what is written into the slots of either pool."""
 
     scheduler: Scheduler
+    draft: CachedProposer
     live: list[Sequence] = field(default_factory=list)
     target_slots: dict[int, int] = field(default_factory=dict)
     draft_slots: dict[int, int] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class World:
         drafted = [data.draw(st.integers(0, 1)) for _ in range(part.draft.num_first_drafts)]
         first = target.num_computed_tokens
         known = sequence.token_ids[first : first + part.num_tokens] + drafted
-        if sequence.uses_draft_model:
+        if self.draft.name in sequence.sources:
             self._follow_with_draft(part, drafted)
         _write(self.target_slots, target, known)
         if not part.completes:
@@ -121,7 +122,7 @@ class World:
 
     def _follow_with_draft(self, part: ScheduledSequence, drafted: list[int]) -> None:
         """The draft stores what it missed and all of its own tokens but the last."""
-        sequence, table = part.sequence, part.sequence.draft_blocks
+        sequence, table = part.sequence, self.draft.cache.table(part.sequence)
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens
         if drafted or part.kind is not Kind.DECODE:
             known = sequence.token_ids[table.num_computed_tokens : end]
@@ -129,15 +130,16 @@ class World:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        assert scheduler.draft_pool is not None
+        draft = self.draft.cache
         assert_partition(scheduler.target_pool, [s.target_blocks for s in self.live])
-        assert_partition(scheduler.draft_pool, [s.draft_blocks for s in self.live])
+        assert_partition(draft.pool, [draft.table(s) for s in self.live])
         assert {*scheduler.running, *scheduler.waiting} == set(self.live)
         for sequence in self.live:
             assert _read(self.target_slots, sequence.target_blocks) == _stored(
                 sequence, sequence.target_blocks
             )
-            assert _read(self.draft_slots, sequence.draft_blocks) == _stored(sequence, sequence.draft_blocks)
+            table = draft.table(sequence)
+            assert _read(self.draft_slots, table) == _stored(sequence, table)
 
 
 def _slots(table: BlockTable, first: int, last: int) -> list[int]:
@@ -163,14 +165,16 @@ def _stored(sequence: Sequence, table: BlockTable) -> list[int]:
 def test_any_history(
     requests: list[Request], num_blocks: int, budget: int, max_num_sequences: int, data: st.DataObject
 ) -> None:
+    draft = CachedProposer(BlockPool(num_blocks, BLOCK_SIZE))
     world = World(
         Scheduler(
             target_pool=BlockPool(num_blocks, BLOCK_SIZE),
-            draft_pool=BlockPool(num_blocks, BLOCK_SIZE),
             max_num_sequences=max_num_sequences,
             max_num_batched_tokens=budget,
-            planner=FixedPlanner(max_draft_len=1000),
-        )
+            planner=FixedPlanner(max_draft_len=1000, proposers=[draft]),
+            proposers=[draft],
+        ),
+        draft,
     )
     for step in range(3000):
         for name, request in enumerate(requests):
@@ -183,8 +187,7 @@ def test_any_history(
         world.step(data)
     assert not world.live
     assert world.scheduler.target_pool.num_free == num_blocks
-    assert world.scheduler.draft_pool is not None
-    assert world.scheduler.draft_pool.num_free == num_blocks
+    assert draft.cache.pool.num_free == num_blocks
 
 
 def draft_keeps_what_was_rejected(patch: pytest.MonkeyPatch) -> None:

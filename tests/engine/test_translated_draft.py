@@ -22,6 +22,7 @@ from tests.engine.test_replay import Outcome, replay, traced
 from tests.models import make_engine, run_engine, save_random_llama, stepped
 from tests.reference import joint_distribution, with_temperature
 from truedraft.engine.core.engine import EngineCore
+from truedraft.engine.core.step import StepPlan
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.process.worker import describe
@@ -62,7 +63,7 @@ def plain(learnt: dict[str, str], prompts: list[list[int]]) -> list[list[int]]:
 
 
 def proposer_of(core: EngineCore) -> TranslatedDraftProposer:
-    proposer = phases_of(core).proposer
+    (proposer,) = phases_of(core).proposers
     assert isinstance(proposer, TranslatedDraftProposer)
     return proposer
 
@@ -224,7 +225,7 @@ def test_prompts_are_stored_beside_rounds_in_c(
 
 def test_a_text_longer_than_the_drafts_context_goes_on_undrafted(learnt: dict[str, str]) -> None:
     core = make_engine(learnt["coarse"], learnt["characters"])
-    proposer_of(core).max_len = 120
+    proposer_of(core).max_num_ids = 120
     params = SamplingParams(max_tokens=100, temperature=0)
     expected = run_engine(make_engine(learnt["coarse"], None), [[5, 60]], params)
     assert run_engine(core, [[5, 60]], params) == expected
@@ -326,8 +327,8 @@ def test_drafts_called_drawn_are_caught(
     """A planted bug: the greedy draft claims to have been drawn from a distribution."""
     honest = TranslatedDraftProposer.propose
 
-    def propose(self: TranslatedDraftProposer, scheduled: list, sampler: Sampler) -> Drafts:  # type: ignore[type-arg]
-        drafts = honest(self, scheduled, sampler)
+    def propose(self: TranslatedDraftProposer, plan: StepPlan, sampler: Sampler) -> Drafts:
+        drafts = honest(self, plan, sampler)
         flat = torch.full((*drafts.token_ids.shape, VOCAB_SIZE), 1 / VOCAB_SIZE)
         return Drafts(drafts.token_ids, flat, drafts.lengths)
 
@@ -369,17 +370,17 @@ def test_which_way_a_pair_gets(learnt: dict[str, str], models: Models, tmp_path:
     padded = save_random_llama(tmp_path / "padded", seed=1, vocab_size=2000)
     save_tokenizer(TOKENIZERS["coarse"](), padded)
     core = make_engine(learnt["coarse"], padded)
-    assert isinstance(phases_of(core).proposer, DraftModelProposer)
-    assert core.scheduler.draft_pool is not None
+    assert isinstance(phases_of(core).proposers[0], DraftModelProposer)
+    assert len(core.scheduler.draft_pools) == 1
 
     same_size = save_random_llama(tmp_path / "same_size", seed=1, vocab_size=400)
     save_tokenizer(TOKENIZERS["metaspace"](), same_size)
     core = make_engine(learnt["coarse"], same_size)
     assert proposer_of(core)
-    assert core.scheduler.draft_pool is None
+    assert core.scheduler.draft_pools == []
 
     without = make_engine(models.target, models.padded_draft)
-    assert isinstance(phases_of(without).proposer, DraftModelProposer)
+    assert isinstance(phases_of(without).proposers[0], DraftModelProposer)
     nameless = save_random_llama(tmp_path / "nameless", seed=1, vocab_size=2000)
     with pytest.raises(ModelLoadError, match="2000 tokens, the target's 16.*no"):
         make_engine(models.target, nameless)
@@ -396,7 +397,7 @@ def test_a_tokenizer_that_fails_to_load_is_none(
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
     core = make_engine(models.target, models.close_draft)
-    assert isinstance(phases_of(core).proposer, DraftModelProposer)
+    assert isinstance(phases_of(core).proposers[0], DraftModelProposer)
 
 
 def test_the_server_names_the_draft(learnt: dict[str, str]) -> None:

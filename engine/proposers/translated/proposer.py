@@ -8,14 +8,17 @@ output. Idea: universal assisted generation (Timor et al., 2502.05202, exact mat
 
 import math
 import weakref
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 
 from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.needs import Need
+from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.sequence import Sequence
-from truedraft.engine.core.step import Kind, ScheduledSequence
+from truedraft.engine.core.step import Kind, ScheduledSequence, StepPlan
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import Source
+from truedraft.engine.messages import DRAFT_MODEL
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.known import known_drafts
 from truedraft.engine.proposers.translated.draft_text import DraftText
@@ -61,16 +64,17 @@ class _Row:
     ended: bool = False
 
 
-class TranslatedDraftProposer:
+class TranslatedDraftProposer(Proposer):
     """``pool`` is the draft's own: the scheduler counts in target tokens and knows nothing of it.
 
-    ``max_len`` draft tokens at most per sequence; ``max_batched_tokens`` of them are computed per step to
+    ``max_num_ids`` draft tokens at most per sequence; ``max_batched_tokens`` of them are computed per step to
     catch up with prompts. ``eos_token_id`` is what the target says where the draft ends its text. To the
     outside it is the pair's draft model; only traces tell it apart, since its drafts have no probabilities.
     """
 
-    name: Source = "draft_model"
+    name = DRAFT_MODEL
     trace_source = "translated"
+    need = Need.DRAFT_MODEL
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class TranslatedDraftProposer:
         target_tokenizer: TextTokenizer,
         draft_tokenizer: TextTokenizer,
         max_len: int,
+        max_num_ids: int,
         max_batched_tokens: int,
         vocab_size: int,
         eos_token_id: int | None,
@@ -88,6 +93,7 @@ class TranslatedDraftProposer:
         self.target_tokenizer = target_tokenizer
         self.draft_tokenizer = draft_tokenizer
         self.max_len = max_len
+        self.max_num_ids = max_num_ids
         self.max_batched_tokens = max_batched_tokens
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
@@ -100,20 +106,19 @@ class TranslatedDraftProposer:
         # The least recently used first.
         self._states: weakref.WeakKeyDictionary[Sequence, _State] = weakref.WeakKeyDictionary()
 
-    def propose(self, scheduled: list[ScheduledSequence], sampler: Sampler) -> Drafts:
-        completing = [part for part in scheduled if part.completes]
-        rows = self._catch_up(scheduled, completing)
+    def propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
+        rows = self._catch_up(plan.scheduled, plan.rows)
         self._draft(rows)
-        drafted: list[list[int]] = [[] for _ in completing]
+        drafted: list[list[int]] = [[] for _ in plan.rows]
         for row in rows:
             drafted[row.index] = self._translate(row)
         return known_drafts(drafted, sampler.device)
 
-    def prefill(self, prompts: list[ScheduledSequence]) -> None:
+    def prefill(self, prompts: Sequences[ScheduledSequence]) -> None:
         self._catch_up(prompts, completing=[])
 
     def _catch_up(
-        self, scheduled: list[ScheduledSequence], completing: list[ScheduledSequence]
+        self, scheduled: Sequences[ScheduledSequence], completing: Sequences[ScheduledSequence]
     ) -> list[_Row]:
         """Compute what the draft's cache misses, short gaps first; rows whose gap is closed have drafted
         their first token."""
@@ -131,9 +136,9 @@ class TranslatedDraftProposer:
             if wanted and num_tokens == state.num_missing:
                 # One target token more than wanted: the last one is dropped.
                 num_steps = math.ceil((wanted + 1) * state.draft_tokens_per_token)
-                num_steps = max(0, min(num_steps, self.max_len - num_ids))
+                num_steps = max(0, min(num_steps, self.max_num_ids - num_ids))
             end = len(state.stored) + num_tokens
-            if num_tokens == 0 or num_ids > self.max_len:
+            if num_tokens == 0 or num_ids > self.max_num_ids:
                 continue
             if not self._reserve(state, end + max(0, num_steps - 1), in_step):
                 continue
@@ -192,7 +197,7 @@ class TranslatedDraftProposer:
 
     def _is_mine(self, part: ScheduledSequence) -> bool:
         plain_decoding = part.draft.num_first_drafts == 0 and part.kind is Kind.DECODE
-        return part.sequence.uses_draft_model and not plain_decoding
+        return self.name in part.sequence.sources and not plain_decoding
 
     def _follow(self, sequence: Sequence) -> _State:
         """The sequence's state, with its newest tokens taken in and the cache cut back to what is right.

@@ -19,6 +19,8 @@ from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
+from truedraft.engine.memory.block_table import BlockTable
+from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, RuleCode
@@ -27,15 +29,19 @@ from truedraft.engine.runtime.cuda.shapes import Shape
 
 T = TypeVar("T")
 
+# What a sequence has in the cache of a draft model that is not there.
+NO_TABLE = BlockTable()
+
 
 class CudaRunner:
-    """``phases`` runs what is not captured. A draft model's ids are the target's."""
+    """``phases`` runs what is not captured. ``drafting`` is whose model's passes are, if any are."""
 
     supports = frozenset({Need.DRAFT_MODEL, Need.CATCH_UP, Need.SAMPLING, Need.BLOCK_RULE})
 
-    def __init__(self, graphs: RoundGraphs, phases: Runner) -> None:
+    def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: Runner) -> None:
         self.graphs = graphs
         self.draft = graphs.draft
+        self.drafting = None if graphs.draft is None else drafting
         self.phases = phases
 
     @torch.inference_mode()
@@ -65,7 +71,11 @@ class CudaRunner:
             return False
         if draft.known or not draft.num_tokens + part.num_catch_up_tokens:
             return len(draft.known_ids) <= rows.max_drafts
-        return self.draft is not None and draft.num_tokens <= self.graphs.max_drawn
+        return self._drafts(part) and draft.num_tokens <= self.graphs.max_drawn
+
+    def _drafts(self, part: ScheduledSequence) -> bool:
+        """Tells whether the captured draft model drafts for it, or catches up."""
+        return self.drafting is not None and part.draft.first_source == self.drafting.name
 
     def _launch(self, parts: list[ScheduledSequence]) -> "_Launched | None":
         """None, and nothing has happened, if no captured passes hold the rows."""
@@ -90,13 +100,14 @@ class CudaRunner:
             last = len(sequence.token_ids) - 1
             before = sequence.token_ids[last - 1] if last else 0
             known = [before, sequence.token_ids[last], *part.draft.known_ids]
-            has_before = sequence.draft_blocks.num_computed_tokens >= last
+            table = self._draft_table(sequence)
+            has_before = table.num_computed_tokens >= last
             rows.set_row(row, last, known, length, num_drawn, int(has_before))
             rows.set_table(TARGET, row, sequence.target_blocks.block_ids)
             sequence.target_blocks.num_computed_tokens = last + 1 + length
             if num_drawn:
-                rows.set_table(DRAFT, row, sequence.draft_blocks.block_ids)
-                sequence.draft_blocks.num_computed_tokens = last + num_drawn
+                rows.set_table(DRAFT, row, table.block_ids)
+                table.num_computed_tokens = last + num_drawn
             if is_new:
                 rows.set_sampling(row, sequence.params, sequence.seed, _rule_of(sequence))
         rows.send(num_rows)
@@ -107,13 +118,16 @@ class CudaRunner:
         graphs.replay(score)
         return _Launched(graphs, score, [row for row, _ in places], lengths, started, drafted)
 
+    def _draft_table(self, sequence: Sequence) -> BlockTable:
+        return NO_TABLE if self.drafting is None else self.drafting.cache.table(sequence)
+
     def _catch_up(self, parts: list[ScheduledSequence]) -> None:
         """Compute what the draft's cache misses but for the last two tokens, or what the planner asks for."""
         spans = []
         for part in parts:
-            if self.draft is None or part.draft.first_source != "draft_model":
+            if not self._drafts(part):
                 continue
-            table, token_ids = part.sequence.draft_blocks, part.sequence.token_ids
+            table, token_ids = self._draft_table(part.sequence), part.sequence.token_ids
             start = table.num_computed_tokens
             end = len(token_ids) - 2 if part.draft.num_tokens else start + part.num_catch_up_tokens
             if start < end:

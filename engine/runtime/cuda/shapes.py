@@ -7,7 +7,7 @@ empty. How long the rows' texts are is no part of a shape: kernels stop where a 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from truedraft.engine.core.planning import AUTO_LIMITS
+from truedraft.engine.core.planning import PROPOSER_LIMIT
 from truedraft.engine.runtime.cuda.sampling import Draws
 
 # Tokens that a draft model's pass takes of a row: after a full acceptance it lacks the one before the last.
@@ -38,7 +38,7 @@ def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int,
     """The longest drafts that are captured: of any source, and of the draft model."""
     if isinstance(num_speculative_tokens, int):
         return num_speculative_tokens, num_speculative_tokens if has_draft else 0
-    return OPEN_QUERIES[-1] - 1, AUTO_LIMITS["draft_model"] if has_draft else 0
+    return OPEN_QUERIES[-1] - 1, PROPOSER_LIMIT if has_draft else 0
 
 
 def plan_shapes(

@@ -13,6 +13,7 @@ import torch
 from truedraft.engine.core.draft_choice import Known
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import ScheduledSequence
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.pointers import address
 from truedraft.engine.native.library import Row
 from truedraft.engine.sampling.grammar import WORD_BYTES
@@ -34,7 +35,7 @@ def integers(length: int) -> "array[int]":
 
 class NativeRow:
     """``address`` is that of ``row``. Arrays are kept as long as ``row`` points to them. Its sequence is not:
-    a row ends with it."""
+    a row ends with it. ``draft_table`` is the sequence's in the draft model's cache."""
 
     __slots__ = (
         "_block_ids",
@@ -45,6 +46,7 @@ class NativeRow:
         "_draft_block_ids",
         "_draft_blocks",
         "_draft_ids",
+        "_draft_table",
         "_drafted",
         "_masks",
         "_matcher",
@@ -57,8 +59,9 @@ class NativeRow:
         "sources",
     )
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, draft_table: BlockTable) -> None:
         params = sequence.params
+        self._draft_table = draft_table
         stop_ids = array("q", sorted(sequence.stop_token_ids))
         bias_ids, biases = array("q", params.logit_bias), array("f", params.logit_bias.values())
         self._num_prompt_tokens, self._matcher = sequence.num_prompt_tokens, sequence.matcher
@@ -117,9 +120,9 @@ class NativeRow:
         self._uses_model = draft.num_tokens > 0
         if not self._uses_model:
             return 0
-        if sequence.draft_blocks.block_ids != self._draft_block_ids:
-            self._set_draft_blocks(sequence.draft_blocks.block_ids)
-        num_computed = row.num_draft_computed = sequence.draft_blocks.num_computed_tokens
+        if self._draft_table.block_ids != self._draft_block_ids:
+            self._set_draft_blocks(self._draft_table.block_ids)
+        num_computed = row.num_draft_computed = self._draft_table.num_computed_tokens
         return num_tokens - num_computed if drafts_first else 0
 
     def commit(self, sequence: Sequence) -> list[int]:
@@ -128,7 +131,7 @@ class NativeRow:
         self._num_tokens = end = row.num_tokens
         sequence.target_blocks.num_computed_tokens = end - 1
         if self._uses_model:
-            sequence.draft_blocks.num_computed_tokens = row.num_draft_computed
+            self._draft_table.num_computed_tokens = row.num_draft_computed
         return self._token_ids[first:end].tolist()
 
     def begin_masks(self, part: ScheduledSequence, max_drafts: int) -> None:

@@ -7,6 +7,7 @@ the phases emit, bit for bit. What C does not support goes by phases.
 
 import time
 from array import array
+from collections.abc import Sequence as Sequences
 from ctypes import byref
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,16 +15,18 @@ from weakref import WeakKeyDictionary
 import torch
 
 from truedraft.engine.core.needs import Need
+from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES
+from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.pointers import address
 from truedraft.engine.messages import TokenLogprob
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.headers import Constrain
 from truedraft.engine.native.library import Rounds
-from truedraft.engine.proposers.base import Proposer
+from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.runtime.native.rows import INTEGER_BYTES, NativeRow, address_of_integers, integers
 from truedraft.engine.sampling.logprobs import token_logprobs
 
@@ -35,28 +38,30 @@ MAX_LOGITS_BYTES = 64 << 20
 
 class NativeRunner:
     """``can_sample``: C samples as torch does (``native_backend``). No round begins that would probably end
-    later than ``step_seconds`` after the step's first one has begun. ``max_draft_len``: the longest sequence
-    that the draft model can hold. ``proposer`` stores prompts for the draft model, also for one that C does
-    not run (``draft`` is None). ``phases`` runs all other steps."""
+    later than ``step_seconds`` after the step's first one has begun. C drafts with ``drafting``, whose model
+    has a fast pass in C; ``proposers`` are all of them, which store prompts. ``phases`` runs all other steps.
+    """
 
     def __init__(
         self,
         target: NativeDecoder,
-        draft: NativeDecoder | None,
-        proposer: Proposer | None,
+        drafting: DraftModelProposer | None,
+        proposers: Sequences[Proposer],
         phases: Runner,
         can_sample: bool,
         step_seconds: float,
-        max_draft_len: int,
     ) -> None:
         self.target = target
-        self.draft = draft
-        self.proposer = proposer
+        self.drafting = drafting
+        self.draft: NativeDecoder | None = None
+        self.max_draft_len = 0  # the longest sequence that it can hold
+        self.proposers = proposers
         self.phases = phases
         self.step_seconds = step_seconds
-        self.max_draft_len = max_draft_len
         supports = {Need.PROMPT, Need.BIAS, Need.PENALTIES, Need.MASK, Need.LOGPROBS}
-        if draft is not None:
+        if drafting is not None:
+            assert isinstance(drafting.model.fast_pass, NativeDecoder)
+            self.draft, self.max_draft_len = drafting.model.fast_pass, drafting.max_len
             supports.add(Need.DRAFT_MODEL)
         if can_sample:
             supports.add(Need.SAMPLING)
@@ -71,10 +76,10 @@ class NativeRunner:
         return StepResult(rounds, prompt_seconds) if rounds else self.phases.run(plan)
 
     def _prefill_prompts(self, plan: StepPlan) -> PhaseSeconds:
-        """The draft model stores prompts before they are rows, whose first pass brings more tokens."""
+        """Proposers store prompts before they are rows, whose first pass brings more tokens."""
         started = time.perf_counter()
-        if self.proposer is not None:
-            self.proposer.prefill(plan.prompts)
+        for proposer in self.proposers:
+            proposer.prefill([part for part in plan.prompts if proposer.name in part.sequence.sources])
         return PhaseSeconds(time.perf_counter() - started, 0.0, 0.0)
 
     def run_rounds(self, plan: StepPlan) -> list[Round]:
@@ -123,7 +128,8 @@ class NativeRunner:
         return rounds
 
     def _add(self, sequence: Sequence) -> NativeRow:
-        row = self._rows[sequence] = NativeRow(sequence)
+        table = BlockTable() if self.drafting is None else self.drafting.cache.table(sequence)
+        row = self._rows[sequence] = NativeRow(sequence, table)
         return row
 
     def _keep_logits(

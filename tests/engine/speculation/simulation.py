@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from tests.engine.planners import CachedProposer
 from truedraft.engine.core.draft_choice import DraftChoice
 from truedraft.engine.core.needs import Need
 from truedraft.engine.core.planning import Planner, StepChoice
@@ -101,6 +102,10 @@ SMALL = Machine("small", PACKED_CPU, PACKED_CPU, 0.12, unit=0.0008, host=0.25, h
                 step_seconds=0.02, cold=1.4)  # fmt: skip
 
 
+# Whose cache the rows of all simulations have.
+DRAFT = CachedProposer()
+
+
 class FixedPlanner:
     """Every row drafts ``length`` tokens."""
 
@@ -114,7 +119,7 @@ class FixedPlanner:
             sequence: DraftChoice(
                 "draft_model",
                 min(self.length, sequence.max_num_tokens - len(sequence) - 1),
-                max(0, len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens),
+                DRAFT.num_missing(sequence),
             )
             for sequence in decoding
         }
@@ -258,7 +263,7 @@ class Simulation:
                 needs.add(Need.PROMPT)
                 prefills = self.planner.prefills_draft(sequence)
                 num_tokens = sequence.num_uncomputed_tokens
-                rows.append(ScheduledSequence(sequence, num_tokens, prefill_draft=prefills))
+                rows.append(ScheduledSequence(sequence, num_tokens, prefills=prefills))
                 continue
             part = ScheduledSequence(sequence, 1, choice)
             if choice.num_missing:
@@ -296,7 +301,7 @@ class Simulation:
             passes.append(num_passes)
             is_model = part.draft.first_source == "draft_model"
             if is_model and (part.num_catch_up_tokens or kept):
-                behind = len(sequence) - 1 - sequence.draft_blocks.num_computed_tokens
+                behind = len(sequence) - 1 - DRAFT.cache.table(sequence).num_computed_tokens
                 num_caught_up += min(behind, part.num_catch_up_tokens) if is_first else behind
             accepted = next((i for i, rate in enumerate(rates) if self.rng.random() >= rate), kept)
             survival = 1.0
@@ -307,8 +312,8 @@ class Simulation:
             num_new = part.num_tokens if is_first else 1
             num_scored += num_new + kept
             emitted = self._emit(part, accepted)
-            if is_first and part.kind is Kind.PROMPT and part.prefill_draft:
-                sequence.draft_blocks.num_computed_tokens = len(sequence)
+            if is_first and part.kind is Kind.PROMPT and part.prefills:
+                DRAFT.cache.table(sequence).num_computed_tokens = len(sequence)
                 num_caught_up += part.num_tokens
             one.num_drafted.append(kept)
             one.num_accepted.append(accepted)
@@ -317,9 +322,9 @@ class Simulation:
             sequence.token_ids += emitted[: sequence.max_num_tokens - before]
             sequence.target_blocks.num_computed_tokens = len(sequence) - 1
             if is_model and kept:
-                sequence.draft_blocks.num_computed_tokens = before + min(accepted, kept - 1)
+                DRAFT.cache.table(sequence).num_computed_tokens = before + min(accepted, kept - 1)
             elif is_model and is_first and part.num_catch_up_tokens:
-                sequence.draft_blocks.num_computed_tokens += part.num_catch_up_tokens
+                DRAFT.cache.table(sequence).num_computed_tokens += part.num_catch_up_tokens
         drafting = machine.unit * machine.draft_start if any(passes) else 0.0
         for position in range(max(passes)):
             active = sum(count > position for count in passes)
@@ -366,7 +371,7 @@ class Simulation:
 def auto(machine: Machine, seed: int = 1, error: float = 0.08, **arguments: object) -> SpeculationPlanner:
     return SpeculationPlanner(
         machine.costs(random.Random(seed), error),
-        max_draft_len=1 << 30,
+        proposers=[DRAFT],
         **arguments,  # type: ignore[arg-type]
     )
 

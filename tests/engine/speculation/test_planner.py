@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 
 from tests.engine.speculation.simulation import (
+    DRAFT,
     MACHINES,
     SMALL,
     Machine,
@@ -83,8 +84,8 @@ def test_the_short_way_while_drafting_is_off_finds_the_same(acceptance: float) -
     first, second = (
         Simulation(SMALL, planner, always(acceptance), rows_that_come_and_go).run(6.0)
         for planner in (
-            SpeculationPlanner(SMALL.costs(), max_draft_len=1 << 30),
-            NeverIdle(SMALL.costs(), max_draft_len=1 << 30),
+            SpeculationPlanner(SMALL.costs(), proposers=[DRAFT]),
+            NeverIdle(SMALL.costs(), proposers=[DRAFT]),
         )
     )
     assert first.steps == second.steps
@@ -107,7 +108,7 @@ def test_a_calibration_at_a_busy_moment_is_corrected(error: float) -> None:
     """Passes of several tokens were measured too slow: drafting seems not to pay, and does."""
     costs = PACKED.costs()
     costs.score = PassCosts({1: PACKED.score_seconds(1), 5: error * PACKED.score_seconds(5)})
-    planner = SpeculationPlanner(costs, max_draft_len=1 << 30)
+    planner = SpeculationPlanner(costs, proposers=[DRAFT])
     simulation = Simulation(PACKED, planner, always(0.9), lambda _: 1).run(12.0)
     assert simulation.mean_length(6.0) > 2
 
@@ -416,7 +417,7 @@ def test_a_row_that_only_catches_up_teaches_nothing() -> None:
     (sequence,) = simulation.running
     (group,) = planner._groups.values()
     before = list(group.acceptance.reached)
-    sequence.draft_blocks.num_computed_tokens = 0
+    DRAFT.cache.table(sequence).num_computed_tokens = 0
     option = planner.choose([sequence]).option
     part = ScheduledSequence(sequence, 1, DraftChoice("draft_model"), num_catch_up_tokens=1024)
     plan = StepPlan([part], [part], {Need.CATCH_UP}, 1, 0.0, option)

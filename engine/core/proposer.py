@@ -1,0 +1,118 @@
+"""A proposer drafts during a step, with a model of its own or from the target's states, and owns its cache.
+
+Drafts that are known before a step, from texts and grammars, come from look-ups instead (``planning``).
+"""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from sys import maxsize
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from truedraft.engine.core.block_pool import BlockPool
+from truedraft.engine.core.needs import Need
+from truedraft.engine.core.sequence import Sequence
+from truedraft.engine.core.step import ScheduledSequence, StepPlan
+from truedraft.engine.memory.block_table import BlockTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from truedraft.engine.sampling.sampler import Drafts, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the target's pass has computed of one sequence, as far as it stands: rejected drafts are left out.
+
+    ``token_ids`` are those from index ``first`` of the sequence on: a piece of its prompt, or its pending
+    token and the accepted drafts. ``next_token`` follows them. ``hidden`` [tokens, taps, hidden size] are the
+    states of ``token_ids`` after the tapped layers, in the order of the proposer's ``taps``; None without.
+    """
+
+    sequence: Sequence
+    first: int
+    token_ids: list[int]
+    next_token: int
+    hidden: "torch.Tensor | None" = None
+
+
+class Proposer:
+    """Drafts during a step. Subclasses set ``name`` and write ``propose``; all else has a default.
+
+    ``name`` is its method in requests, metrics and traces. ``taps`` are layers of the target whose states
+    ``observe`` is given, negative ones counted from the last. ``can_lag``: it may stay behind while other
+    sources draft or none does, and brings its cache up to date when it drafts. If it cannot, ``observe`` is
+    called after every pass of the target, and every step goes by phases. ``max_len`` is the longest sequence
+    that it can draft for. ``need`` is what a row that drafts with it asks of a runner.
+    """
+
+    name: str
+    taps: Sequences[int] = ()
+    can_lag: bool = True
+    max_len: int = maxsize
+    need: Need = Need.PROPOSER
+
+    @property
+    def trace_source(self) -> str:
+        """What traces call it."""
+        return self.name
+
+    def attach(self, target: Any) -> None:
+        """Learns whom it drafts for, before its first step: the target's ``ModelRunner``."""
+
+    @property
+    def pools(self) -> Sequences[BlockPool]:
+        """Returns the pools of its own whose blocks the scheduler hands out."""
+        return ()
+
+    def tables(self, sequence: Sequence) -> Sequences[tuple[BlockPool, BlockTable]]:
+        """Returns its pools, each with the table that ``sequence`` has there.
+
+        The scheduler reserves room in them for the sequence and its drafts, truncates them with the target's,
+        shares beginnings and gives blocks back.
+        """
+        return ()
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Returns how many tokens its cache must compute before it drafts, the pending one apart."""
+        return 0
+
+    def prefill(self, prompts: Sequences[ScheduledSequence]) -> None:
+        """Stores what the target stores of ``prompts``, where no row drafts with it in the step."""
+
+    def propose(self, plan: StepPlan, sampler: "Sampler") -> "Drafts":
+        """Drafts up to ``num_drawn_by(name)`` tokens for each of ``plan.rows``; ``prefill`` is part of it.
+
+        ``sampler`` has a row for each of ``plan.rows``. Lengths are decided before anything is drawn: a drawn
+        token that is left out because of what it is would change what is emitted.
+        """
+        raise NotImplementedError
+
+    def observe(self, observations: Sequences[Observation]) -> None:
+        """Follows the target, after its pass and the verdicts; only called if it cannot lag."""
+
+    def reset(self) -> None:
+        """Forgets all sequences and what the caches hold, whatever state a broken step has left."""
+
+
+class ProposerCache:
+    """A pool of a proposer's own, and the table that each sequence has there."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._tables: WeakKeyDictionary[Sequence, BlockTable] = WeakKeyDictionary()
+
+    def table(self, sequence: Sequence) -> BlockTable:
+        table = self._tables.get(sequence)
+        if table is None:
+            table = self._tables[sequence] = BlockTable(sequence.num_encoder_tokens)
+        return table
+
+    def num_missing(self, sequence: Sequence) -> int:
+        """Returns how many tokens it lacks, the pending one apart."""
+        return max(0, len(sequence.token_ids) - 1 - self.table(sequence).num_computed_tokens)
+
+    def reset(self) -> None:
+        self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+        self._tables.clear()
