@@ -171,6 +171,7 @@ def make_core(
         PredictionProposer(),
         NgramProposer(config.ngram_min_match, config.ngram_max_tokens, config.ngram_choice),
     ]
+    costs = _costs(config, memory, proposers, runner)
     is_auto = config.num_speculative_tokens == "auto"
     return EngineCore(
         target=memory.target,
@@ -180,7 +181,7 @@ def make_core(
             target_pool=memory.target_pool,
             max_num_sequences=config.max_num_sequences,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            planner=SpeculationPlanner(_costs(config, memory, runner), lookups, proposers),
+            planner=SpeculationPlanner(costs, lookups, proposers),
             proposers=proposers,
             # What an encoder makes of a beginning depends on what follows.
             prefix_caching=config.prefix_caching and models.encoder_decoder is None,
@@ -202,15 +203,14 @@ def make_core(
     )
 
 
-def _costs(config: EngineConfig, memory: Memory, runner: Runner) -> Costs:
+def _costs(config: EngineConfig, memory: Memory, proposers: Sequence[Proposer], runner: Runner) -> Costs:
     """What rounds take, measured where the draft length is open."""
     step_seconds = config.step_seconds if isinstance(runner, NativeRunner) else 0.0
     if config.num_speculative_tokens != "auto":
-        return Costs.uncalibrated(step_seconds)
+        return Costs.uncalibrated([proposer.name for proposer in proposers], step_seconds)
     max_tokens = config.max_num_sequences * (max(AUTO_LIMITS.values()) + 1)
-    return calibrate(
-        memory.target, memory.target_pool, memory.draft, memory.draft_pool, max_tokens, step_seconds
-    )
+    drafts = {} if memory.draft is None else {DRAFT_MODEL: (memory.draft, memory.draft_pool)}
+    return calibrate(memory.target, memory.target_pool, drafts, max_tokens, step_seconds)
 
 
 def _draft_model(config: EngineConfig, models: Models, memory: Memory) -> list[Proposer]:

@@ -1,5 +1,6 @@
 """What the scheduler asks before a step is drawn: who drafts for each decoding sequence, and how much."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -76,8 +77,8 @@ class Planner(Protocol):
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
         """Chooses for a prompt of one token, which is a row at once."""
 
-    def prefills_draft(self, sequence: Sequence) -> bool:
-        """Tells whether the draft model computes a prompt along with the target, or catches up later."""
+    def lagging(self, sequence: Sequence) -> Collection[str]:
+        """Returns the proposers that let a prompt pass, and catch up when they draft."""
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Learns from the verdicts on what ``choose`` asked for, and from what the rounds cost."""

@@ -222,8 +222,8 @@ class Scheduler:
         if sequence.must_encode:
             return ScheduledSequence(sequence, num_uncomputed)
         if not sequence.is_decoding:
-            prefills = self.planner.prefills_draft(sequence)
-            return ScheduledSequence(sequence, min(num_uncomputed, budget), prefills=prefills)
+            lagging = self.planner.lagging(sequence)
+            return ScheduledSequence(sequence, min(num_uncomputed, budget), lagging=lagging)
         if draft is None:
             draft = self.planner.choose_for_prompt(sequence)
         draft = draft.within(budget - 1)

@@ -4,6 +4,7 @@ A *round* is one draft, score and verify of every row. A step has one round, or 
 short; whatever counts (usage, metrics, traces, acceptance) counts rounds.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -37,15 +38,15 @@ class ScheduledSequence:
 
     ``kind`` follows from what the sequence has left to compute when the part is made.
     ``num_catch_up_tokens`` of those that the drafting proposer's cache misses are computed before it drafts,
-    or instead of it; a prompt's chunk does not count. ``prefills`` says whether proposers with caches compute
-    a prompt's chunk, too, now.
+    or instead of it; a prompt's chunk does not count. ``lagging`` are proposers that let a prompt's chunk
+    pass; the others' caches take it in now.
     """
 
     sequence: Sequence
     num_tokens: int
     draft: DraftChoice = NO_DRAFT
     num_catch_up_tokens: int = 0
-    prefills: bool = True
+    lagging: Collection[str] = ()
     kind: Kind = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +60,10 @@ class ScheduledSequence:
     def completes(self) -> bool:
         """Tells whether the last known token is computed, so that the sequence is a row of the rounds."""
         return self.kind is not Kind.PIECE
+
+    def is_prefilled_by(self, proposer: str) -> bool:
+        """Tells whether a proposer takes in a prompt's chunk along with the target."""
+        return proposer in self.sequence.sources and proposer not in self.lagging
 
     def num_drawn_by(self, proposer: str) -> int:
         """Returns how many drafts of the first round a proposer with a model has to draw."""

@@ -72,18 +72,14 @@ class DraftModelProposer(Proposer):
         """What the draft is to store in its first pass: of a prompt all that the target will have stored
         after this step, of a decoding sequence what it missed while other sources drafted or none did."""
         sequence = part.sequence
-        if self.name not in sequence.sources:
+        is_decoding = part.kind is Kind.DECODE
+        if not (part.draft.source == self.name if is_decoding else part.is_prefilled_by(self.name)):
             return None
         table = self.cache.table(sequence)
-        start = table.num_computed_tokens
+        start, num_logits = table.num_computed_tokens, min(1, part.num_drawn_by(self.name))
         end = sequence.target_blocks.num_computed_tokens + part.num_tokens
-        num_logits = min(1, part.num_drawn_by(self.name))
-        if part.kind is Kind.DECODE:
-            if part.draft.source != self.name:
-                return None
+        if is_decoding:
             end = start + part.num_catch_up_tokens + num_logits
-        elif not part.prefills:
-            return None
         if start == end or end > self.max_len:
             return None
         return Span(table, sequence.token_ids[start:end], num_logits)

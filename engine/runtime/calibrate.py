@@ -6,7 +6,7 @@ else the machine does makes passes slower, never faster.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import inf
@@ -39,22 +39,17 @@ Kind = TypeVar("Kind")
 def calibrate(
     target: ModelRunner,
     target_pool: BlockPool,
-    draft: ModelRunner | None,
-    draft_pool: BlockPool | None,
+    drafts: Mapping[str, tuple[ModelRunner, BlockPool]],
     max_tokens: int,
     step_seconds: float = 0.0,
     seconds: float = 1.0,
 ) -> Costs:
-    """``max_tokens``: no step has more, prompts apart. Both caches must be allocated and unused."""
-    if draft is None or draft_pool is None:
-        return Costs(
-            _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds), None, step_seconds
-        )
-    return Costs(
-        _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds / 2),
-        _measure(draft, draft_pool, 1, max_tokens, seconds / 2),
-        step_seconds,
-    )
+    """``drafts`` are models of proposers, by name. ``max_tokens``: no step has more, prompts apart.
+    All caches must be allocated and unused."""
+    seconds /= 1 + len(drafts)
+    score = _measure(target, target_pool, SCORE_TOKENS_PER_ROW, max_tokens, seconds)
+    measured = {name: _measure(*draft, 1, max_tokens, seconds) for name, draft in drafts.items()}
+    return Costs(score, measured, step_seconds)
 
 
 def _measure(

@@ -92,7 +92,7 @@ class PhaseRunner:
         for proposer in self.proposers:
             if any(part.draft.source == proposer.name for part in plan.rows):
                 parts.append(proposer.propose(plan, sampler))
-            elif prompts := [part for part in plan.prompts if proposer.name in part.sequence.sources]:
+            elif prompts := [part for part in plan.prompts if part.is_prefilled_by(proposer.name)]:
                 proposer.prefill(prompts)
         if any(part.draft.known for part in plan.rows):
             parts.append(known_drafts([part.draft.known_ids for part in plan.rows], sampler.device))

@@ -12,7 +12,7 @@ full of what the host did, and the front end busy with what the step before has 
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import fmean
 from typing import NamedTuple
@@ -90,12 +90,24 @@ class PassCosts:
 
 class Shape(NamedTuple):
     """A kind of round. ``num_drafted``: drafts that the target scores, of all rows. ``draft_sizes``: rows of
-    each draft pass."""
+    each draft pass of the proposer ``source``."""
 
     num_rows: int
     option: int
     num_drafted: float = 0.0
     draft_sizes: tuple[float, ...] = ()
+    source: str = ""
+
+    @property
+    def kind(self) -> "Kind":
+        """Returns what has a correction of its own: lengths of different proposers have different ones."""
+        return (self.source if 1 <= self.option <= MAX_LENGTH else "", self.option)
+
+
+# What a pass of a proposer takes that was not measured.
+FREE = PassCosts({1: 1e-9})
+# Proposer and option.
+Kind = tuple[str, int]
 
 
 class Overhead:
@@ -114,40 +126,42 @@ class Overhead:
 
 
 class Costs:
-    """``draft`` is None without a draft model. Rounds of less than half of ``step_seconds`` share steps."""
+    """``drafts`` are those of proposers whose passes were measured, by their names: others are taken to be
+    free until rounds tell. Rounds of less than half of ``step_seconds`` share steps."""
 
     def __init__(
         self,
         score: PassCosts,
-        draft: PassCosts | None = None,
+        drafts: Mapping[str, PassCosts] | None = None,
         step_seconds: float = 0.0,
         is_calibrated: bool = True,
     ) -> None:
         self.score = score
-        self.draft = draft or PassCosts({1: 1e-9})
+        self.drafts = drafts or {}
         self.step_seconds = step_seconds
         self.is_calibrated = is_calibrated
         self.stored_per_row = 0.0  # tokens in the cache, set before each step
         self._level, self._level_variance = 0.0, FIRST_LEVEL
         self.host = Overhead(HOST_SECONDS_PER_ROW)
         self.first_round = Overhead(FIRST_ROUND_SECONDS_PER_ROW)
-        # By bucket of rows and option: the correction and its variance.
-        self._corrections: dict[int, dict[int, tuple[float, float]]] = {}
+        # By bucket of rows and kind of round: the correction and its variance.
+        self._corrections: dict[int, dict[Kind, tuple[float, float]]] = {}
 
     @classmethod
-    def uncalibrated(cls, step_seconds: float = 0.0) -> "Costs":
+    def uncalibrated(cls, sources: Iterable[str] = (), step_seconds: float = 0.0) -> "Costs":
         """For fixed lengths, to compare sources: a scored token takes 2 % of a round, a draft pass 20 %."""
         score, draft = PassCosts({1: 0.01, 2: 0.0102}), PassCosts({1: 0.002, 2: 0.002})
-        return cls(score, draft, step_seconds, is_calibrated=False)
+        return cls(score, dict.fromkeys(sources, draft), step_seconds, is_calibrated=False)
 
     def model_seconds(self, shape: Shape) -> float:
         """Expected seconds of drafting, scoring and verifying."""
-        num_rows, option, num_drafted, draft_sizes = shape
+        num_rows, _, num_drafted, draft_sizes, source = shape
         stored = self.stored_per_row
         base = self.score(num_rows + num_drafted, stored * num_rows, num_rows)
         if draft_sizes:
-            base += sum([self.draft(size, stored * size, size) for size in draft_sizes])
-        return math.exp(self._level + self._correction(num_rows, option)[0]) * base
+            draft = self.drafts.get(source, FREE)
+            base += sum([draft(size, stored * size, size) for size in draft_sizes])
+        return math.exp(self._level + self._correction(num_rows, shape.kind)[0]) * base
 
     def overhead(self, num_rows: int) -> float:
         """Expected seconds of a step, however many rounds it has."""
@@ -164,40 +178,41 @@ class Costs:
         seconds = self.model_seconds(shape)
         return seconds + self.overhead(shape.num_rows) / self.rounds_per_step(seconds, shape.num_rows)
 
-    def catch_up_seconds(self, num_tokens: int) -> float:
-        """Expected seconds in which the draft model computes what its cache misses."""
-        return math.exp(self._level) * self.draft(num_tokens)
+    def catch_up_seconds(self, source: str, num_tokens: int) -> float:
+        """Expected seconds in which a proposer computes what its cache misses."""
+        return math.exp(self._level) * self.drafts.get(source, FREE)(num_tokens)
 
-    def draft_prompt_seconds(self, num_tokens: float) -> float:
-        """Expected seconds in which the draft model computes ``num_tokens`` of prompts, passes of many."""
-        return self.catch_up_seconds(PROMPT_PASS) * num_tokens / PROMPT_PASS
+    def draft_prompt_seconds(self, source: str, num_tokens: float) -> float:
+        """Expected seconds in which a proposer computes ``num_tokens`` of prompts, passes of many."""
+        return self.catch_up_seconds(source, PROMPT_PASS) * num_tokens / PROMPT_PASS
 
     @staticmethod
     def bucket(num_rows: int) -> int:
         """Similar numbers of rows have the same corrections."""
         return round(2 * math.log2(num_rows))
 
-    def _correction(self, num_rows: int, option: int) -> tuple[float, float]:
+    def _correction(self, num_rows: int, kind: Kind) -> tuple[float, float]:
         """And its variance. One that never was measured is that of the nearest number of rows, or of the
         nearest length that drafts."""
         bucket = self.bucket(num_rows)
         measured = self._corrections.get(bucket)
-        if measured is not None and option in measured:
-            return measured[option]
+        if measured is not None and kind in measured:
+            return measured[kind]
+        source, option = kind
         for near in sorted(self._corrections, key=lambda near: abs(near - bucket)):
             measured = self._corrections[near]
-            if option in measured:
-                return measured[option][0], FIRST_CORRECTION
-            lengths = [length for length in measured if 1 <= length <= MAX_LENGTH]
+            if kind in measured:
+                return measured[kind][0], FIRST_CORRECTION
+            lengths = [length for whose, length in measured if whose == source and 1 <= length <= MAX_LENGTH]
             if 1 <= option <= MAX_LENGTH and lengths:
                 nearest = min(lengths, key=lambda length: abs(length - option))
-                return measured[nearest][0], FIRST_CORRECTION
+                return measured[source, nearest][0], FIRST_CORRECTION
         return 0.0, FIRST_CORRECTION
 
     def observe(self, shape: Shape, model_seconds: float) -> None:
         """A round took ``model_seconds``."""
         surprise = math.log(max(model_seconds, 1e-9) / self.model_seconds(shape))
-        correction, variance = self._correction(shape.num_rows, shape.option)
+        correction, variance = self._correction(shape.num_rows, shape.kind)
         level = self._level_variance
         total = level + variance + NOISE
         most = MAX_DEVIATIONS * math.sqrt(total)
@@ -208,7 +223,7 @@ class Costs:
         measured = self._corrections.setdefault(self.bucket(shape.num_rows), {})
         # Mixed rounds are of many kinds: what one of them took says little about the next one or the level.
         least = FIRST_CORRECTION if shape.option == MIXED else LEAST_CORRECTION
-        measured[shape.option] = correction, max(variance, least)
+        measured[shape.kind] = correction, max(variance, least)
 
     def observe_step(self, shape: Shape, first: float | None, later: Sequence[float], host: float) -> None:
         """Seconds of a step's first round, or None if it did something else, too, of those behind it, and of
@@ -229,7 +244,7 @@ class Costs:
     def state(self) -> dict[str, object]:
         """Milliseconds, and the level as a factor."""
         return {
-            "draft_ms_by_tokens": self.draft.by_tokens.state(),
+            "draft_ms_by_tokens": {name: draft.by_tokens.state() for name, draft in self.drafts.items()},
             "score_ms_by_tokens": self.score.by_tokens.state(),
             "score_ms_by_stored": self.score.by_stored.state(),
             "level": round(math.exp(self._level), 3),

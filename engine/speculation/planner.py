@@ -23,6 +23,7 @@ from truedraft.engine.core.proposer import Proposer
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.messages import Source
+from truedraft.engine.speculation.acceptance import Acceptance
 from truedraft.engine.speculation.costs import MAX_ROUNDS, MIXED, Costs, Shape
 from truedraft.engine.speculation.explore import Explorer
 from truedraft.engine.speculation.lookups import (
@@ -48,7 +49,7 @@ class Row:
 
     sequence: Sequence
     group: Group
-    uses_model: bool
+    proposers: tuple[str, ...]  # that may draft
     fixed_length: int
     lookups: list[RowLookup] = field(default_factory=list)
 
@@ -132,8 +133,7 @@ class SpeculationPlanner:
     ) -> None:
         self.costs = costs
         self.policy = Policy(costs)
-        self.proposer = proposers[0] if proposers else None
-        self.model_source = "none" if self.proposer is None else self.proposer.name
+        self.proposers = {proposer.name: proposer for proposer in proposers}
         self._sources: dict[str, Lookup] = {lookup.name: lookup for lookup in lookups}
         self._explorer = Explorer()  # of texts that may repeat themselves
         self._now = 0.0  # seconds of all steps
@@ -185,8 +185,7 @@ class SpeculationPlanner:
             self._learn_all()
             idle = [lookup for row in rows for lookup in row.lookups if not lookup.is_asked]
             start_some(idle, self._free_seconds(num_rows), self._explorer, self._now)
-        drafting = {row.sequence: row.group for row in rows if row.uses_model and not row.fixed_length}
-        batch = Batch(num_rows, drafting, lambda: [self._num_missing(sequence) for sequence in drafting])
+        batch = self._batch(rows)
         drafts = dict.fromkeys(self._decoding, NO_DRAFT)
         self._option = option = Option(rows, drafts, self.policy.choose(batch))
         self._draft_with_model(option)
@@ -196,26 +195,53 @@ class SpeculationPlanner:
             max_rounds = 1  # the next round has other drafts, or rounds do not share steps
         return StepChoice(drafts, max_rounds, option)
 
+    def _batch(self, rows: list[Row]) -> Batch:
+        """Returns what the policy decides about: rows whose length is open, by their proposers."""
+        open_rows = [row for row in rows if not row.fixed_length]
+        by_source = {
+            name: {row.sequence: row.group for row in open_rows if name in row.proposers}
+            for name in self.proposers
+        }
+
+        def missing(source: str) -> list[int]:
+            return [self.proposers[source].num_missing(sequence) for sequence in by_source[source]]
+
+        return Batch(len(self._decoding), by_source, missing)
+
     def _draft_with_model(self, option: Option) -> None:
         plan, drafting = option.choice.plan, option.choice.drafting
         if plan.length:
             for sequence in drafting:
-                option.drafts[sequence] = self._draft(sequence, plan.length)
+                option.drafts[sequence] = self._draft(sequence, plan.source, plan.length)
         for row in option.rows:
-            if row.fixed_length and row.uses_model:
-                option.drafts[row.sequence] = self._draft(row.sequence, row.fixed_length)
+            if row.fixed_length and row.proposers:
+                source = self._best_source(row, row.proposers, len(option.drafts))
+                option.drafts[row.sequence] = self._draft(row.sequence, source, row.fixed_length)
                 option.is_mixed = True
 
-    def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
-        if not (sequence.fixed_draft_length and self.model_source in sequence.sources):
-            return NO_DRAFT
-        if self.proposer is None or not self.proposer.can_lag:
-            return NO_DRAFT  # it has seen nothing of the sequence
-        row = self._rows.get(sequence) or self._add(sequence, 1 + len(self._decoding))
-        return self._draft(sequence, row.fixed_length)
+    def _best_source(self, row: Row, sources: Sequences[str], num_rows: int) -> str:
+        """Returns the proposer that promises most for a row whose length is fixed."""
+        if len(sources) == 1:
+            return sources[0]
+        group = Counter({row.group: num_rows})
+        plans = [self.policy.fixed(num_rows, group, source, row.fixed_length) for source in sources]
+        return max(plans, key=lambda plan: plan.rate).source
 
-    def prefills_draft(self, sequence: Sequence) -> bool:
-        return sequence.fixed_draft_length or self.policy.expects_drafts
+    def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
+        if not sequence.fixed_draft_length:
+            return NO_DRAFT
+        num_rows = 1 + len(self._decoding)
+        row = self._rows.get(sequence) or self._add(sequence, num_rows)
+        # Who cannot lag has seen nothing of the sequence yet.
+        sources = [source for source in row.proposers if self.proposers[source].can_lag]
+        if not sources:
+            return NO_DRAFT
+        return self._draft(sequence, self._best_source(row, sources, num_rows), row.fixed_length)
+
+    def lagging(self, sequence: Sequence) -> list[str]:
+        if sequence.fixed_draft_length:
+            return []
+        return [source for source in self.proposers if not self.policy.expects(source)]
 
     def forget(self, sequence: Sequence) -> None:
         if sequence in self._rows:
@@ -229,7 +255,8 @@ class SpeculationPlanner:
         name = group_name(sequence)
         group = self._groups.setdefault(name, Group(name))
         length = sequence.num_speculative_tokens if sequence.fixed_draft_length else 0
-        row = self._rows[sequence] = Row(sequence, group, self.model_source in sequence.sources, length)
+        proposers = tuple([source for source in sequence.sources if source in self.proposers])
+        row = self._rows[sequence] = Row(sequence, group, proposers, length)
         for source_name in sequence.sources:
             if (source := self._sources.get(source_name)) is not None:
                 always = row.is_exclusive or not isinstance(source, ReadingLookup)
@@ -238,19 +265,14 @@ class SpeculationPlanner:
                     start_if_it_pays(lookup, self._free_seconds(num_rows))
         return row
 
-    def _draft(self, sequence: Sequence, length: int) -> DraftChoice:
-        """Returns a draft of the draft model, as far as it may go: a round emits one token more."""
-        num_known = len(sequence.token_ids)
-        assert self.proposer is not None
-        room = min(sequence.max_num_tokens - 1, self.proposer.max_len) - num_known
+    def _draft(self, sequence: Sequence, source: str, length: int) -> DraftChoice:
+        """Returns a draft of a proposer, as far as it may go: a round emits one token more."""
+        proposer = self.proposers[source]
+        room = min(sequence.max_num_tokens - 1, proposer.max_len) - len(sequence.token_ids)
         num_tokens = min(length, room)
         if num_tokens <= 0:
             return NO_DRAFT
-        return DraftChoice(self.proposer.name, num_tokens, self._num_missing(sequence))
-
-    def _num_missing(self, sequence: Sequence) -> int:
-        """Returns how many tokens the proposer's cache misses, the pending one apart."""
-        return 0 if self.proposer is None else self.proposer.num_missing(sequence)
+        return DraftChoice(source, num_tokens, proposer.num_missing(sequence))
 
     def _look_up(self, option: Option) -> None:
         """Drafts from known text what promises more than the draft model's: a row's first that does."""
@@ -273,8 +295,8 @@ class SpeculationPlanner:
     def _look_up_for(self, row: Row, lookups: list[RowLookup], option: Option, findings: Findings) -> None:
         """Asks one look-up after the other, until one has a draft that pays."""
         sequence, draft = row.sequence, option.drafts[row.sequence]
-        terms = self._terms_for(row, draft.num_tokens, option)
-        expected = row.group.acceptance.expected(draft.num_tokens)
+        terms = self._terms_for(row, draft, option)
+        expected = row.group.acceptance(draft.source).expected(draft.num_tokens) if draft.num_tokens else 0.0
         for lookup in lookups:
             limit = row.limit(lookup.source.name)
             if lookup.in_round is not None:
@@ -297,18 +319,18 @@ class SpeculationPlanner:
             if known is not None:
                 return
 
-    def _terms_for(self, row: Row, length: int, option: Option) -> Terms:
-        """Returns the terms of a row for which the draft model would draft ``length`` tokens otherwise; the
-        others' drafts are those of the policy's plan, if the row has none."""
+    def _terms_for(self, row: Row, draft: DraftChoice, option: Option) -> Terms:
+        """Returns the terms of a row that would have this ``draft`` of a proposer otherwise; the others'
+        drafts are those of the policy's plan, if the row has none."""
         if self._terms_of != self.policy.num_replans:
             self._terms.clear()
             self._terms_of = self.policy.num_replans
-        plan, num_rows = option.choice.plan, len(option.drafts)
-        key = row.group, num_rows, length, plan.length
+        plan, num_rows, length = option.choice.plan, len(option.drafts), draft.num_tokens
+        key = row.group, num_rows, draft.source, length, plan.source, plan.length
         if key not in self._terms:
             if length or not plan.length:
-                num_drafting = sum([row.uses_model for row in option.rows]) if length else 0
-                plan = self.policy.fixed(num_rows, Counter({row.group: num_drafting}), length)
+                num_drafting = sum([draft.source in row.proposers for row in option.rows]) if length else 0
+                plan = self.policy.fixed(num_rows, Counter({row.group: num_drafting}), draft.source, length)
             self._terms[key] = make_terms(self.costs, plan, max(AUTO_LIMITS.values()), drafts=length > 0)
         return self._terms[key]
 
@@ -336,26 +358,30 @@ class SpeculationPlanner:
         self._ended.clear()
 
     def _learn_verdicts(self, step: Observed) -> Shape:
-        """Learns from verdicts on the draft model; returns the rounds' shape as they were planned, with the
-        drafts that were forced in them. A row that only caught up has drafted nothing and teaches nothing."""
+        """Learns from verdicts on proposers; returns the rounds' shape as they were planned, with the drafts
+        that were forced in them. A row that only caught up has drafted nothing and teaches nothing."""
         rows, rounds, costs_as = step.plan.rows, step.result.rounds, step.option.costs_as
         if not any(part.draft.max_num_drafts for part in rows):
-            return Shape(len(rows), costs_as)
-        drafting: list[tuple[int, float]] = []  # tokens of the draft model, and in which share of the rounds
+            return Shape(len(rows), costs_as, source=step.option.choice.plan.source)
+        drafting: list[tuple[int, float]] = []  # tokens of a proposer, and in which share of the rounds
         num_known = 0.0
-        verdicts: dict[Group, Counter[tuple[int, int]]] = {}
+        verdicts: dict[tuple[Group, str], Counter[tuple[int, int]]] = {}
         for place, part in enumerate(rows):
             length = part.draft.num_tokens
             by_model, num_others = by_proposer(place, part, rounds)
             num_known += num_others / len(rounds)
             drafting.append((length, len(by_model) / len(rounds)))
             if length and (row := self._rows.get(part.sequence)) is not None:
-                verdicts.setdefault(row.group, Counter()).update(by_model)
-        for group, counts in verdicts.items():
-            group.acceptance.learn_all(counts)
+                verdicts.setdefault((row.group, part.draft.source), Counter()).update(by_model)
+        for (group, source), counts in verdicts.items():
+            group.acceptance(source).learn_all(counts)
         longest = max([length for length, _ in drafting])
         sizes = [sum([share for length, share in drafting if length > i]) for i in range(longest)]
-        return Shape(len(rows), MIXED if num_known else costs_as, sum(sizes) + num_known, tuple(sizes))
+        option = MIXED if num_known else costs_as
+        # Where several proposers draft, which only rows with fixed lengths do, all passes count as one's.
+        sources = [part.draft.source for part in rows if part.draft.num_tokens]
+        source = step.option.choice.plan.source or next(iter(sources), "")
+        return Shape(len(rows), option, sum(sizes) + num_known, tuple(sizes), source)
 
     def _judge(self, option: Option, rows: list[ScheduledSequence], rounds: list[Round]) -> None:
         """Learns from the verdicts on what look-ups have offered."""
@@ -372,7 +398,10 @@ class SpeculationPlanner:
 
     def state(self) -> dict[str, object]:
         self._learn_all()
-        sources = {f"{self.model_source}, {group.name}": group.acceptance for group in self._groups.values()}
+        sources: dict[str, Acceptance] = {}
+        for group in self._groups.values():
+            for source, acceptance in group.acceptances.items():
+                sources[f"{source}, {group.name}"] = acceptance
         for group in self._groups.values():
             for (source, strength), acceptance in sorted(group.lookups.items()):
                 sources[f"{source} after {1 << strength >> 1} tokens, {group.name}"] = acceptance

@@ -1,8 +1,8 @@
-"""How much the draft model drafts: the length with the most expected tokens per second, for all rows alike.
+"""Which proposer drafts, and how much: what promises the most tokens per second, for all rows alike.
 
 Lengths are 0 (none) to 8. A replan forgets which of them was best; the next step of each number of rows
 finds it again and later ones use what was found, so that rows may come and go. A little time explores other
-lengths.
+lengths, and other proposers.
 
 Exactness: ``choose`` knows earlier rounds and the clock, and nothing of the round that it decides about.
 """
@@ -39,30 +39,41 @@ class Group:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.acceptance = Acceptance()  # of the draft model
+        self.acceptances: dict[str, Acceptance] = {}  # by proposer
         self.lookups: dict[tuple[str, int], Acceptance] = {}  # by source and strength of the match
         self.lookup_balance = 0.0  # seconds that look-ups have saved lately
+
+    def acceptance(self, source: str) -> Acceptance:
+        """Returns what is known of a proposer's drafts."""
+        if source not in self.acceptances:
+            self.acceptances[source] = Acceptance()
+        return self.acceptances[source]
 
 
 @dataclass(slots=True)
 class Batch:
-    """A step's ``num_rows`` rows, and those ``rows`` for which the draft model may draft, each of a group.
+    """A step's ``num_rows`` rows, and by proposer those ``rows`` for which it may draft, each of a group.
 
-    ``missing`` counts the tokens that the model's cache misses of them, one by one, the pending ones apart.
+    ``missing`` counts the tokens that a proposer's cache misses of them, one by one, the pending ones apart.
     """
 
     num_rows: int
-    rows: Mapping[core.Sequence, Group]
-    missing: Callable[[], list[int]]
+    rows: Mapping[str, Mapping[core.Sequence, Group]]
+    missing: Callable[[str], list[int]]
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, ...]:
         """Returns what batches have in common that share a plan."""
-        return self.num_rows, len(self.rows)
+        return self.num_rows, *map(len, self.rows.values())
 
-    def groups(self) -> Counter[Group]:
-        """Returns how many rows of each group may draft."""
-        return Counter(self.rows.values())
+    @property
+    def sources(self) -> list[str]:
+        """Returns the proposers that may draft."""
+        return [source for source, rows in self.rows.items() if rows]
+
+    def groups(self, source: str) -> Counter[Group]:
+        """Returns how many rows of each group may draft with a proposer."""
+        return Counter(self.rows.get(source, {}).values())
 
 
 class Plan(NamedTuple):
@@ -77,13 +88,20 @@ class Plan(NamedTuple):
     def rate(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def source(self) -> str:
+        """Returns the name of the proposer that drafts, empty if none does."""
+        return self.shape.source
+
 
 class Best(NamedTuple):
-    """The active plan, the best one that drafts, and none: all the same where no row may draft."""
+    """The active plan, the best one that drafts, and none: all the same where no row may draft. ``others``
+    are the best ones of the proposers that do not draft."""
 
     active: Plan
     drafting: Plan
     plain: Plan
+    others: tuple[Plan, ...] = ()
 
     @property
     def may_draft(self) -> bool:
@@ -92,10 +110,11 @@ class Best(NamedTuple):
 
 @dataclass(slots=True)
 class Exploration:
-    """Some rounds with another length than the active plan's, for all rows, or for the ``scouts`` if there
-    are any. They have lost ``lost`` seconds against the active plan."""
+    """Some rounds with another length than the active plan's, or another proposer, for all rows, or for the
+    ``scouts`` if there are any. They have lost ``lost`` seconds against the active plan."""
 
-    option: int
+    option: int | str
+    source: str
     length: int
     scouts: frozenset[core.Sequence] | None
     rounds_left: int
@@ -157,8 +176,8 @@ class Policy:
         self.exploration: Exploration | None = None
         self.num_replans = 0
         self.last: Choice | None = None
-        self._length: int | None = None  # of the active plan of the last step with rows that may draft
-        self._best_by_rows: dict[tuple[int, int], Best] = {}
+        self._active: Plan | None = None  # of the last step with rows that may draft
+        self._best_by_rows: dict[tuple[int, ...], Best] = {}
         self._now = 0.0  # seconds of all steps
         self._num_rounds, self._seconds = 0, 0.0  # since the last replan
         self._interval = FEW_ROUNDS  # rounds until the next one
@@ -174,13 +193,11 @@ class Policy:
         best = self._best_by_rows.get(batch.key)
         if best is None:
             best = self._best_by_rows[batch.key] = self._find_best(batch)
-        if best.active.length and self._length == 0:
-            # Between replans drafting ends but does not start: else, as rows come and go, the draft model's
-            # cache would be brought up to date for a few rounds at a time.
-            best = best._replace(active=best.plain)
+        if best.active.length and not self.expects(best.active.source):
+            best = best._replace(active=self._without_start(best))
         self._use(best)
         if (exploration := self.exploration) is None:
-            self.last = Choice(best.active, batch.rows.keys(), best, None)
+            self.last = Choice(best.active, batch.rows.get(best.active.source, {}).keys(), best, None)
         else:
             self.last = Choice(*self._explored(exploration, best, batch), best, exploration)
         return self.last
@@ -190,10 +207,18 @@ class Policy:
         """Returns for how many rounds the plan stands. Replans may come late, explorations end in time."""
         return MAX_ROUNDS if self.exploration is None else self.exploration.rounds_left
 
-    @property
-    def expects_drafts(self) -> bool:
-        """Tells whether the draft model should compute prompts along with the target."""
-        return self._length != 0
+    def _without_start(self, best: Best) -> Plan:
+        """Returns the best plan of the proposer that drafts already, if it drafts for such steps.
+
+        Between replans drafting ends but does not start: else, as rows come and go, a proposer's cache would
+        be brought up to date for a few rounds at a time.
+        """
+        plans = (plan for plan in best.others if self.expects(plan.source))
+        return max(plans, default=best.plain, key=lambda plan: plan.rate)
+
+    def expects(self, source: str) -> bool:
+        """Tells whether a proposer should compute prompts along with the target."""
+        return self._active is None or self._active.source == source
 
     def is_due(self) -> bool:
         """Tells whether ``choose`` replans."""
@@ -204,87 +229,111 @@ class Policy:
         return self._num_rounds >= self._interval
 
     def _replan(self, batch: Batch) -> None:
-        before = self._length or 0
+        before = self._active
         self._best_by_rows.clear()
         best = self._best_by_rows[batch.key] = self._find_best(batch)
         self._use(best)
-        now = self._length or 0
-        is_large = abs(now - before) > 1 or (now == 0) != (before == 0)
+        is_large = _is_large_change(before, self._active)
         self._interval = FEW_ROUNDS if is_large else 2 * self._interval
         self._num_rounds, self._seconds = 0, 0.0
         self.num_replans += 1
-        if batch.rows:
+        if batch.sources:
             self.exploration = self._explore(best, batch)
 
     def _use(self, best: Best) -> None:
         if best.may_draft:
-            self._length = best.active.length
+            self._active = best.active
 
     def _find_best(self, batch: Batch) -> Best:
-        """Finds the plan with the highest rate; the length of the last step stays if it is about as good."""
-        groups = batch.groups()
-        plain = self.fixed(batch.num_rows, groups, 0)
-        if not groups:
+        """Finds the plan with the highest rate; that of the last step stays if it is about as good."""
+        plain = self.fixed(batch.num_rows, Counter(), "", 0)
+        plans, best_of = [plain], list[Plan]()
+        for source in batch.sources:
+            groups = batch.groups(source)
+            own = [self.fixed(batch.num_rows, groups, source, n) for n in range(1, MAX_LENGTH + 1)]
+            plans += own
+            best_of.append(max(own, key=lambda plan: plan.rate))
+        if not best_of:
             return Best(plain, plain, plain)
-        plans = [plain]
-        plans += [self.fixed(batch.num_rows, groups, length) for length in range(1, MAX_LENGTH + 1)]
-        drafting = max(plans[1:], key=lambda plan: plan.rate)
-        before = self._length or 0
+        drafting = max(best_of, key=lambda plan: plan.rate)
         rates = [LEAST_GAIN * plain.rate, *(plan.rate for plan in plans[1:])]
         found = max(range(len(plans)), key=rates.__getitem__)
+        before = next((i for i, plan in enumerate(plans) if _is_same_draft(plan, self._active)), 0)
         needed = LEAST_GAIN * rates[before]
-        if before == 0:
-            catch_up = self.costs.catch_up_seconds(sum(batch.missing())) / CATCH_UP_ROUNDS
+        if (source := plans[found].source) != plans[before].source:
+            num_missing = sum(batch.missing(source)) if source else 0
+            catch_up = self.costs.catch_up_seconds(source, num_missing) / CATCH_UP_ROUNDS
             needed *= 1 + catch_up / plans[found].seconds
-        return Best(plans[found if rates[found] > needed else before], drafting, plain)
+        active = plans[found if rates[found] > needed else before]
+        drawing = active.source or drafting.source
+        return Best(active, drafting, plain, tuple(plan for plan in best_of if plan.source != drawing))
 
     def fixed(
-        self, num_rows: int, groups: Counter[Group], length: int, num_scouts: int | None = None
+        self,
+        num_rows: int,
+        groups: Counter[Group],
+        source: str,
+        length: int,
+        num_scouts: int | None = None,
     ) -> Plan:
-        """Makes the plan in which all rows of ``groups``, or ``num_scouts`` of them, draft ``length`` tokens.
-        For as many tokens as a round emits, other requests bring prompts, which the draft model computes."""
+        """Makes the plan in which ``source`` drafts ``length`` tokens for all rows of ``groups``, or for
+        ``num_scouts`` of them. For as many tokens as a round emits, other requests bring prompts, which the
+        proposer computes."""
+        source = source if length else ""
         num_drafting = groups.total() if num_scouts is None else num_scouts
-        shape = Shape(num_rows, length, num_drafting * length, (num_drafting,) * length)
-        accepted = sum([count * group.acceptance.expected(length) for group, count in groups.items()])
+        shape = Shape(num_rows, length, num_drafting * length, (num_drafting,) * length, source)
+        accepted = 0.0
+        if length:
+            accepted = sum(
+                [count * group.acceptance(source).expected(length) for group, count in groups.items()]
+            )
         num_tokens, seconds = num_rows + accepted, self.costs.seconds(shape)
         if length and self._num_emitted:
             num_prompt_tokens = num_tokens * self._num_prompt_tokens / self._num_emitted
-            seconds += self.costs.draft_prompt_seconds(num_prompt_tokens)
+            seconds += self.costs.draft_prompt_seconds(source, num_prompt_tokens)
         return Plan(shape, length, num_tokens, seconds)
 
     def _explore(self, best: Best, batch: Batch) -> Exploration | None:
         """Returns what to explore from now on, if something is due."""
-        length = best.active.length
-        options = [0, length + 1, length - 1] if length else [PAUSED]
+        length, source = best.active.length, best.active.source
+        known: list[int] = [0, length + 1, length - 1] if length else [PAUSED]
         if length == MAX_LENGTH:
-            options.remove(length + 1)
+            known.remove(length + 1)
+        others = {plan.source: plan for plan in best.others}
+        options: list[int | str] = [*known, *others]
         place = self.explorer.next(options, self._now)
         if place is None:
             return None
         option, scouts, catch_up = options[place], None, 0.0
-        if not length:
-            scouts, catch_up = self._scouts(best, batch)
-        exploration = Exploration(option, option if length else best.drafting.length, scouts, FEW_ROUNDS)
+        starting = others[option] if isinstance(option, str) else None if length else best.drafting
+        if starting is not None:
+            source, length = starting.source, starting.length
+            scouts, catch_up = self._scouts(best, batch, source)
+        elif isinstance(option, int):
+            length = option
+        exploration = Exploration(option, source, length, scouts, FEW_ROUNDS)
         plan, _ = self._explored(exploration, best, batch)
         # A whole step: rounds after the first ones of a step are faster, and the active plan has those.
         num_rounds = self.costs.rounds_per_step(self.costs.model_seconds(plan.shape), plan.shape.num_rows)
-        if not length:
+        if starting is not None:
             # Until it has lost as much again as it takes to bring caches up to date, which so teaches more.
-            lost = plan.seconds - plan.tokens / best.plain.rate
+            lost = plan.seconds - plan.tokens / best.active.rate
             is_close = lost * CATCH_UP_ROUNDS <= catch_up
             num_rounds = max(num_rounds, CATCH_UP_ROUNDS if is_close else catch_up / lost)
         exploration.rounds_left = max(FEW_ROUNDS, int(num_rounds))
         return exploration
 
-    def _scouts(self, best: Best, batch: Batch) -> tuple[frozenset[core.Sequence], float]:
-        """Returns who explores while drafting is off, and the seconds that bringing their caches up to date
-        takes: the rows for which that is about a round, or the nearest one."""
-        for group in batch.groups():
-            group.acceptance.forget()
+    def _scouts(self, best: Best, batch: Batch, source: str) -> tuple[frozenset[core.Sequence], float]:
+        """Returns who explores a proposer that does not draft, and the seconds that bringing their caches up
+        to date takes: the rows for which that is about a round, or the nearest one."""
+        for group in batch.groups(source):
+            group.acceptance(source).forget()
         scouts, seconds, num_missing = list[core.Sequence](), 0.0, 0
-        for num, row in sorted(zip(batch.missing(), batch.rows, strict=True), key=itemgetter(0)):
+        for num, row in sorted(
+            zip(batch.missing(source), batch.rows[source], strict=True), key=itemgetter(0)
+        ):
             num_missing += num
-            longer = self.costs.catch_up_seconds(num_missing)
+            longer = self.costs.catch_up_seconds(source, num_missing)
             if scouts and longer > best.plain.seconds:
                 break
             scouts.append(row)
@@ -295,12 +344,13 @@ class Policy:
         self, exploration: Exploration, best: Best, batch: Batch
     ) -> tuple[Plan, Collection[core.Sequence]]:
         """Returns the plan that is explored for this batch, and the rows that draft."""
-        rows = batch.rows
+        rows = batch.rows.get(exploration.source, {})
         scouts = rows.keys() if exploration.scouts is None else exploration.scouts.intersection(rows)
         if not scouts:
             exploration.rounds_left = 1  # all have ended: the last round
-            return best.active, rows.keys()
-        plan = self.fixed(batch.num_rows, batch.groups(), exploration.length, len(scouts))
+            return best.active, batch.rows.get(best.active.source, {}).keys()
+        groups = batch.groups(exploration.source)
+        plan = self.fixed(batch.num_rows, groups, exploration.source, exploration.length, len(scouts))
         return plan, scouts
 
     def observe(self, num_rounds: int, seconds: float) -> None:
@@ -343,7 +393,8 @@ class Policy:
             return
         # At most what the rounds would have taken otherwise: what a busy moment spoils is soon tried again.
         lost = min(exploration.lost, exploration.num_rounds * self.last.best.active.seconds)
-        share = PAUSED_SHARE if exploration.option == PAUSED else OPTION_SHARE
+        is_start = exploration.option == PAUSED or isinstance(exploration.option, str)
+        share = PAUSED_SHARE if is_start else OPTION_SHARE
         self.explorer.charge(exploration.option, lost, share, self._now)
 
     def state(self) -> dict[str, object]:
@@ -363,8 +414,19 @@ class Policy:
         }
 
 
+def _is_same_draft(plan: Plan, other: Plan | None) -> bool:
+    return other is not None and (plan.source, plan.length) == (other.source, other.length)
+
+
+def _is_large_change(before: Plan | None, now: Plan | None) -> bool:
+    """Tells whether another proposer drafts, or the length is another by more than one."""
+    lengths = [plan.length if plan is not None else 0 for plan in (before, now)]
+    sources = {plan.source if plan is not None else "" for plan in (before, now)}
+    return len(sources) > 1 or abs(lengths[1] - lengths[0]) > 1
+
+
 def why(best: Best) -> str:
-    """Says in a sentence what drafting with the draft model is expected to bring."""
+    """Says in a sentence what drafting with a proposer is expected to bring."""
     if not best.may_draft:
         return "off: no row drafts with the draft model"
     plan = best.active if best.active.length else best.drafting

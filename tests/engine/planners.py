@@ -125,8 +125,8 @@ class FixedPlanner:
         model = ("draft_model", room) if "draft_model" in sequence.sources else ("none", 0)
         return DraftChoice(*model, known=known, in_round=ForcedTokens(sequence.matcher, MAX_FORCED))
 
-    def prefills_draft(self, sequence: Sequence) -> bool:
-        return self.prefills
+    def lagging(self, sequence: Sequence) -> list[str]:
+        return [] if self.prefills else list(self.proposers)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         self.observed.append((plan, result))

@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, unit: float) -> PassCosts:
         cache=SimpleNamespace(clear=cleared.update),
     )
     pool = BlockPool(num_blocks=200, block_size=16)
-    costs = calibrate.calibrate(model, pool, None, None, max_tokens=128).score
+    costs = calibrate.calibrate(model, pool, {}, max_tokens=128).score
     assert pool.num_free == 200
     return costs
 
@@ -67,7 +67,7 @@ def test_a_pool_without_room_leaves_attention_out(monkeypatch: pytest.MonkeyPatc
         model=SimpleNamespace(has_encoder=False, max_position=4096),
         cache=SimpleNamespace(clear=cleared.update),
     )
-    costs = calibrate.calibrate(model, BlockPool(num_blocks=20, block_size=16), None, None, max_tokens=128)
+    costs = calibrate.calibrate(model, BlockPool(num_blocks=20, block_size=16), {}, max_tokens=128)
     assert len(cleared) == 20
     assert costs.score(1, 1000) == costs.score(1)
 
@@ -87,7 +87,8 @@ def test_tokens_of_a_pass_are_distinct(vocab_size: int) -> None:
         vocab_size=vocab_size,
         forward=forward,
     )
-    calibrate.calibrate(model, BlockPool(200, 16), model, BlockPool(200, 16), max_tokens=128, seconds=0.05)
+    draft = {"draft_model": (model, BlockPool(200, 16))}
+    calibrate.calibrate(model, BlockPool(200, 16), draft, max_tokens=128, seconds=0.05)
     assert {1, 5} <= {len(ids) for ids in passes}
     for ids in passes:
         assert len(set(ids)) == min(len(ids), vocab_size)

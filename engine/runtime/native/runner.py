@@ -79,7 +79,7 @@ class NativeRunner:
         """Proposers store prompts before they are rows, whose first pass brings more tokens."""
         started = time.perf_counter()
         for proposer in self.proposers:
-            proposer.prefill([part for part in plan.prompts if proposer.name in part.sequence.sources])
+            proposer.prefill([part for part in plan.prompts if part.is_prefilled_by(proposer.name)])
         return PhaseSeconds(time.perf_counter() - started, 0.0, 0.0)
 
     def run_rounds(self, plan: StepPlan) -> list[Round]:

@@ -85,7 +85,7 @@ class Machine:
             PassCosts({size: seconds(size) * rng.uniform(1 - error, 1 + error) for size in CALIBRATED_SIZES})
             for seconds in (self.score_seconds, self.draft_seconds)
         )
-        return Costs(score, draft, self.step_seconds)
+        return Costs(score, {DRAFT.name: draft}, self.step_seconds)
 
 
 MACHINES = [
@@ -128,8 +128,8 @@ class FixedPlanner:
     def choose_for_prompt(self, sequence: Sequence) -> DraftChoice:
         return DraftChoice()
 
-    def prefills_draft(self, sequence: Sequence) -> bool:
-        return self.length > 0
+    def lagging(self, sequence: Sequence) -> list[str]:
+        return [] if self.length > 0 else [DRAFT.name]
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         pass
@@ -261,12 +261,12 @@ class Simulation:
             choice = choices.drafts.get(sequence)
             if choice is None:
                 needs.add(Need.PROMPT)
-                prefills = self.planner.prefills_draft(sequence)
+                lagging = self.planner.lagging(sequence)
                 num_tokens = sequence.num_uncomputed_tokens
-                rows.append(ScheduledSequence(sequence, num_tokens, prefills=prefills))
+                rows.append(ScheduledSequence(sequence, num_tokens, lagging=lagging))
                 continue
             part = ScheduledSequence(sequence, 1, choice)
-            if choice.num_missing:
+            if choice.num_tokens and choice.num_missing:
                 part.num_catch_up_tokens = min(choice.num_missing, budget)
                 budget -= part.num_catch_up_tokens
                 if part.num_catch_up_tokens < choice.num_missing:
@@ -312,7 +312,7 @@ class Simulation:
             num_new = part.num_tokens if is_first else 1
             num_scored += num_new + kept
             emitted = self._emit(part, accepted)
-            if is_first and part.kind is Kind.PROMPT and part.prefills:
+            if is_first and part.kind is Kind.PROMPT and part.is_prefilled_by(DRAFT.name):
                 DRAFT.cache.table(sequence).num_computed_tokens = len(sequence)
                 num_caught_up += part.num_tokens
             one.num_drafted.append(kept)

@@ -416,14 +416,14 @@ def test_a_row_that_only_catches_up_teaches_nothing() -> None:
     simulation = Simulation(PACKED, planner, always(1.0), lambda _: 1).run(num_rounds=20)
     (sequence,) = simulation.running
     (group,) = planner._groups.values()
-    before = list(group.acceptance.reached)
+    before = list(group.acceptance(DRAFT.name).reached)
     DRAFT.cache.table(sequence).num_computed_tokens = 0
     option = planner.choose([sequence]).option
     part = ScheduledSequence(sequence, 1, DraftChoice("draft_model"), num_catch_up_tokens=1024)
     plan = StepPlan([part], [part], {Need.CATCH_UP}, 1, 0.0, option)
     one = Round([0], [0], [[7]], PhaseSeconds(0.1, 0.01, 0.0))
     planner.observe(plan, StepResult([one], host_seconds=0.001))
-    assert group.acceptance.reached == before
+    assert group.acceptance(DRAFT.name).reached == before
 
 
 def test_a_pass_measured_at_a_busy_moment_makes_no_larger_one_free() -> None:
@@ -469,7 +469,7 @@ def test_a_sequence_starts_from_its_group() -> None:
 
 
 def test_what_slows_every_option_is_the_level() -> None:
-    costs = Costs(PassCosts({1: 1.0, 8: 2.0}), PassCosts({1: 0.1, 8: 0.2}))
+    costs = Costs(PassCosts({1: 1.0, 8: 2.0}), {"": PassCosts({1: 0.1, 8: 0.2})})
     plain, drafting = Shape(1, 0, 0, ()), Shape(1, 3, 3, (1, 1, 1))
     before = costs.model_seconds(drafting) / costs.model_seconds(plain)
     for _ in range(50):
@@ -484,7 +484,7 @@ def test_what_slows_every_option_is_the_level() -> None:
 
 def test_estimates_of_what_does_not_run_do_not_drift() -> None:
     """Rounds get slower within a text by more than is known; two options take turns, a third stays right."""
-    costs = Costs(PassCosts({1: 1.0, 64: 2.0}), PassCosts({1: 0.1, 64: 0.2}))
+    costs = Costs(PassCosts({1: 1.0, 64: 2.0}), {"": PassCosts({1: 0.1, 64: 0.2})})
     shapes = [Shape(4, length, 4 * length, (4,) * length) for length in range(3)]
     true = [1.0, 1.3, 1.7]
     for _ in range(20):
@@ -499,7 +499,7 @@ def test_estimates_of_what_does_not_run_do_not_drift() -> None:
 
 def test_few_explorations_mend_what_many_rounds_taught() -> None:
     """Plain rounds seemed a tenth slower for a while; since then all rows draft, but for explorations."""
-    costs = Costs(PassCosts({1: 1.0, 64: 2.0}), PassCosts({1: 0.1, 64: 0.2}))
+    costs = Costs(PassCosts({1: 1.0, 64: 2.0}), {"": PassCosts({1: 0.1, 64: 0.2})})
     plain, drafting = Shape(16, 0), Shape(16, 1, 16, (16,))
     rng = random.Random(1)
 
@@ -520,7 +520,7 @@ def test_few_explorations_mend_what_many_rounds_taught() -> None:
 
 def test_steps_of_few_rounds_seem_no_slower_than_those_of_many() -> None:
     """Now and then another process takes the processor for a while, from rounds of all kinds alike."""
-    costs = Costs(PassCosts({1: 1e-3, 64: 1e-2}), PassCosts({1: 1e-4, 64: 1e-3}))
+    costs = Costs(PassCosts({1: 1e-3, 64: 1e-2}), {"": PassCosts({1: 1e-4, 64: 1e-3})})
     plain, drafting = Shape(16, 0), Shape(16, 1, 16, (16,))
     rng = random.Random(1)
 
@@ -545,7 +545,7 @@ def test_rounds_that_a_coarse_clock_does_not_see_are_learned_from() -> None:
 
 def test_mixed_rounds_do_not_spoil_what_is_known_of_the_others() -> None:
     """Phases of plain and of mixed rounds, whose drafts come from elsewhere than they did at first."""
-    costs = Costs(PassCosts({1: 1.0, 64: 2.0}), PassCosts({1: 0.1, 64: 0.2}))
+    costs = Costs(PassCosts({1: 1.0, 64: 2.0}), {"": PassCosts({1: 0.1, 64: 0.2})})
     plain, drafting, mixed = Shape(16, 0), Shape(16, 1, 16, (16,)), Shape(16, MIXED, 16, (16,))
     for phase in range(40):
         for number in range(100):
