@@ -32,9 +32,7 @@ class PhaseRunner:
 
     supports = EVERY_NEED
 
-    def __init__(
-        self, target: ModelRunner, proposers: Sequences[Proposer], backend: SamplingBackend
-    ) -> None:
+    def __init__(self, target: ModelRunner, proposers: Sequences[Proposer], backend: SamplingBackend) -> None:
         self.target = target
         self.proposers = proposers
         self._observers = [proposer for proposer in proposers if not proposer.can_lag]
