@@ -165,9 +165,7 @@ def _print_acceptance(completion: Completion, llm: LLM, out: Console) -> None:
         return
     legend = Text()
     if out.color_system is not None:
-        legend = Text.assemble(
-            ("draft model", COLOURS[DRAFT_MODEL]), " ", ("n-gram", COLOURS["ngram"]), ": "
-        )
+        legend = Text.assemble(("draft model", COLOURS[DRAFT_MODEL]), " ", ("n-gram", COLOURS["ngram"]), ": ")
     out.print(
         legend.append(
             f"{completion.num_accepted_tokens} of {completion.num_draft_tokens} drafted tokens accepted "
