@@ -29,14 +29,14 @@ RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.t
 # hadolint ignore=DL3059
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY . .
-# The kernels for any processor with AVX2, used where nothing can be compiled, such as in a read-only container.
-RUN pip install --no-cache-dir --no-deps . && python -P -m truedraft.engine.native.library
+# Kernels for each kind of processor, used where nothing can be compiled, such as in a read-only container.
+RUN pip install --no-cache-dir --no-deps . && python -P -m truedraft.engine.native.prebuilt
 
 FROM builder AS build-cuda
 # PyPI's torch for Linux brings the CUDA libraries along; the host needs the driver and NVIDIA's container toolkit.
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY . .
-RUN pip install --no-cache-dir --no-deps . && python -P -m truedraft.engine.native.library
+RUN pip install --no-cache-dir --no-deps . && python -P -m truedraft.engine.native.prebuilt
 
 FROM python AS runtime
 RUN groupadd --system --gid 10001 truedraft \

@@ -14,7 +14,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev serve test test-clients test-ray fuzz families soak check lint types format clean
-.PHONY: docs check-deploy check-docker check-native check-wheel
+.PHONY: docs check-deploy check-docker check-native check-wheel wheels
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | \
@@ -79,10 +79,13 @@ check-native: install-dev ## Build the C kernels without warnings, then test the
 	export CC='gcc -g -fsanitize=address,undefined -fno-sanitize-recover=all' && \
 	export LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" && \
 	export ASAN_OPTIONS=detect_leaks=0 && \
-	$(VENV)/bin/python -c 'from truedraft.engine.native import library; library.TIMEOUT_SECONDS = 900; assert library.load_library()' && \
+	$(VENV)/bin/python -c 'from truedraft.engine.native import compiler, library; compiler.TIMEOUT_SECONDS = 900; assert library.load_library()' && \
 	$(VENV)/bin/python -m pytest -q -k 'not noticed and not caught and not compiler' $(NATIVE_TESTS)
 
-check-wheel: $(SHIP_VENV)/.installed ## Build wheel and sdist, install the wheel elsewhere and use it there
+wheels: $(SHIP_VENV)/.installed ## Build the sdist and wheels with the C kernels into dist/
+	@$(SHIP_VENV)/bin/python -m tools.build_wheels
+
+check-wheel: $(SHIP_VENV)/.installed ## Build wheels and sdist, install them elsewhere and use them there
 	@$(SHIP_VENV)/bin/python -m tools.check_wheel
 
 clean: ## Remove the environment and the tools' caches

@@ -82,6 +82,15 @@ SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
 #if LANES == 16 && defined(__AVX512VNNI__)
     (void)is_byte;
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)inputs);
+#elif LANES == 16 && defined(__AVX512BW__)
+    __m512i weights = (__m512i)codes, x = (__m512i)inputs;
+    if (is_byte) { /* signed, as nothing else fits */
+        weights = _mm512_xor_si512(weights, _mm512_set1_epi8(-128));
+        x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), x);
+        weights = _mm512_abs_epi8(weights);
+    }
+    const __m512i pairs = _mm512_maddubs_epi16(weights, x);
+    return sum + (ivec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif LANES == 8 && defined(__AVX2__) && defined(__AVXVNNI__)
     (void)is_byte;
     return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)inputs);
@@ -105,7 +114,8 @@ SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
     return sum;
 #endif
 }
-#if (LANES == 8 && defined(__AVX2__) && !defined(__AVXVNNI__)) || defined(__ARM_FEATURE_DOTPROD)
+#if (LANES == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__)) \
+    || (LANES == 8 && defined(__AVX2__) && !defined(__AVXVNNI__)) || defined(__ARM_FEATURE_DOTPROD)
 #define BYTES_ARE_SIGNED 1
 #else
 #define BYTES_ARE_SIGNED 0

@@ -23,7 +23,9 @@ def no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     """No kernels are kept or loaded yet. To compile them is to copy those that there are."""
     compiled = library.load_library()
     assert compiled is not None
-    monkeypatch.setattr(library, "_compile", lambda compiler, processor, to: shutil.copy(compiled._name, to))
+    monkeypatch.setattr(
+        library, "compile_library", lambda *arguments: shutil.copy(compiled._name, arguments[-1])
+    )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     library.load_library.cache_clear()
     yield
@@ -82,7 +84,7 @@ def test_damaged_kernels_are_made_anew(
         assert library.load_library() is not None
     assert "is damaged and compiled anew" in caplog.text
     made = kernels(folder)
-    assert made.name == library._name(library._key(library._compiler()), made)
+    assert made.name == library._name(library._key(library.find_compiler()), made)
 
 
 def test_without_the_checksum_a_start_would_die(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +99,7 @@ def test_without_the_checksum_a_start_would_die(folder: Path, monkeypatch: pytes
 
 
 def test_kernels_that_are_whole_are_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(library, "compile_library", lambda *_: pytest.fail("compiled again"))
     loaded = library.load_library()
     assert loaded is not None
     assert loaded._name == str(kernels(folder))
