@@ -1,11 +1,11 @@
-"""Build wheels and sdist, check them, install this machine's wheel into a new environment and use it elsewhere.
+"""Build wheels and sdist, check them, install this machine's wheel and use it elsewhere.
 
 python -m tools.check_wheel      (in an environment with build and twine: make check-wheel)
 
-A wheel has one importable name. The folder in which it is tried has an ``engine.py`` and a ``server.py`` of its
-own, as users' folders do, and the first start finds no C compiler: it takes the kernels that the wheel brings
-along. Then the sdist and the repository are installed by their addresses; these compile kernels at the first
-start.
+A wheel has one importable name. The folder in which it is tried has an ``engine.py`` and a ``server.py`` of
+its own, as users' folders do, and the first start finds no C compiler: it takes the kernels that the wheel
+brings along. Then the sdist and the repository are installed by their addresses; these compile kernels at
+the first start.
 """
 
 import os
