@@ -94,20 +94,29 @@ clean: ## Remove the environment and the tools' caches
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
 
+# Without an NVIDIA driver, torch comes from its CPU build's index where that answers: 0.2 GB in place of 3.
+define install_torch
+	@index=$$($(PYTHON) -m tools.torch_index); test -z "$$index" || \
+		$(1)/bin/python -m pip --disable-pip-version-check install -c constraints.txt --extra-index-url "$$index" torch
+endef
+
 # The stamps are written last, so an interrupted installation is done again.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> Installing Truedraft and what it needs into $(VENV) (the first time takes minutes)"
+	$(call install_torch,$(VENV))
 	$(PIP) install -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> Installing Truedraft with its test tools into $(VENV) (the first time takes minutes)"
+	$(call install_torch,$(VENV))
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.installed $@
 
 # The clients need older releases of huggingface-hub and others than those in constraints.txt.
 $(CLIENTS_VENV)/.installed: pyproject.toml constraints.txt tests/clients/requirements.txt | $(CLIENTS_VENV)/bin/python
 	@echo "==> Installing Truedraft and third-party clients into $(CLIENTS_VENV) (the first time takes minutes)"
+	$(call install_torch,$(CLIENTS_VENV))
 	@grep -E '^(torch|transformers)==' constraints.txt > $(CLIENTS_VENV)/constraints.txt
 	$(CLIENTS_VENV)/bin/python -m pip --disable-pip-version-check install \
 		-c $(CLIENTS_VENV)/constraints.txt -r tests/clients/requirements.txt -e .
@@ -130,6 +139,7 @@ $(CLIENTS_VENV)/.installed-agents: $(CLIENTS_VENV)/.installed $(wildcard $(AGENT
 
 $(RAY_VENV)/.installed: pyproject.toml constraints.txt | $(RAY_VENV)/bin/python
 	@echo "==> Installing Truedraft, its test tools and Ray into $(RAY_VENV) (the first time takes minutes)"
+	$(call install_torch,$(RAY_VENV))
 	$(RAY_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[dev,ray]'
 	@touch $@
 

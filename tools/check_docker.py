@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tools.smoke import try_server
+from tools.torch_index import is_reachable, torch_index
 
 ROOT = Path(__file__).parent.parent
 DEBIAN = "bookworm"
@@ -29,7 +29,6 @@ MIRROR = "http://deb.debian.org/debian"
 BASE = "docker.io/library/debian:bookworm-slim"
 IMAGE = "localhost/truedraft:check"
 PORT = 18765
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu/"  # the Dockerfile's own
 
 
 class Buildah:
@@ -85,14 +84,12 @@ def pip_settings(folder: Path) -> list[str]:
     return [f"--volume={mount}" for mount in (*mounts, f"{folder}/pip.conf:/etc/pip.conf:ro")]
 
 
-def torch_index() -> list[str]:
+def torch_source() -> list[str]:
     """Returns build arguments: none where the CPU builds' index answers, else pip's own indexes are used."""
-    try:
-        with urllib.request.urlopen(TORCH_INDEX, timeout=10):
-            return []
-    except OSError:
-        print(f"{TORCH_INDEX} cannot be reached: torch comes from where pip is configured to look")
-        return ["--build-arg=TORCH_INDEX=https://pypi.org/simple"]
+    if is_reachable(torch_index()):
+        return []
+    print(f"{torch_index()} cannot be reached: torch comes from where pip is configured to look")
+    return ["--build-arg=TORCH_INDEX=https://pypi.org/simple"]
 
 
 @contextmanager
@@ -161,7 +158,7 @@ def main() -> None:
             make_base(buildah, folder)
         print(f"==> The steps of the Dockerfile, target {options.target}", flush=True)
         build = ["build", "--isolation", "chroot", "--pull-never", "--layers", "--target", options.target]
-        build += [*pip_settings(folder), *torch_index(), "--format", "docker", "--tag", IMAGE]
+        build += [*pip_settings(folder), *torch_source(), "--format", "docker", "--tag", IMAGE]
         subprocess.run([*buildah.command, *build, str(ROOT)], check=True)
         print("==> The image's server", flush=True)
         if options.target == "cpu":
