@@ -1,4 +1,4 @@
-"""Where ``make`` takes torch from: the CPU build's index where it is wanted and answers, quietly elsewhere."""
+"""Where ``make`` takes torch from: the CPU build's index where it is wanted and answers, or as ever."""
 
 import os
 import socket
