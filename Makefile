@@ -10,10 +10,12 @@ PYTEST_ARGS ?=
 NATIVE_TESTS := $(wildcard tests/engine/test_native*.py) tests/engine/test_gguf.py
 SOAK_ARGS ?=
 FAMILIES_ARGS ?=
+# Files in the order of their names: by default those with few tests come last, some of which take the longest.
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test test-clients test-ray fuzz families soak check lint types format clean
+.PHONY: help install install-dev serve test test-fast test-extras test-clients test-ray fuzz families soak check lint types format clean
 .PHONY: docs check-deploy check-docker check-native check-wheel wheels
 
 help: ## Show the targets
@@ -24,7 +26,13 @@ serve: install ## Install if needed, then serve on 127.0.0.1:8000 (settings: TRU
 	@exec $(VENV)/bin/truedraft serve
 
 test: install-dev ## Install if needed, then run all tests (PYTEST_ARGS="-k name" narrows them)
-	@exec $(VENV)/bin/python -m pytest --numprocesses auto --dist loadfile $(PYTEST_ARGS)
+	@exec $(PYTEST) $(PYTEST_ARGS)
+
+test-fast: install-dev ## The tests without real processes, long samples and planted bugs: minutes instead of a quarter of an hour
+	@exec $(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-extras: install-dev ## Install what some tests need and pip can bring: Triton, whose kernels are interpreted, and a real GGUF file
+	$(PIP) install --no-deps -r tests/requirements-extras.txt
 
 test-clients: $(CLIENTS_VENV)/.installed-agents ## Install third-party clients into environments of their own, then test with them
 	@exec $(CLIENTS_VENV)/bin/python -m pytest tests/clients --ignore tests/clients/test_fuzz.py $(PYTEST_ARGS)

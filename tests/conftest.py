@@ -1,8 +1,12 @@
 """Settings of every test run: no network, no threads left behind by the tokenizers, none of torch's that
-spin, examples that stay."""
+spin, examples that stay; which tests are slow, and which may be skipped where all are required."""
 
 import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import TypeVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from truedraft.engine.machine.openmp import spin_settings
@@ -17,3 +21,80 @@ settings.register_profile(
     "reproducible", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("reproducible")
+
+# What ``make test-fast`` leaves out: real processes, long samples, planted bugs, and what compiles.
+SLOW = {
+    "benchmarks",
+    "engine/test_arm_kernels.py",
+    "engine/test_checkpoint_mutations.py",
+    "engine/test_encoder_decoder.py",
+    "engine/test_encoder_decoder_mutants.py",
+    "engine/test_families.py",
+    "engine/test_gguf_mutations.py",
+    "engine/test_gguf_real.py",
+    "engine/test_greedy_identity.py",
+    "engine/test_long_runs.py",
+    "engine/test_mutants.py",
+    "engine/test_native.py",
+    "engine/test_native_bfloat16.py",
+    "engine/test_native_cache.py",
+    "engine/test_native_prebuilt.py",
+    "engine/test_native_rounds.py",
+    "engine/test_parameter_grid.py",
+    "engine/test_positions.py",
+    "engine/test_random_runs.py",
+    "engine/test_round_graphs.py",
+    "engine/test_translated_draft.py",
+    "engine/test_triton_attention.py",
+    "faults",
+    "integration",
+    "server/test_chat_templates.py",
+    "server/test_hostile.py",
+    "server/test_launch.py",
+    "server/test_lifecycle.py",
+    "server/test_monitoring.py",
+    "server/test_page.py",
+    "server/test_parser_mutants.py",
+    "server/test_request_heads.py",
+    "server/test_serve.py",
+    "server/test_worker_process.py",
+    "test_family_table.py",
+    "test_public_api.py",
+    "test_support_matrix.py",
+}
+TESTS = Path(__file__).parent
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+# With REQUIRE_ALL_TESTS, any other reason fails the run: something that tests need is not installed.
+MISSING_HARDWARE = ("there is no CUDA device", "Ray is not installed")
+
+
+def is_slow(path: Path) -> bool:
+    return any(path.is_relative_to(TESTS / name) for name in SLOW)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_slow(item.path):
+            item.add_marker("slow")
+
+
+def refuse_skip(report: Report) -> Report:
+    """Makes a failure of a report that says that something was skipped for want of what can be installed."""
+    is_skip = report.skipped and isinstance(report.longrepr, tuple)
+    if is_skip and os.environ.get("REQUIRE_ALL_TESTS") and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith(MISSING_HARDWARE):
+            report.outcome = "failed"
+            report.longrepr = f"Skipped, while REQUIRE_ALL_TESTS is set: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return refuse_skip((yield))

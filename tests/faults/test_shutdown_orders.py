@@ -25,7 +25,7 @@ def test_every_order_ends() -> None:
 
 def test_an_end_that_is_taken_back_is_noticed() -> None:
     with pytest.raises(TimeoutError):
-        asyncio.run(all_orders(range(80), ForgetfulServer, timeout=10.0))
+        asyncio.run(all_orders(range(80), ForgetfulServer, timeout=2.0))
 
 
 async def advanced(leave: Any, *phases: Phase) -> Server:
