@@ -75,6 +75,7 @@ check-deploy: $(SHIP_VENV)/.installed ## Lint the Dockerfile; check compose, Kub
 	$(SHIP_VENV)/bin/kubernetes-validate --strict --quiet deploy/kubernetes/deployment.yaml \
 		deploy/kubernetes/service.yaml deploy/kubernetes/disruption.yaml \
 		deploy/kubernetes/components/autoscaling/autoscaler.yaml
+	$(SHIP_VENV)/bin/python -m tools.check_chart
 
 check-docker: ## Run the Dockerfile's steps in a fresh Debian root, then its server (root, debootstrap, buildah)
 	@$(PYTHON) -m tools.check_docker

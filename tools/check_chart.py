@@ -1,0 +1,112 @@
+"""Render the Helm chart as Helm does, and compare it with the schemas of Kubernetes and the plain manifests.
+
+python -m tools.check_chart      (in an environment with deploy/requirements.txt: make check-deploy)
+
+The Python package that renders it is Helm's own library in Go; no cluster and no command is needed.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+from helm_python import Chart
+
+ROOT = Path(__file__).parent.parent
+CHART = ROOT / "deploy" / "helm" / "truedraft"
+MANIFESTS = ROOT / "deploy" / "kubernetes"
+EVERYTHING = {
+    "gpus": 1,
+    "existingClaim": "models",
+    "secretName": "keys",
+    "nodeSelector": {"pool": "gpu"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "config": {"target": "a/b", "port": 9000, "drain_timeout": 90, "host": "0.0.0.0"},
+    "autoscaling": {"enabled": True},
+    "monitoring": {"enabled": True},
+}
+WRONG: list[dict[str, Any]] = [
+    {"replicas": 0},
+    {"replica": 3},
+    {"image": {"tag": ""}},
+    {"monitoring": {"interval": "soon"}},
+]
+
+
+def rendered(values: dict[str, Any], name: str = "truedraft") -> dict[str, Any]:
+    """Returns the objects by kind."""
+    files = Chart.load(str(CHART)).render(values, name=name, namespace="default", is_install=True)
+    objects = [item for text in files.values() for item in yaml.safe_load_all(text) if item]
+    return {item["kind"]: item for item in objects}
+
+
+def check_schemas(objects: dict[str, Any]) -> None:
+    """Asks kubernetes-validate, which knows no custom resources."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = []
+        for kind, item in objects.items():
+            if kind != "ServiceMonitor":
+                paths.append(Path(folder) / f"{kind}.yaml")
+                paths[-1].write_text(yaml.safe_dump(item))
+        tool = Path(sys.executable).parent / "kubernetes-validate"
+        subprocess.run([tool, "--strict", "--quiet", *paths], check=True)
+
+
+def check_against_manifests(objects: dict[str, Any]) -> None:
+    """Without values, the chart's pods are those of the plain manifests."""
+    plain = yaml.safe_load((MANIFESTS / "deployment.yaml").read_text())["spec"]
+    ours = objects["Deployment"]["spec"]
+    (container,) = ours["template"]["spec"]["containers"]
+    assert (container.pop("image"), container.pop("imagePullPolicy")) == ("truedraft:cpu", "IfNotPresent")
+    plain["template"]["spec"]["containers"][0].pop("image")
+    assert ours["template"]["spec"] == plain["template"]["spec"]
+    for key in ("replicas", "strategy"):
+        assert ours[key] == plain[key]
+    config = yaml.safe_load(objects["ConfigMap"]["data"]["config.yaml"])
+    assert config == yaml.safe_load((MANIFESTS / "config.yaml").read_text())
+
+
+def check_all_values(objects: dict[str, Any]) -> None:
+    """Each value has its effect, and all objects find the pods."""
+    spec = objects["Deployment"]["spec"]
+    pod = spec["template"]["spec"]
+    assert "replicas" not in spec
+    assert pod["terminationGracePeriodSeconds"] == 120
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert pod["containers"][0]["ports"][0]["containerPort"] == 9000
+    assert pod["containers"][0]["envFrom"][0]["secretRef"]["name"] == "keys"
+    assert {"name": "cache", "persistentVolumeClaim": {"claimName": "models"}} in pod["volumes"]
+    labels = spec["template"]["metadata"]["labels"].items()
+    assert spec["selector"]["matchLabels"].items() <= labels
+    assert objects["Service"]["spec"]["selector"].items() <= labels
+    service_labels = objects["Service"]["metadata"]["labels"].items()
+    assert objects["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"].items() <= labels
+    assert objects["ServiceMonitor"]["spec"]["selector"]["matchLabels"].items() <= service_labels
+    assert objects["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "other"
+
+
+def main() -> None:
+    report = helm_python.lint(str(CHART))
+    findings = [message for message in report["messages"] if message["severity"] >= 2]
+    if report["errors"] or findings:
+        raise SystemExit(json.dumps(report, indent=1))
+    plain, full = rendered({}), rendered(EVERYTHING, name="other")
+    check_schemas(plain)
+    check_schemas(full)
+    check_against_manifests(plain)
+    check_all_values(full)
+    for values in WRONG:
+        try:
+            Chart.load(str(CHART)).validate_schema(values)
+        except helm_python.HelmError:
+            continue
+        raise SystemExit(f"FAILED: the chart takes {values}")
+    print(f"The Helm chart is valid: {', '.join(sorted(full))}")
+
+
+if __name__ == "__main__":
+    main()
