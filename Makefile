@@ -6,6 +6,7 @@ VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
 RAY_VENV ?= .venv-ray
 SHIP_VENV ?= .venv-ship
+CONSTRAINTS ?= constraints.txt
 PYTEST_ARGS ?=
 NATIVE_TESTS := $(wildcard tests/engine/test_native*.py) tests/engine/test_gguf.py
 SOAK_ARGS ?=
@@ -106,20 +107,20 @@ install-dev: $(VENV)/.installed-dev
 # Without an NVIDIA driver, torch comes from its CPU build's index where that answers: 0.2 GB in place of 3.
 define install_torch
 	@index=$$($(PYTHON) -m tools.torch_index); test -z "$$index" || \
-		$(1)/bin/python -m pip --disable-pip-version-check install -c constraints.txt --extra-index-url "$$index" torch
+		$(1)/bin/python -m pip --disable-pip-version-check install -c $(CONSTRAINTS) --extra-index-url "$$index" torch
 endef
 
 # The stamps are written last, so an interrupted installation is done again.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> Installing Truedraft and what it needs into $(VENV) (the first time takes minutes)"
 	$(call install_torch,$(VENV))
-	$(PIP) install -c constraints.txt -e .
+	$(PIP) install -c $(CONSTRAINTS) -e .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "==> Installing Truedraft with its test tools into $(VENV) (the first time takes minutes)"
 	$(call install_torch,$(VENV))
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $(VENV)/.installed $@
 
 # The clients need older releases of huggingface-hub and others than those in constraints.txt.
@@ -149,7 +150,7 @@ $(CLIENTS_VENV)/.installed-agents: $(CLIENTS_VENV)/.installed $(wildcard $(AGENT
 $(RAY_VENV)/.installed: pyproject.toml constraints.txt | $(RAY_VENV)/bin/python
 	@echo "==> Installing Truedraft, its test tools and Ray into $(RAY_VENV) (the first time takes minutes)"
 	$(call install_torch,$(RAY_VENV))
-	$(RAY_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[dev,ray]'
+	$(RAY_VENV)/bin/python -m pip --disable-pip-version-check install -c $(CONSTRAINTS) -e '.[dev,ray]'
 	@touch $@
 
 $(SHIP_VENV)/.installed: deploy/requirements.txt | $(SHIP_VENV)/bin/python

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_variables_are_settings(path: str) -> None:
 def test_kubernetes_settings_load() -> None:
     settings = load_settings(["--config", str(DEPLOY / "kubernetes" / "config.yaml")])
     assert settings.host == "0.0.0.0"
+
+
+def test_the_chart_has_the_version_and_settings_that_load(tmp_path: Path) -> None:
+    chart = yaml.safe_load((DEPLOY / "helm" / "truedraft" / "Chart.yaml").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (chart["version"], chart["appVersion"]) == (version, version)
+    values = yaml.safe_load((DEPLOY / "helm" / "truedraft" / "values.yaml").read_text())
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values["config"]))
+    assert load_settings(["--config", str(tmp_path / "config.yaml")]).host == "0.0.0.0"
 
 
 def test_nothing_is_killed_before_it_has_drained() -> None:

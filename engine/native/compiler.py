@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from pathlib import Path
 
 from truedraft.engine.native.headers import FOLDER, HEADERS
@@ -32,17 +33,24 @@ def find_compiler() -> str:
     return compiler
 
 
+def recipe(compiler: str) -> str:
+    """Returns all that a library follows from but the processor."""
+    version = subprocess.run(
+        [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
+    return "\n".join([source_text(), compiler, *FLAGS, version.stdout])
+
+
 def compile_library(compiler: str, processor: Sequence[str], library: Path) -> None:
     """Compiles each file in a process of its own: they take seconds, and there are several processors."""
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(os.cpu_count()) as pool:
-
-        def compile_file(source: Path) -> Path:
-            made = Path(work) / f"{source.stem}.o"
-            _run(compiler, processor, "-c", source, "-o", made)
-            return made
-
-        objects = list(pool.map(compile_file, SOURCES))
+        objects = [Path(work) / f"{source.stem}.o" for source in SOURCES]
+        list(pool.map(compile_file, repeat(compiler), repeat(processor), SOURCES, objects))
         _run(compiler, processor, *objects, "-o", library, "-lm")
+
+
+def compile_file(compiler: str, processor: Sequence[str], source: Path, to: Path) -> None:
+    _run(compiler, processor, "-c", source, "-o", to)
 
 
 def _run(compiler: str, processor: Sequence[str], *arguments: str | Path) -> None:

@@ -21,14 +21,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from truedraft.engine.native.compiler import (
-    FLAGS,
-    NATIVE,
-    TIMEOUT_SECONDS,
-    compile_library,
-    find_compiler,
-    source_text,
-)
+from truedraft.engine.native.compiler import NATIVE, compile_library, find_compiler, recipe
 from truedraft.engine.native.headers import declare_functions, fields_of
 from truedraft.engine.native.prebuilt import best_variant, file_of
 
@@ -167,11 +160,7 @@ def cache_folder() -> Path:
 
 
 def _key(compiler: str) -> str:
-    version = subprocess.run(
-        [*compiler.split(), "--version"], check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    parts = [source_text(), compiler, *FLAGS, version.stdout, _processor()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{recipe(compiler)}\n{_processor()}".encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -58,7 +58,7 @@ typedef int8_t narrow_signed __attribute__((vector_size(LANES), aligned(1), may_
 typedef int32_t four __attribute__((aligned(1), may_alias)); /* inputs */
 
 /* Without instructions for it these are loops, which a compiler would not finish with if they were inlined. */
-#if (LANES >= 8 && defined(__AVX2__)) || defined(__ARM_FEATURE_DOTPROD)
+#if (LANES >= 8 && defined(__AVX2__)) || (LANES == 4 && defined(__SSSE3__)) || defined(__ARM_FEATURE_DOTPROD)
 #define SIMD static inline ALWAYS
 #else
 #define SIMD static __attribute__((noinline))
@@ -103,6 +103,15 @@ SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
     }
     const __m256i pairs = _mm256_maddubs_epi16(weights, x);
     return sum + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif LANES == 4 && defined(__SSSE3__)
+    __m128i weights = (__m128i)codes, x = (__m128i)inputs;
+    if (is_byte) { /* signed, as nothing else fits */
+        weights = _mm_xor_si128(weights, _mm_set1_epi8(-128));
+        x = _mm_sign_epi8(x, weights);
+        weights = _mm_abs_epi8(weights);
+    }
+    const __m128i pairs = _mm_maddubs_epi16(weights, x);
+    return sum + (ivec)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
 #elif defined(__ARM_FEATURE_DOTPROD)
     if (is_byte) codes ^= 128; /* signed, as the inputs are */
     return (ivec)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)inputs);
@@ -115,7 +124,8 @@ SIMD ivec dot(ivec sum, bytes codes, ivec inputs, const int is_byte) {
 #endif
 }
 #if (LANES == 16 && defined(__AVX512BW__) && !defined(__AVX512VNNI__)) \
-    || (LANES == 8 && defined(__AVX2__) && !defined(__AVXVNNI__)) || defined(__ARM_FEATURE_DOTPROD)
+    || (LANES == 8 && defined(__AVX2__) && !defined(__AVXVNNI__)) \
+    || (LANES == 4 && defined(__SSSE3__)) || defined(__ARM_FEATURE_DOTPROD)
 #define BYTES_ARE_SIGNED 1
 #else
 #define BYTES_ARE_SIGNED 0

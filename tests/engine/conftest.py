@@ -3,7 +3,7 @@
 import hashlib
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.models import save_perturbed, save_random_llama
-from truedraft.engine.native import library
+from truedraft.engine.native import compiler, headers, library
 from truedraft.engine.native.threads import set_num_threads
 
 # To compile takes a second, or minutes on a machine that is busy; the engine would go on without its kernels.
-library.TIMEOUT_SECONDS = 3600
+compiler.TIMEOUT_SECONDS = 3600
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,22 @@ def fresh_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, objects: Path
 ) -> Iterator[pytest.MonkeyPatch]:
     """No library is made or loaded yet. Of its files only those are compiled that no test has compiled so."""
-    compile_file = library._compile_file
+    compile_file = compiler.compile_file
 
-    def compile_once(compiler: str, processor: str, source: Path, to: Path) -> None:
+    def compile_once(command: str, processor: Sequence[str], source: Path, to: Path) -> None:
         texts = [
-            compiler,
-            processor,
-            *library.FLAGS,
-            *(path.read_text() for path in (*library.HEADERS, source)),
+            command,
+            *processor,
+            *compiler.FLAGS,
+            *(path.read_text() for path in (*headers.HEADERS, source)),
         ]
         made = objects / f"{hashlib.sha256(repr(texts).encode()).hexdigest()}.o"
         if not made.exists():
-            compile_file(compiler, processor, source, to)
+            compile_file(command, processor, source, to)
             shutil.copy(to, made)
         shutil.copy(made, to)
 
-    monkeypatch.setattr(library, "_compile_file", compile_once)
+    monkeypatch.setattr(compiler, "compile_file", compile_once)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     library.load_library.cache_clear()
     yield monkeypatch

@@ -19,7 +19,7 @@ from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Spa
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 from truedraft.engine.models.llama import Llama
-from truedraft.engine.native import library
+from truedraft.engine.native import compiler, library
 from truedraft.engine.native.layer_parts import NativeKernels, serves
 from truedraft.engine.native.linear import NativeLinear, half_scale, linear_library
 from truedraft.engine.native.threads import set_num_threads
@@ -260,12 +260,12 @@ def test_without_a_compiler_the_engine_runs_all_the_same(
     fresh_library: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save(CONFIGS["llama"], tmp_path)
-    for compiler, reason in ((None, "no C compiler"), ("false", "non-zero exit status")):
-        if compiler is None:
+    for command, reason in ((None, "no C compiler"), ("false", "non-zero exit status")):
+        if command is None:
             fresh_library.delenv("CC", raising=False)
-            fresh_library.setattr(library.shutil, "which", lambda name: None)
+            fresh_library.setattr(compiler.shutil, "which", lambda name: None)
         else:
-            fresh_library.setenv("CC", compiler)
+            fresh_library.setenv("CC", command)
         library.load_library.cache_clear()
         model = make_engine(path, None).target.model
         assert isinstance(model, Llama)
@@ -302,7 +302,7 @@ def plant(sources: list[Path], right: str, wrong: str, folder: Path) -> list[Pat
 def test_wrong_kernels_are_noticed_and_not_used(
     right: str, wrong: str, fresh_library: pytest.MonkeyPatch, tmp_path: Path, kernels: NativeKernels
 ) -> None:
-    fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
+    fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     path = save(CONFIGS["llama"], tmp_path / "model")
     model = make_engine(path, None).target.model
     assert isinstance(model, Llama)
@@ -312,7 +312,7 @@ def test_wrong_kernels_are_noticed_and_not_used(
 
 def test_a_query_that_is_scored_twice_is_caught(fresh_library: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right, wrong = "queries[rows[0]], queries[rows[1]]", "queries[rows[0]], queries[rows[0]]"
-    fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
+    fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     loaded = library.load_library()
     if loaded is None:
         pytest.skip("no C compiler")
@@ -330,8 +330,8 @@ def test_wrong_linear_layers_are_noticed_and_not_used(
     """Nothing else is compared of families whose layers are transformers'."""
     assert linear_library() is not None
     library.load_library.cache_clear()
-    sources = plant(library.SOURCES, "value += add[i];", "value -= add[i];", tmp_path)
-    fresh_library.setattr(library, "SOURCES", sources)
+    sources = plant(compiler.SOURCES, "value += add[i];", "value -= add[i];", tmp_path)
+    fresh_library.setattr(compiler, "SOURCES", sources)
     assert linear_library() is None
     assert "linear layers differ" in caplog.text
 

@@ -17,7 +17,7 @@ from tests.engine.test_processors import GRID
 from tests.models import make_engine
 from tests.naive import distribution
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.native import library
+from truedraft.engine.native import compiler, library
 from truedraft.engine.native.backend import NativeBackend, native_backend
 from truedraft.engine.native.threads import set_num_threads
 from truedraft.engine.sampling.adjust import History
@@ -339,9 +339,9 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeBackend], None]]] = {
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], NativeBackend]]:
     def planted(right: str, wrong: str) -> NativeBackend:
-        monkeypatch.setattr(library, "SOURCES", plant_in(library.SOURCES, right, wrong, tmp_path))
+        monkeypatch.setattr(compiler, "SOURCES", plant_in(compiler.SOURCES, right, wrong, tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        monkeypatch.setattr(library, "FLAGS", ["-O1", *(flag for flag in library.FLAGS if flag != "-O3")])
+        monkeypatch.setattr(compiler, "FLAGS", ["-O1", *(flag for flag in compiler.FLAGS if flag != "-O3")])
         library.load_library.cache_clear()
         loaded = library.load_library()
         assert loaded is not None

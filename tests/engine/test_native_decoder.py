@@ -15,7 +15,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.native import library
+from truedraft.engine.native import compiler
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.threads import set_num_threads
 
@@ -143,7 +143,7 @@ BUGS = {
 def test_wrong_passes_are_noticed_and_not_used(
     name: str, right: str, wrong: str, fresh_library: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
+    fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     runner = make_engine(save(CONFIGS[name], tmp_path / "model"), None).target
     assert isinstance(runner.model, Llama)
     assert not runner.model.is_native

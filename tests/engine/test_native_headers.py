@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from truedraft.engine.native import headers, library
+from truedraft.engine.native import compiler, headers, library
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
 
@@ -24,7 +24,7 @@ def layout_in_c(struct: str, names: list[str], folder: Path) -> list[int]:
         f"#include <stddef.h>\n#include <stdio.h>\n{code}int main(void) {{ {lines} return 0; }}\n"
     )
     program = folder / "layout"
-    command = [*library._compiler().split(), f"-I{headers.FOLDER}", str(source), "-o", str(program)]
+    command = [*compiler.find_compiler().split(), f"-I{headers.FOLDER}", str(source), "-o", str(program)]
     subprocess.run(command, check=True)
     return [int(word) for word in subprocess.run([program], check=True, capture_output=True).stdout.split()]
 
@@ -45,7 +45,7 @@ def test_structures_lie_as_the_compiler_lays_them_out(struct: type[ctypes.Struct
 def test_functions_have_the_arguments_of_their_definitions() -> None:
     loaded = library.load_library()
     assert loaded is not None
-    code = headers.COMMENT.sub("", "".join(path.read_text() for path in library.SOURCES))
+    code = headers.COMMENT.sub("", "".join(path.read_text() for path in compiler.SOURCES))
     declared = headers.FUNCTION.findall(headers._code())
     assert len(declared) > 20
     for result, name, arguments in declared:
@@ -57,6 +57,8 @@ def test_functions_have_the_arguments_of_their_definitions() -> None:
 def test_there_is_nothing_to_warn_of() -> None:
     flags = ["-std=gnu11", "-pthread", "-march=native", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     result = subprocess.run(
-        [*library._compiler().split(), *flags, *map(str, library.SOURCES)], capture_output=True, text=True
+        [*compiler.find_compiler().split(), *flags, *map(str, compiler.SOURCES)],
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr

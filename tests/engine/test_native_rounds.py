@@ -21,7 +21,7 @@ from truedraft.engine.core.needs import EVERY_NEED, Need, Needs
 from truedraft.engine.core.step import Round, StepPlan, StepResult
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
-from truedraft.engine.native import library
+from truedraft.engine.native import compiler, library
 from truedraft.engine.runtime.native.rows import NativeRow
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.engine.sampling.adjust import History, adjust_logits
@@ -570,7 +570,7 @@ BUGS = {
 def test_planted_bugs_are_caught(
     right: str, wrong: str, kind: str, fresh_library: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
+    fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     with pytest.raises(AssertionError):
         run_twins(tmp_path, KINDS[kind], 4)
 
@@ -581,7 +581,7 @@ def test_a_verdict_on_broken_logits_is_caught(fresh_library: pytest.MonkeyPatch,
         "for (int64_t i = 0; num_broken && i < num_rows; i++) "
         "if (scratch.is_broken[i]) scratch.next_id[i] = 0;"
     )
-    planted = plant(library.SOURCES, "if (num_broken) break;", emits, tmp_path)
-    fresh_library.setattr(library, "SOURCES", planted)
+    planted = plant(compiler.SOURCES, "if (num_broken) break;", emits, tmp_path)
+    fresh_library.setattr(compiler, "SOURCES", planted)
     with pytest.raises(AssertionError):
         test_logits_that_are_no_distribution_end_them(GREEDY, 11, tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.test_native import plant
-from truedraft.engine.native import library
+from truedraft.engine.native import compiler, library
 
 Task = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 MUCH_WORK = 1 << 40
@@ -87,6 +87,6 @@ def test_a_task_within_a_task() -> None:
 def test_planted_bugs_are_caught(
     fresh_library: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str
 ) -> None:
-    fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
+    fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     with pytest.raises(AssertionError):
         each_item_is_done_once()
