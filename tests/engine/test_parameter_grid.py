@@ -45,13 +45,16 @@ def test_temperature_0_is_the_argmax(adjustment: str) -> None:
     assert p_value(params, Rule.EXACT_MATCH, num_samples=3) == 1
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 8])
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
-def test_joint_distribution_whatever_the_batch(rule: Rule, in_flight: int) -> None:
+def test_joint_distribution_whatever_the_batch(rule: Rule) -> None:
+    """Sequences that end early make room for others; seeds say the same in all batches, as below."""
     params = SamplingParams(
         max_tokens=3, temperature=0.9, top_p=0.95, frequency_penalty=0.5, logit_bias={STOP_ID: 0.7}
     )
-    assert p_value(params, rule, num_samples=2000, in_flight=in_flight) > SIGNIFICANCE
+    assert p_value(params, rule, num_samples=2000, in_flight=8) > SIGNIFICANCE
+    eight = simulate(params, rule, num_samples=200, in_flight=8)
+    for in_flight in (1, 2):
+        assert simulate(params, rule, num_samples=200, in_flight=in_flight) == eight
 
 
 @pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK, Rule.COUPLED])
