@@ -18,9 +18,11 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from truedraft.engine.native import compiler
 from truedraft.engine.native.prebuilt import VARIANTS, compile_variants, compiler_for
 
 ROOT = Path(__file__).parent.parent
+compiler.TIMEOUT_SECONDS = 3600  # an engine would go on without its kernels, a wheel would not
 
 
 def platform_tag(libraries: Iterable[Path], machine: str) -> str:
