@@ -236,7 +236,8 @@ class Stats(msgspec.Struct, frozen=True):
     """Totals since the worker started, and gauges of this moment. Rates are derived by the reader.
 
     ``drafts`` counts by source. ``*_per_position[i]`` counts tokens drafted or accepted as the (i+1)-th of
-    their draft.
+    their draft. ``num_rows`` counts rows of rounds by runner: C, CUDA graphs,
+    or phases, which are slower than either.
     """
 
     num_running: int
@@ -250,6 +251,7 @@ class Stats(msgspec.Struct, frozen=True):
     draft_tokens_per_position: list[int]
     accepted_tokens_per_position: list[int]
     phase_seconds: dict[str, float]
+    num_rows: dict[str, int] = {}
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

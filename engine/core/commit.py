@@ -35,7 +35,7 @@ def commit(
         outputs.append(_commit_row(row, part, result, stats))
         scheduler.settle(sequence)
     result.host_seconds = time.perf_counter() - plan.started - result.seconds
-    stats.count_seconds(result)
+    stats.count_step(result)
     return outputs
 
 

@@ -86,6 +86,7 @@ class EngineCore:
             draft_tokens_per_position=stats.draft_tokens_per_position,
             accepted_tokens_per_position=stats.accepted_tokens_per_position,
             phase_seconds=dict(stats.phase_seconds),
+            num_rows=dict(stats.num_rows),
         )
 
     @property

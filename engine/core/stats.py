@@ -15,6 +15,7 @@ class EngineStats:
     when they are asked for."""
 
     def __init__(self) -> None:
+        self.num_rows: Counter[str] = Counter()  # of all rounds, by runner
         self.phase_seconds = dict.fromkeys(("draft", "score", "verify", "host"), 0.0)
         self._verdicts: Counter[tuple[str, int, int]] = Counter()  # by source, drafted and accepted tokens
 
@@ -22,7 +23,9 @@ class EngineStats:
         """One row's verdict in one round, if it drafted something."""
         self._verdicts[source, num_draft_tokens, num_accepted_tokens] += 1
 
-    def count_seconds(self, result: StepResult) -> None:
+    def count_step(self, result: StepResult) -> None:
+        """Counts a step's rows and its seconds."""
+        self.num_rows.update(result.num_rows)
         seconds = self.phase_seconds
         parts = [one.seconds for one in result.rounds]
         if result.prompt_seconds is not None:

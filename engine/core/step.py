@@ -137,11 +137,12 @@ class Round:
 class StepResult:
     """``rounds`` has at least one, if the plan has rows; only in the last one may a row end.
 
-    ``prompt_seconds`` are those of prompts, outside rounds. ``host_seconds`` are what else the step took,
-    known once it is committed.
+    ``num_rows`` counts the rows of all rounds by the runner that executed them. ``prompt_seconds`` are those
+    of prompts, outside rounds. ``host_seconds`` are what else the step took, known once it is committed.
     """
 
     rounds: list[Round]
+    num_rows: dict[str, int] = field(default_factory=dict)
     prompt_seconds: PhaseSeconds | None = None
     host_seconds: float = 0.0
 

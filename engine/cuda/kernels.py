@@ -22,9 +22,10 @@ from truedraft.engine.memory.batch import PagedRows
 # Rows of queries x shared heads, and keys, that a program multiplies at a time: tl.dot wants 16 of each, and
 # 64 rows of float32 numbers, which are not multiplied by matrix units, do not fit into registers.
 MIN_TILE, MAX_TILE = 16, 64
-# Bytes of a tile of keys, and as many of values. Keys wait for their entry in the table: with three stages
-# that of the next tile is there before this one's keys (https://github.com/triton-lang/triton/issues/4721).
-KEY_TILE_BYTES, NUM_STAGES = 8 << 10, 3
+# Bytes of a tile of keys, and as many of values. Keys wait for their entry in the table, so stages are shared
+# by two loads (https://github.com/triton-lang/triton/issues/4721): from five on the compiler gives keys and
+# values a second buffer, and loads the next tile while this one is computed.
+KEY_TILE_BYTES, NUM_STAGES = 8 << 10, 5
 # A share below this many keys is not worth a program; more programs than this many a multiprocessor wait.
 MIN_KEYS_OF_SPLIT, PROGRAMS_OF_MULTIPROCESSOR, MAX_SPLITS = 128, 2, 32
 
@@ -282,7 +283,8 @@ def rotate_and_store_head(
     QUERY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
 ):
-    token, head = tl.program_id(0), tl.program_id(1)
+    # Tokens times their numbers may not fit into 32 bits.
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     number = tl.arange(0, PADDED_SIZE)
     is_number = number < SIZE
     if head < HEADS + KV_HEADS:

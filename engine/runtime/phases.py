@@ -20,7 +20,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.messages import RoundTrace, TokenLogprob
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.known import known_drafts
-from truedraft.engine.sampling.adjust import History
+from truedraft.engine.runtime.history import history_of
 from truedraft.engine.sampling.backend import SamplingBackend
 from truedraft.engine.sampling.logprobs import token_logprobs
 from truedraft.engine.sampling.sampler import Drafts, Row, Rule, Sampler, merge_drafts
@@ -59,7 +59,8 @@ class PhaseRunner:
         seconds = PhaseSeconds(draft_seconds + clock.lap(), score_seconds, verify_seconds)
         if not plan.rows:
             return StepResult([], prompt_seconds=seconds)
-        return StepResult([self._round(plan, sampler, drafts, scored.logits, verdicts, seconds)])
+        done = self._round(plan, sampler, drafts, scored.logits, verdicts, seconds)
+        return StepResult([done], {"phases": len(plan.rows)})
 
     def _rows_of(self, plan: StepPlan) -> list[Row]:
         """A sequence's row serves in all of its steps: it follows the tokens by itself."""
@@ -73,16 +74,7 @@ class PhaseRunner:
 
     def _row(self, sequence: Sequence) -> Row:
         rule = Rule.EXACT_MATCH if sequence.greedy else Rule(sequence.verification)
-        history = History(
-            params=sequence.params,
-            token_ids=sequence.token_ids,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            stop_token_ids=sequence.stop_token_ids,
-            num_encoder_tokens=sequence.num_encoder_tokens,
-            rules=self.target.model.rules,
-            matcher=sequence.matcher,
-        )
-        return Row(rule, sequence.seed, history)
+        return Row(rule, sequence.seed, history_of(sequence, self.target.model.rules))
 
     def _propose(self, plan: StepPlan, sampler: Sampler) -> Drafts:
         """The proposers' drafts, and those that are known already. Proposers follow prompts, too."""

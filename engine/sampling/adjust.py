@@ -67,12 +67,17 @@ class History:
 
 
 def adjust_logits(
-    logits: torch.Tensor, histories: list[History], drafted: torch.Tensor, offset: int
+    logits: torch.Tensor,
+    histories: list[History],
+    drafted: torch.Tensor,
+    offset: int,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Adjusted float32 logits, of the shape of ``logits`` [rows, positions, V], which stay as they are.
+    """Returns adjusted float32 logits, of the shape of ``logits`` [rows, positions, V], which stay unchanged.
 
     Position j of a row predicts the token that follows its history and ``drafted[row, : offset + j]``;
-    ``drafted`` is [rows, at least offset + positions - 1].
+    ``drafted`` is [rows, at least offset + positions - 1]. ``counts`` [penalised rows, V]: how often each
+    token stands in their histories, where that is known already.
     """
     logits = logits.float().clone()
     for row, history in enumerate(histories):
@@ -84,8 +89,12 @@ def adjust_logits(
     if penalized:
         members = [histories[row] for row in penalized]
         rows = on_device(penalized, logits.device)
-        counts = _counts(members, drafted[rows], offset, logits.shape[1], logits.shape[2])
-        logits[rows] = _penalize(logits[rows], members, counts)
+        base = _text_counts(members, logits.shape[2], logits.device) if counts is None else counts
+        by_position = _counts(base, drafted[rows], offset, logits.shape[1])
+        logits[rows] = _penalize(logits[rows], members, by_position)
+    # The host reads all drafts at once.
+    reads = any(history.matcher is not None or history.rules for history in histories)
+    draft_ids = drafted.tolist() if reads else []
     for row, history in enumerate(histories):
         num_output = len(history.token_ids) - history.num_prompt_tokens + offset
         num_forbidden = max(0, min(history.params.min_tokens - num_output, logits.shape[1]))
@@ -93,13 +102,12 @@ def adjust_logits(
             ids = on_device(sorted(history.stop_token_ids), logits.device)
             logits[row, :num_forbidden].index_fill_(-1, ids, -torch.inf)
         if history.matcher is not None:
-            draft_ids = drafted[row, : offset + logits.shape[1] - 1].tolist()
-            masks = history.matcher.masks(draft_ids, offset)
+            masks = history.matcher.masks(draft_ids[row][: offset + logits.shape[1] - 1], offset)
             if masks is not None:
                 _forbid_masked(logits[row], masks)
     for row, history in enumerate(histories):
         if history.rules:
-            _apply_rules(logits[row], history, drafted[row].tolist(), offset)
+            _apply_rules(logits[row], history, draft_ids[row], offset)
     return logits
 
 
@@ -115,8 +123,10 @@ def replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
 
 def _forbid_masked(logits: torch.Tensor, mask: torch.Tensor) -> None:
     """``logits`` [positions, V] of one row, changed in place; ``mask`` may have fewer positions."""
+    # The words go to the device as they are: 32 tokens in each.
+    mask = send(mask, logits.device)
     bits = mask[..., None] >> torch.arange(32, device=mask.device) & 1
-    allowed = bits.bool().flatten(1)[:, : logits.shape[1]].to(logits.device)
+    allowed = bits.bool().flatten(1)[:, : logits.shape[1]]
     allowed = F.pad(allowed, (0, logits.shape[1] - allowed.shape[1]))
     logits[: len(allowed)].masked_fill_(~allowed, -torch.inf)
 
@@ -130,15 +140,16 @@ def _apply_rules(logits: torch.Tensor, history: History, drafted: list[int], off
         history.rules.apply(row, history.text + drafted[:position], is_last)
 
 
-def _counts(
-    histories: list[History], drafted: torch.Tensor, offset: int, num_positions: int, vocab_size: int
-) -> torch.Tensor:
-    """Counts how often each token stands before each position: float32 [rows, positions, V]."""
-    base = torch.stack(
-        [torch.bincount(torch.tensor(history.text), minlength=vocab_size).float() for history in histories]
-    )
-    base = send(base, drafted.device)
-    one_hot = F.one_hot(drafted[:, : offset + num_positions - 1], vocab_size).float()
+def _text_counts(histories: list[History], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """Returns how often each token stands in the texts: float32 [rows, V]."""
+    counts = [torch.bincount(torch.tensor(history.text), minlength=vocab_size) for history in histories]
+    return send(torch.stack(counts).float(), device)
+
+
+def _counts(base: torch.Tensor, drafted: torch.Tensor, offset: int, num_positions: int) -> torch.Tensor:
+    """Returns how often each token stands before each position, float32 [rows, positions, V], from how often
+    it stands in the texts, ``base`` [rows, V]."""
+    one_hot = F.one_hot(drafted[:, : offset + num_positions - 1], base.shape[1]).float()
     before_first = base + one_hot[:, :offset].sum(1)
     later = before_first[:, None] + one_hot[:, offset:].cumsum(1)
     return torch.cat([before_first[:, None], later], dim=1)

@@ -127,6 +127,11 @@ class WorkerMetrics:
         )
         self._prefix_hits = counter("prefix_cache_hits", "Of them, those that were found there.")
         self._phase_seconds = counter("phase_seconds", "Time spent in each phase of a round.", ["phase"])
+        self._rows = counter(
+            "decoded_rows",
+            "Rows of rounds by what ran them: c, cuda_graphs, or phases, which are slower.",
+            ["runner"],
+        )
         self._restarts = counter("worker_restarts", "Workers that died and were replaced.")
         self._ready = gauge("worker_ready", "1 while the worker takes part.")
         self._cache_usage = gauge("kv_cache_usage_perc", "Share of cache blocks in use, 0 to 1.", ["model"])
@@ -197,6 +202,8 @@ class WorkerMetrics:
             self._grow(self._accepted_tokens, (method,), counts.num_accepted_tokens)
         self._grow_positions(self._drafted_at, stats.draft_tokens_per_position)
         self._grow_positions(self._accepted_at, stats.accepted_tokens_per_position)
+        for runner, num_rows in stats.num_rows.items():
+            self._grow(self._rows, (runner,), num_rows)
         for phase, seconds in stats.phase_seconds.items():
             self._grow(self._phase_seconds, (phase,), seconds)
 

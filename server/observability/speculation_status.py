@@ -29,6 +29,7 @@ def speculation_status(
         acceptance_by_position=_by_position(stats) if stats else [],
         speedup=Speedup(predicted=policy.get("predicted_speedup"), achieved=achieved_speedup(policy)),
         phase_seconds=stats.phase_seconds if stats else {},
+        decoded_rows=stats.num_rows if stats else {},
         policy=dict(policy),
     )
 

@@ -86,6 +86,9 @@ class SpeculationStatus(BaseModel):
     acceptance_by_position: list[PositionAcceptance]
     speedup: Speedup
     phase_seconds: dict[str, float] = Field(description="Time since start: draft, score, verify, host.")
+    decoded_rows: dict[str, int] = Field(
+        description="Rows of rounds since start, by what ran them: c, cuda_graphs, or phases (slower)."
+    )
     policy: dict[str, Any] = Field(
         description="What decides the draft length. With `auto`: measured costs of a pass, survival of "
         "drafts by method and temperature, recent lengths, trials of other lengths."

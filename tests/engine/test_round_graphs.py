@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import LlamaConfig, PreTrainedConfig
 
 import tests.models
-from tests.engine import graph_gates, torch_kernels
+from tests.engine import grammars, graph_gates, torch_kernels
 from tests.engine.conftest import Models
 from tests.engine.graph_gates import PROMPTS, graphs_of, same_as_eager
 from tests.engine.test_llama import CONFIGS, ROPE, SHAPE, save
-from tests.models import outputs_by_choice, run_engine
+from tests.models import outputs_by_choice, run_engine, save_random_llama
 from tests.tape import NotCapturableError, Tape, TapeCapture
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import Kind
@@ -36,11 +36,21 @@ from truedraft.engine.runtime.cuda import graphs as graphs_module
 from truedraft.engine.runtime.cuda import plan as plan_module
 from truedraft.engine.runtime.cuda import runner as runner_module
 from truedraft.engine.runtime.cuda import sampling as sampling_module
+from truedraft.engine.runtime.cuda.adjuster import Adjuster, _Counts
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.rows import DeviceRows, Field
 from truedraft.engine.runtime.cuda.runner import CudaRunner
 from truedraft.engine.runtime.cuda.sampling import Draws
-from truedraft.engine.runtime.cuda.shapes import MAX_GRAPHS, MAX_TOKENS, Shape, plan_shapes, smallest
+from truedraft.engine.runtime.cuda.shapes import (
+    MAX_PASSES,
+    MAX_TOKENS,
+    Captured,
+    Shape,
+    Stage,
+    plan_shapes,
+    smallest,
+    smallest_stage,
+)
 from truedraft.engine.runtime.phases import PhaseRunner
 
 Patch = pytest.MonkeyPatch
@@ -59,8 +69,9 @@ def taped(monkeypatch: Patch) -> None:
 def greedy_only(monkeypatch: Patch, taped: None) -> None:
     """Where logits are compared: of all that is planned."""
 
-    def planned(*arguments: Any, **fields: Any) -> list[Shape]:
-        return [shape for shape in plan_shapes(*arguments, **fields) if shape.draws is Draws.GREEDY]
+    def planned(*arguments: Any, **fields: Any) -> list[Captured]:
+        all_of_them = plan_shapes(*arguments, **fields)
+        return [item for item in all_of_them if isinstance(item, Shape) or item.draws is Draws.GREEDY]
 
     monkeypatch.setattr(plan_module, "plan_shapes", planned)
 
@@ -206,32 +217,157 @@ def test_draft_with_another_vocabulary(draft: str, models: Models, taped: None) 
         graph_gates.same_tokens(core, eager, PARAMS[name])
 
 
+# Qwen 2.5 and Llama 3.1 ship such defaults, which every request has that names no others.
+QWEN = SamplingParams(max_tokens=16, seed=3, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)
+PENALTIES = sampled(verification=None, frequency_penalty=1.5, presence_penalty=0.5)
 OTHERS = {
     "logprobs": SamplingParams(max_tokens=16, temperature=0, logprobs=2),
     "penalties": SamplingParams(max_tokens=16, seed=1, frequency_penalty=0.5),
     "bias": SamplingParams(max_tokens=16, temperature=0, logit_bias={3: 5.0}),
-    "trace": SamplingParams(max_tokens=16, seed=2, verification="rejection", trace=True),
+    "min_tokens": SamplingParams(max_tokens=16, temperature=0, min_tokens=12),
+    "a seed": SamplingParams(max_tokens=16, seed=4),
+    "Qwen's defaults": QWEN,
+    "Llama's defaults": SamplingParams(max_tokens=16, seed=5, temperature=0.6, top_p=0.9),
+    "all at once": msgspec.structs.replace(QWEN, logprobs=1, logit_bias={2: 1.0}, min_tokens=5),
 }
 
 
+class Watched:
+    """Counts passes of the target by step, and the requests that go by phases after the prompts."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.passes: list[int] = []
+        self.by_phases: set[str] = set()
+        watched, step, replay, run = self, EngineCore.step, RoundGraphs.replay, PhaseRunner.run
+
+        def counted_step(self: EngineCore) -> Any:
+            watched.passes.append(0)
+            return step(self)
+
+        def counted(self: RoundGraphs, item: Captured) -> None:
+            watched.passes[-1] += isinstance(item, Shape) and item.queries is not None
+            replay(self, item)
+
+        def noted(self: PhaseRunner, plan: Any) -> Any:
+            rows = [part for part in plan.scheduled if part.kind is Kind.DECODE]
+            watched.by_phases |= {part.sequence.request_id for part in rows}
+            return run(self, plan)
+
+        patch.setattr(EngineCore, "step", counted_step)
+        patch.setattr(RoundGraphs, "replay", counted)
+        patch.setattr(PhaseRunner, "run", noted)
+
+
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS.keys())
-def test_rows_that_need_more_do_not_slow_the_others(
+def test_no_row_makes_the_others_pay_for_a_second_pass(
     other: SamplingParams, pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
 ) -> None:
-    """They go by phases, in the same step."""
-    by_phases: list[list[str]] = []
-    run = PhaseRunner.run
-
-    def watched(self: PhaseRunner, plan: Any) -> Any:
-        by_phases.append([part.sequence.request_id for part in plan.scheduled])
-        return run(self, plan)
-
-    expected = run_engine(pair[1], PROMPTS, [GREEDY, other, GREEDY, GREEDY, GREEDY])
+    params = [GREEDY, other, GREEDY, other, GREEDY]
+    expected = outputs(pair[1], params)
     with monkeypatch.context() as patch:
-        patch.setattr(PhaseRunner, "run", watched)
-        said = run_engine(pair[0], PROMPTS, [GREEDY, other, GREEDY, GREEDY, GREEDY])
-    assert said == expected
-    assert all(ids == ["1"] for ids in by_phases[1:])
+        watched = Watched(patch)
+        said = outputs(pair[0], params)
+    for ours, theirs in zip(said, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+    assert watched.by_phases == set()
+    assert set(watched.passes[1:]) == {1}
+
+
+class Said(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[float]  # of the tokens, then of the most likely ones, token by token
+
+
+def outputs(core: EngineCore, params: list[SamplingParams]) -> list[Said]:
+    """Returns what follows each prompt, with log-probabilities where they are asked for."""
+    found = [Said([], []) for _ in PROMPTS]
+    for number, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True)):
+        core.add(Generate(str(number), prompt, each))
+    while core.has_work:
+        for output in core.step():
+            assert not isinstance(output, Failed)
+            said = found[int(output.request_id)]
+            said.token_ids.extend(output.token_ids)
+            for one in output.logprobs or []:
+                said.logprobs.extend([one.logprob, *(value for _, value in one.top)])
+    return found
+
+
+@pytest.mark.parametrize("draft", [None, "close_draft"])
+def test_constrained_rows_are_captured(
+    draft: str | None, models: Models, taped: None, monkeypatch: Patch
+) -> None:
+    """Forced tokens, n-grams and drafts of the model in texts that a grammar allows."""
+    sizes = {"vocab_size": grammars.VOCAB_SIZE, "eos_token_id": grammars.END}
+    target = save_random_llama(Path(models.target).parent / "constrained", seed=1, **sizes)
+    folder = None if draft is None else target
+    core, eager = (
+        grammars.know_grammars(make_engine(target, folder, cuda_graphs=is_captured, method="auto"))
+        for is_captured in (True, False)
+    )
+    free = SamplingParams(max_tokens=12, seed=2, temperature=0.8)
+    params = [free, msgspec.structs.replace(free, grammar=grammars.GRAMMAR)] * 2 + [free]
+    prompts = [grammars.PROMPT[: 1 + number] for number in range(5)]
+    expected = run_engine(eager, prompts, params)
+    with monkeypatch.context() as patch:
+        watched = Watched(patch)
+        assert run_engine(core, prompts, params) == expected
+    assert watched.by_phases == set()
+    assert set(watched.passes[1:]) == {1}
+
+
+def test_traced_rows_go_by_phases_in_the_same_step(
+    pair: tuple[EngineCore, EngineCore], monkeypatch: Patch
+) -> None:
+    traced = SamplingParams(max_tokens=16, seed=2, verification="rejection", trace=True)
+    params = [GREEDY, traced, GREEDY, GREEDY, GREEDY]
+    expected = run_engine(pair[1], PROMPTS, params)
+    with monkeypatch.context() as patch:
+        watched = Watched(patch)
+        assert run_engine(pair[0], PROMPTS, params) == expected
+    assert watched.by_phases == {"1"}
+    assert pair[1].stats.num_rows.keys() == {"phases"}
+    assert min(pair[0].stats.num_rows[runner] for runner in ("cuda_graphs", "phases")) > 0
+
+
+def few_shapes(patch: Patch, **limits: int) -> None:
+    """Plans no passes of more rows, or of more tokens a row, than ``limits`` say."""
+
+    def few(*arguments: Any, **fields: Any) -> list[Captured]:
+        def is_small(item: Captured) -> bool:
+            shape = item if isinstance(item, Shape) else item.shape
+            return shape.rows <= limits.get("rows", 99) and (shape.queries or 0) <= limits.get("queries", 99)
+
+        return [item for item in plan_shapes(*arguments, **fields) if is_small(item)]
+
+    patch.setattr(plan_module, "plan_shapes", few)
+
+
+@pytest.mark.parametrize("name", ["greedy", "coupled", "every rule"])
+def test_a_batch_that_no_graph_holds_goes_in_parts(
+    name: str, models: Models, taped: None, monkeypatch: Patch
+) -> None:
+    few_shapes(monkeypatch, rows=2)
+    core, eager = engines(models, models.close_draft)
+    graph_gates.same_tokens(core, eager, PARAMS[name])
+    watched = Watched(monkeypatch)
+    run_engine(core, PROMPTS, PARAMS[name])
+    assert watched.by_phases == set()
+    assert max(watched.passes) == 3
+
+
+def test_a_batch_drafts_as_much_as_a_graph_holds(models: Models, taped: None, monkeypatch: Patch) -> None:
+    """The text does not depend on it, and what was drafted is reported."""
+    few_shapes(monkeypatch, queries=3)
+    core, eager = engines(models, models.close_draft, num_speculative_tokens="auto")
+    params = [msgspec.structs.replace(p, num_speculative_tokens=4) for p in PARAMS["coupled"]]
+    expected = run_engine(eager, PROMPTS, params)
+    watched = Watched(monkeypatch)
+    assert run_engine(core, PROMPTS, params) == expected
+    assert watched.by_phases == set()
+    assert core.stats.num_draft_tokens > 0
+    assert max(length for _, length, _ in vars(core.stats)["_verdicts"]) == 2
 
 
 def test_prompts_do_not_slow_the_others(pair: tuple[EngineCore, EngineCore], monkeypatch: Patch) -> None:
@@ -415,14 +551,30 @@ def rows_keep_the_parameters_of_others(patch: Patch) -> None:
     )
 
 
-def verdicts_are_read_from_where_phases_write(patch: Patch) -> None:
+def verdicts_are_read_from_where_others_write(patch: Patch) -> None:
     init = runner_module._Launched.__init__
 
     def made(self: Any, graphs: RoundGraphs, score: Shape, *others: Any) -> None:
         init(self, graphs, score, *others)
         self.verdicts = graphs.verdicts
 
+    few_shapes(patch, rows=4)
     patch.setattr(runner_module._Launched, "__init__", made)
+
+
+def adjusted_logits_are_anothers(patch: Patch) -> None:
+    """A row's logits are those of the place where its part stands in the step."""
+    adjust = Adjuster.adjust
+
+    def misplaced(self: Any, shape: Shape, parts: Any, rows: list[int], lengths: Any) -> Any:
+        return adjust(self, shape, parts, list(range(len(rows))), lengths)
+
+    patch.setattr(Adjuster, "adjust", misplaced)
+
+
+def counts_lack_what_was_just_said(patch: Patch) -> None:
+    of = _Counts.of
+    patch.setattr(_Counts, "of", lambda self, text: of(self, text[:-1]))
 
 
 def drafts_that_are_known_are_taken_for_drawn(patch: Patch) -> None:
@@ -438,7 +590,9 @@ ROUND_BUGS = [
     every_draft_is_stored_anew,
     positions_are_those_of_the_first_draft,
     rows_keep_the_parameters_of_others,
-    verdicts_are_read_from_where_phases_write,
+    verdicts_are_read_from_where_others_write,
+    adjusted_logits_are_anothers,
+    counts_lack_what_was_just_said,
     drafts_that_are_known_are_taken_for_drawn,
 ]
 
@@ -454,6 +608,8 @@ def test_tokens_or_verdicts_show(
     def compare() -> None:
         for name in ("rejection", "every rule", "coupled"):
             graph_gates.same_tokens(core, eager, PARAMS[name], arrivals=[0, 2, 3, 5, 6])
+        expected = run_engine(eager, PROMPTS, PENALTIES, arrivals=[0, 2, 3, 5, 6])
+        assert run_engine(core, PROMPTS, PENALTIES, arrivals=[0, 2, 3, 5, 6]) == expected
 
     with pytest.raises(AssertionError):
         compare()
@@ -559,9 +715,10 @@ def test_warm_ups_stay_within_the_tensors(
 def test_a_small_device_captures_less(models: Models, taped: None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(plan_module, "FIXED_BYTES", 0)
     monkeypatch.setattr(plan_module, "GRAPH_BYTES", 0)
+    monkeypatch.setattr(plan_module, "STAGE_BYTES", 0)
     monkeypatch.setattr(plan_module, "free_memory", lambda device: 4 * 40_000)
     core = make_engine(models.target, models.close_draft)
-    tokens = {shape.num_tokens for shape in graphs_of(core).replays}
+    tokens = {item.num_tokens for item in graphs_of(core).replays if isinstance(item, Shape)}
     assert max(tokens) < 6 * 5
     assert run_engine(core, PROMPTS, GREEDY) == run_engine(
         make_engine(models.target, None, cuda_graphs=False), PROMPTS, GREEDY
@@ -570,17 +727,24 @@ def test_a_small_device_captures_less(models: Models, taped: None, monkeypatch: 
     assert isinstance(make_engine(models.target, models.close_draft).runner, PhaseRunner)
 
 
-def test_a_server_with_default_settings_plans_at_most_100() -> None:
-    """The pair is like 8B and 1B: 32 sequences, 128,256 tokens."""
-    shapes = plan_shapes(32, 128_256, "auto", has_draft=True)
-    assert len(set(shapes)) == len(shapes) <= MAX_GRAPHS
+def passes_of(planned: list[Captured]) -> list[Shape]:
+    return [item for item in planned if isinstance(item, Shape)]
+
+
+@pytest.mark.parametrize("max_rows", [32, 48, 64, 128, 256])
+def test_every_kind_of_rows_gets_its_share(max_rows: int) -> None:
+    """The pair is like 8B and 1B, 128,256 tokens: any batch up to 128 rows is judged by graphs in one piece,
+    and with four drafts where weights are what a pass reads."""
+    planned = plan_shapes(max_rows, 128_256, "auto", has_draft=True)
+    assert len(set(planned)) == len(planned)
+    assert len(passes_of(planned)) <= MAX_PASSES
     for draws in Draws:
-        for rows in (1, 2, 4, 8, 16, 32):
-            assert Shape(draws, rows) in shapes
-            assert all(Shape(draws, rows, queries) in shapes for queries in (1, 3, 5))
+        for rows in range(1, min(max_rows, 128) + 1):
+            assert smallest_stage(draws, rows, None, planned)
+            assert smallest_stage(draws, rows, 1, planned)
+            assert smallest_stage(draws, rows, 5, planned) or rows > 48
     # Every round of up to 8 drafts that a default request may have.
-    assert all(smallest(Draws.PLAIN, rows, 9, shapes) for rows in range(1, 33))
-    assert all(shape.num_tokens <= MAX_TOKENS for shape in shapes)
+    assert all(smallest_stage(Draws.PLAIN, rows, 9, planned) for rows in range(1, 33))
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [0, 1, 4, 8, 32, "auto"])
@@ -589,24 +753,28 @@ def test_a_server_with_default_settings_plans_at_most_100() -> None:
 def test_every_shape_is_within_the_limits(
     num_speculative_tokens: Any, max_rows: int, has_draft: bool
 ) -> None:
-    shapes = plan_shapes(max_rows, 128_256, num_speculative_tokens, has_draft)
-    assert 0 < len(set(shapes)) == len(shapes) <= MAX_GRAPHS
+    planned = plan_shapes(max_rows, 128_256, num_speculative_tokens, has_draft)
+    shapes = passes_of(planned)
+    assert 0 < len(set(planned)) == len(planned)
+    assert len(shapes) <= MAX_PASSES
     assert all(shape.rows <= max_rows and shape.num_tokens <= MAX_TOKENS for shape in shapes)
+    assert all(item.shape in shapes for item in planned if isinstance(item, Stage))
     drafting = {shape.queries is None for shape in shapes}
     assert (True in drafting) == (has_draft and num_speculative_tokens != 0)
 
 
 def test_the_smallest_that_holds_the_batch() -> None:
-    shapes = plan_shapes(8, 1000, "auto", has_draft=True)
-    for draws in Draws:
-        for rows in range(1, 11):
-            for queries in (None, *range(1, 20)):
-                found = smallest(draws, rows, queries, shapes)
-                assert (found is None) == (rows > 8 or (queries or 0) > 17)
-                if found is not None:
-                    assert (found.draws, found.rows >= rows) == (draws, True)
-                    assert found.rows < 2 * rows
-                    assert (found.queries is None) == (queries is None)
+    planned = plan_shapes(8, 1000, "auto", has_draft=True)
+    for rows in range(1, 11):
+        for queries in (None, *range(1, 20)):
+            found = smallest(rows, queries, planned)
+            assert (found is None) == (rows > 8 or (queries or 0) > 17)
+            for draws in Draws:
+                stage = smallest_stage(draws, rows, queries, planned)
+                assert stage == (None if found is None else Stage(draws, found))
+            if found is not None:
+                assert rows <= found.rows < 2 * rows
+                assert (found.queries is None) == (queries is None)
 
 
 def test_tables_are_sent_as_far_as_they_are_new() -> None:

@@ -26,6 +26,7 @@ STATS = Stats(
     draft_tokens_per_position=[15, 15, 10, 0],
     accepted_tokens_per_position=[12, 6, 2, 0],
     phase_seconds={"draft": 1.0, "score": 2.0},
+    num_rows={"c": 7, "phases": 1},
 )
 AUTO: dict[str, Any] = {
     "policy": "auto",

@@ -1,12 +1,14 @@
-"""Drafting, and scoring with the verdict, as captured passes: one launch in place of hundreds.
+"""Drafting, and scoring with the verdict, as captured work: a few launches in place of hundreds.
 
 On a GPU a pass over a few tokens is over before the host has launched the next one's kernels. One graph for
-each number of rows is a draft model's pass with its draw, to be launched once a drafted token; one for each
-number of rows and tokens is the target's pass with the verdict of every rule. What no captured shape holds
-runs by phases, through the same caches.
+each number of rows is a draft model's pass, one for each number of rows and tokens is the target's. What is
+drawn from their logits, and judged by them, is captured apart, for each kind of rows: between a pass and its
+verdict the logits of rows that ask for more are adjusted. What no captured shape holds runs by phases,
+through the same caches.
 
-The smallest and the largest pass of each kind are compared with the usual one on a short text. If one
-deviates or cannot be captured, none is used, and the log says so.
+The smallest and the largest pass of each kind are compared with the usual one on a short text, and their
+verdicts with those of the same operations uncaptured. If one deviates or cannot be captured, none is used,
+and the log says so.
 """
 
 import logging
@@ -18,13 +20,21 @@ import torch
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
+from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.llama import TOLERANCES, Llama, same_logits
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.draft_model import in_width
 from truedraft.engine.runtime.cuda.capture import Capture
-from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows, Field
+from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, DeviceRows, Field, RuleCode
 from truedraft.engine.runtime.cuda.sampling import Draws, draw_draft, verdict
-from truedraft.engine.runtime.cuda.shapes import DRAFT_TOKENS, Shape, smallest
+from truedraft.engine.runtime.cuda.shapes import (
+    DRAFT_TOKENS,
+    Captured,
+    Shape,
+    Stage,
+    smallest,
+    smallest_stage,
+)
 
 # Tokens in the cache before those of a comparison: more than a block, and not a multiple of it.
 CHECK_CONTEXT = 19
@@ -41,7 +51,7 @@ class RoundGraphs:
         target: ModelRunner,
         draft: ModelRunner | None,
         rows: DeviceRows,
-        planned: Sequence[Shape],
+        planned: Sequence[Captured],
         max_drawn: int,
         capture: Capture,
     ) -> None:
@@ -51,44 +61,70 @@ class RoundGraphs:
         self.capture = capture
         self.max_drawn = max_drawn
         device, vocab_size = target.device, target.vocab_size
-        num_tokens = max(shape.num_tokens for shape in planned)
+        num_tokens = max(item.num_tokens for item in planned if isinstance(item, Shape))
         # In one place for all, as their pool is overwritten by every replay.
         self.logits = torch.zeros(num_tokens, vocab_size, device=device)
         width = vocab_size if draft is None else draft.vocab_size
         self.draft_logits = torch.zeros(rows.max_rows, width, device=device)
         self.draft_probs = torch.zeros(rows.max_rows, max_drawn, vocab_size, device=device)
         self.verdicts = torch.zeros(rows.max_rows, 3 + rows.max_drafts, dtype=torch.int64, device=device)
-        self.replays: dict[Shape, Callable[[], None]] = {}
+        self.replays: dict[Captured, Callable[[], None]] = {}
         self.enabled = True
-        self.num_replays = 0
+        self.num_replays = 0  # of passes
         self.num_misses = 0
-        self._chosen: dict[tuple[Draws, int, int | None], Shape | None] = {}
+        self._passes: dict[tuple[int, int | None], Shape | None] = {}
+        self._stages: dict[tuple[Draws, int, int | None], Stage | None] = {}
 
-    def find(self, draws: Draws, num_rows: int, queries: int | None) -> Shape | None:
-        """The captured pass for a batch; None if there is none."""
+    def find_pass(self, num_rows: int, queries: int | None) -> Shape | None:
+        """Returns the captured pass for a batch; None if there is none."""
+        if not self.enabled:
+            return None
+        key = num_rows, queries
+        if key not in self._passes:
+            self._passes[key] = smallest(*key, self.replays)
+        return self._passes[key]
+
+    def find(self, draws: Draws, num_rows: int, queries: int | None) -> Stage | None:
+        """Returns the captured draws or verdicts for a batch, whose pass is captured, too; None without."""
         if not self.enabled:
             return None
         key = draws, num_rows, queries
-        if key not in self._chosen:
-            self._chosen[key] = smallest(*key, self.replays)
-        return self._chosen[key]
+        if key not in self._stages:
+            self._stages[key] = smallest_stage(*key, self.replays)
+        return self._stages[key]
 
-    def replay(self, shape: Shape) -> None:
-        self.num_replays += 1
-        self.replays[shape]()
+    def most_queries(self, draws: Draws, num_rows: int, queries: int) -> int:
+        """Returns how many of ``queries`` tokens a row can be judged at once; 0 if not even one."""
+        return next((n for n in range(queries, 0, -1) if self.find(draws, num_rows, n)), 0)
 
-    def add(self, shape: Shape) -> None:
-        """Capture one more. Raises whatever the device's library does."""
+    def replay(self, item: Captured) -> None:
+        self.num_replays += isinstance(item, Shape)
+        self.replays[item]()
+
+    def replay_both(self, stage: Stage) -> None:
+        """Launches a pass and what follows it."""
+        self.replay(stage.shape)
+        self.replay(stage)
+
+    def add(self, item: Captured) -> None:
+        """Captures one more; a stage's pass must be captured already. Raises whatever the device's library
+        does."""
+        shape = item if isinstance(item, Shape) else item.shape
         self.rows.begin()
         self.rows.send(shape.rows)  # the runs before the capture are real: over no rows
-        step = self._score if shape.queries else self._draft
-        self.replays[shape] = self.capture.record(lambda: step(shape))
-        self._chosen.clear()
+        self.replays[item] = self.capture.record(lambda: self.run(item))
+        self._passes.clear()
+        self._stages.clear()
 
-    # What is captured: no Python decision here or below depends on the numbers.
+    def run(self, item: Captured) -> None:
+        """Runs what is captured: no Python decision here or below depends on the numbers."""
+        if isinstance(item, Shape):
+            (self._score if item.queries else self._draft)(item)
+        else:
+            (self._judge if item.shape.queries else self._draw)(item)
 
     def _draft(self, shape: Shape) -> None:
-        """A pass over the last two tokens of rows that still draft, and the draw of the next one."""
+        """Passes over the last two tokens of rows that still draft."""
         assert self.draft is not None
         model, rows, num_rows = self.draft.model, self.rows, shape.rows
         assert isinstance(model, Llama)
@@ -103,10 +139,15 @@ class RoundGraphs:
         first = rows.field(num_rows, Field.NUM_STORED) - 1 + number
         index = torch.arange(num_rows, device=ids.device) * DRAFT_TOKENS + 1
         batch = rows.batch(DRAFT, token_ids, first, num_skipped, counts, index)
-        own_logits = model.compute(batch, self.draft.cache).logits
-        self.draft_logits[:num_rows].copy_(own_logits)
-        logits = in_width(own_logits, self.target.vocab_size)
-        drawn, probs = draw_draft(shape.draws, logits, rows, number)
+        self.draft_logits[:num_rows].copy_(model.compute(batch, self.draft.cache).logits)
+
+    def _draw(self, stage: Stage) -> None:
+        """Draws the next token of rows that still draft."""
+        rows, num_rows = self.rows, stage.shape.rows
+        number, ids = rows.pass_number, rows.ids(num_rows)
+        drafts_still = number < rows.field(num_rows, Field.NUM_DRAWN)
+        logits = in_width(self.draft_logits[:num_rows], self.target.vocab_size)
+        drawn, probs = draw_draft(stage.draws, logits, rows, number)
         place = number + DRAFT_TOKENS
         kept = torch.where(drafts_still, drawn, ids.index_select(1, place).squeeze(1))
         ids.index_copy_(1, place, kept[:, None])
@@ -116,25 +157,33 @@ class RoundGraphs:
         number.add_(1).remainder_(self.max_drawn)
 
     def _score(self, shape: Shape) -> None:
-        """The target's pass over pending tokens and drafts, and what becomes of them."""
+        """Passes over pending tokens and drafts with the target."""
         assert shape.queries is not None
         model, rows, num_rows = self.target.model, self.rows, shape.rows
         assert isinstance(model, Llama)
-        num_drafts = shape.queries - 1
         ids = rows.ids(num_rows)
         num_stored = rows.field(num_rows, Field.NUM_STORED)
         counts = rows.field(num_rows, Field.NUM_DRAFTS) + 1
         every = torch.arange(shape.num_tokens, device=ids.device)
         token_ids = ids[:, 1 : 1 + shape.queries]
         batch = rows.batch(TARGET, token_ids, num_stored, torch.zeros_like(counts), counts, every)
-        logits = self.logits[: shape.num_tokens]
-        logits.copy_(model.compute(batch, self.target.cache).logits)
-        is_draft = torch.arange(num_drafts, device=ids.device) < counts[:, None] - 1
+        self.logits[: shape.num_tokens].copy_(model.compute(batch, self.target.cache).logits)
+
+    def logits_of(self, shape: Shape) -> torch.Tensor:
+        """Returns the logits of the last pass of this shape: [rows, queries, V]."""
+        assert shape.queries is not None
+        return self.logits[: shape.num_tokens].view(shape.rows, shape.queries, -1)
+
+    def _judge(self, stage: Stage) -> None:
+        """Decides what becomes of the drafts, and which token follows them."""
+        shape, rows, num_rows = stage.shape, self.rows, stage.shape.rows
+        assert shape.queries is not None
+        num_drafts, ids = shape.queries - 1, rows.ids(num_rows)
+        num_there = rows.field(num_rows, Field.NUM_DRAFTS)[:, None]
+        is_draft = torch.arange(num_drafts, device=ids.device) < num_there
         draft_ids = torch.where(is_draft, ids[:, 2 : 2 + num_drafts], 0)
-        by_row = logits.view(num_rows, shape.queries, -1)
-        self.verdicts[:num_rows, :3] = verdict(
-            shape.draws, by_row, draft_ids, self.draft_probs[:num_rows, :num_drafts], rows
-        )
+        probs = self.draft_probs[:num_rows, :num_drafts]
+        self.verdicts[:num_rows, :3] = verdict(stage.draws, self.logits_of(shape), draft_ids, probs, rows)
         self.verdicts[:num_rows, 3 : 3 + num_drafts] = draft_ids
 
 
@@ -150,7 +199,7 @@ class ScorePass:
         is_short = queries <= graphs.rows.max_drafts + 1 and all(span.num_logits for span in spans)
         if ids_on_device is not None or not is_short:
             return None
-        shape = graphs.find(Draws.GREEDY, len(spans), queries)
+        shape = graphs.find_pass(len(spans), queries)
         if shape is None:
             graphs.num_misses += graphs.enabled
             return None
@@ -182,7 +231,7 @@ class DraftPass:
         graphs = self.graphs
         if not all(len(span.token_ids) <= DRAFT_TOKENS and span.num_logits == 1 for span in spans):
             return None
-        shape = graphs.find(Draws.GREEDY, len(spans), None)
+        shape = graphs.find_pass(len(spans), None)
         if shape is None:
             graphs.num_misses += graphs.enabled
             return None
@@ -205,42 +254,80 @@ class DraftPass:
 
 
 def capture_rounds(
-    graphs: RoundGraphs, planned: Sequence[Shape], num_blocks: int, deadline: float, min_free: int
+    graphs: RoundGraphs, planned: Sequence[Captured], num_blocks: int, deadline: float, min_free: int
 ) -> bool:
-    """Capture the ``planned`` passes in order, until ``deadline`` (monotonic) or until fewer than
-    ``min_free`` bytes are free. The caches are unused, and have a block behind ``num_blocks``.
+    """Captures what is ``planned``, in order, until ``deadline`` (monotonic) or until fewer than ``min_free``
+    bytes are free. The caches are unused, and have a block behind ``num_blocks``.
 
-    False, with a line in the log, if anything goes wrong or nothing was captured.
+    Returns False, with a line in the log, if anything goes wrong or no round was captured.
     """
     started = time.monotonic()
-    checked = {shape for kind in _kinds(planned) for shape in (kind[0], kind[-1])}
+    checked = _to_check(planned)
     try:
-        for number, shape in enumerate(planned):
+        for number, item in enumerate(planned):
             if time.monotonic() > deadline or graphs.capture.free_memory() < min_free:
                 break
-            graphs.add(shape)
-            if shape in checked and not _is_right(graphs, shape, num_blocks, number):
-                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", shape)
+            graphs.add(item)
+            if item in checked and not _is_right(graphs, item, num_blocks, number):
+                logger.warning("CUDA graphs differ from the usual pass (%s) and are not used", item)
                 return False
     except Exception as error:  # drivers and kernels fail in many ways; the usual passes need none of this
         logger.warning("CUDA graphs cannot be captured and are not used: %s", error, exc_info=True)
         return False
     took = time.monotonic() - started
     logger.info("Captured %d of %d CUDA graphs in %.1f s", len(graphs.replays), len(planned), took)
-    return bool(graphs.replays)
+    return any(isinstance(item, Stage) for item in graphs.replays)
 
 
-def _kinds(planned: Sequence[Shape]) -> list[list[Shape]]:
-    """By what they draw, and by model; the smallest first."""
-    kinds: dict[tuple[Draws, bool], list[Shape]] = {}
-    for shape in planned:
-        kinds.setdefault((shape.draws, shape.queries is None), []).append(shape)
-    return [sorted(kind, key=lambda shape: shape.num_tokens) for kind in kinds.values()]
+def _to_check(planned: Sequence[Captured]) -> set[Captured]:
+    """Returns the smallest and the largest of each model's passes, and their stages."""
+    checked: set[Captured] = set()
+    for is_draft in (True, False):
+        shapes = [item for item in planned if isinstance(item, Shape) and (item.queries is None) == is_draft]
+        if shapes:
+            checked |= {pick(shapes, key=lambda shape: shape.num_tokens) for pick in (min, max)}
+    return checked | {item for item in planned if isinstance(item, Stage) and item.shape in checked}
 
 
-def _is_right(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:
-    """Whether the captured pass's logits are the usual one's, over rows of different lengths, in every other
-    comparison a row less than there is place for. ``number`` makes texts differ from those before."""
+def _is_right(graphs: RoundGraphs, item: Captured, num_blocks: int, number: int) -> bool:
+    """Compares what was captured with the same work uncaptured; ``number`` makes texts differ from those
+    before."""
+    if isinstance(item, Stage):
+        return _says_the_same(graphs, item)
+    return _has_the_same_logits(graphs, item, num_blocks, number)
+
+
+def _says_the_same(graphs: RoundGraphs, stage: Stage) -> bool:
+    """Compares draws and verdicts bit for bit: over the logits of the last pass, by every rule that the kind
+    of rows has. Each row drafts as much as there is place for, or one token less."""
+    rows, shape = graphs.rows, stage.shape
+    num_drafts = graphs.max_drawn if shape.queries is None else shape.queries - 1
+    found = []
+    for run in (graphs.replays[stage], lambda: graphs.capture.launch(lambda: graphs.run(stage))):
+        rows.begin()
+        for row in range(shape.rows):
+            length = max(0, num_drafts - row % 2)
+            rows.set_row(row, CHECK_CONTEXT, list(range(2 + length)), length, length)
+            rows.set_sampling(row, *_rule_to_check(stage.draws, row))
+        rows.send(shape.rows)
+        run()
+        written = rows.ids(shape.rows), graphs.draft_probs[: shape.rows], graphs.verdicts[: shape.rows]
+        found.append([tensor.clone() for tensor in written])
+    rows.forget()
+    return all(map(torch.equal, *found))
+
+
+def _rule_to_check(draws: Draws, row: int) -> tuple[SamplingParams, int, RuleCode]:
+    rules = [RuleCode.EXACT_MATCH, RuleCode.REJECTION, RuleCode.COUPLED, RuleCode.BLOCK][: draws + 1]
+    params = SamplingParams(max_tokens=1, temperature=0.8)
+    if draws.cuts:
+        params = SamplingParams(max_tokens=1, temperature=0.8, top_k=3 * (row % 2), top_p=0.9, min_p=0.01)
+    return params, row + 1, rules[row % len(rules)]
+
+
+def _has_the_same_logits(graphs: RoundGraphs, shape: Shape, num_blocks: int, number: int) -> bool:
+    """Compares logits over rows of different lengths, in every other comparison a row less than there is
+    place for."""
     model = graphs.draft if shape.queries is None else graphs.target
     assert model is not None
     queries = shape.queries or DRAFT_TOKENS

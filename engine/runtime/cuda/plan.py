@@ -17,17 +17,18 @@ from truedraft.engine.runtime.cuda.capture import Capture, make_capture
 from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
 from truedraft.engine.runtime.cuda.rows import DeviceRows
 from truedraft.engine.runtime.cuda.sampling import Draws
-from truedraft.engine.runtime.cuda.shapes import Shape, max_drafts, plan_shapes
+from truedraft.engine.runtime.cuda.shapes import Captured, Shape, Stage, max_drafts, plan_shapes
 
-# What the driver keeps for one graph of some thousand kernels: a guess, which has not been measured.
-GRAPH_BYTES = 8 << 20
+# What the driver keeps for one pass of some thousand kernels, and for one stage of up to some hundred:
+# guesses, which have not been measured.
+GRAPH_BYTES, STAGE_BYTES = 8 << 20, 2 << 20
 # What libraries set aside once for the stream of the captures (cuBLAS 32 MiB on an H100), and the common pool
 # by rounding up: a guess as well.
 FIXED_BYTES = 128 << 20
 # The most that graphs may take of the memory that is free once the models are loaded.
 MAX_SHARE = 0.25
 # Bytes of numbers that are alive together, for each position and token of the vocabulary, by what is drawn.
-DRAWS_BYTES = {Draws.GREEDY: 4, Draws.PLAIN: 28, Draws.ANY: 60}
+DRAWS_BYTES = {Draws.GREEDY: 4, Draws.PLAIN: 28, Draws.COUPLED: 44, Draws.ANY: 60}
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
     capture: Capture
-    shapes: list[Shape]
+    planned: list[Captured]
     max_drafts: int
     max_drawn: int
     max_blocks: int
@@ -51,7 +52,7 @@ class GraphPlan:
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
-            max(shape.rows for shape in self.shapes),
+            max(item.rows for item in self.planned if isinstance(item, Shape)),
             self.max_drafts,
             self.max_blocks,
             block_size,
@@ -60,9 +61,9 @@ class GraphPlan:
             self.capture,
         )
         captured = draft if self.has_draft else None
-        graphs = RoundGraphs(target, captured, rows, self.shapes, self.max_drawn, self.capture)
+        graphs = RoundGraphs(target, captured, rows, self.planned, self.max_drawn, self.capture)
         deadline, min_free = started + self.seconds, free - self.memory
-        if not capture_rounds(graphs, self.shapes, num_blocks, deadline, min_free):
+        if not capture_rounds(graphs, self.planned, num_blocks, deadline, min_free):
             return target, draft, None
         if captured is not None:
             draft = ModelRunner(captured.model, captured.cache, DraftPass(graphs))
@@ -79,20 +80,18 @@ def plan_graphs(
     if draft is not None and not (_can_be_captured(draft) and draft.device == target.device):
         draft = None
     k, num_rows = config.num_speculative_tokens, config.max_num_sequences
-    shapes = plan_shapes(num_rows, target.vocab_size, k, draft is not None)
+    planned = plan_shapes(num_rows, target.vocab_size, k, draft is not None)
     longest, drawn = max_drafts(k, draft is not None)
     max_blocks = -(-max_model_len // config.block_size)
     tables = 4 * 8 * num_rows * max_blocks  # those of both models, twice: on the device, and as sent
     limit = int(MAX_SHARE * free_memory(target.device)) - tables
-    while shapes and _memory(target, shapes, drawn) > limit:
-        largest = max(shape.num_tokens for shape in shapes)
-        shapes = [shape for shape in shapes if shape.num_tokens < largest]
-    if not shapes:
+    planned = _affordable(target, planned, drawn, limit)
+    if not planned:
         logger.warning("CUDA graphs need more memory than there is, and are not used")
         return None
-    memory = _memory(target, shapes, drawn) + tables
+    memory = _memory(target, planned, drawn) + tables
     seconds = config.cuda_graph_seconds
-    return GraphPlan(capture, shapes, longest, drawn, max_blocks, seconds, memory, draft is not None)
+    return GraphPlan(capture, planned, longest, drawn, max_blocks, seconds, memory, draft is not None)
 
 
 def _can_be_captured(model: Model) -> bool:
@@ -100,13 +99,31 @@ def _can_be_captured(model: Model) -> bool:
     return isinstance(model, Llama) and model.reads_in_place and not model.rotary.needs_host
 
 
-def _memory(model: Model, shapes: list[Shape], max_drawn: int) -> int:
-    """Bytes, from above: what lies beside the graphs, the largest pass's tensors in the common pool, and what
-    the driver keeps for each graph."""
-    num_tokens = max(shape.num_tokens for shape in shapes)
-    max_rows = max(shape.rows for shape in shapes)
+def _affordable(model: Model, planned: list[Captured], max_drawn: int, limit: int) -> list[Captured]:
+    """Leaves out what needs most by itself, until the rest needs no more than ``limit`` bytes."""
+    while planned and _memory(model, planned, max_drawn) > limit:
+        largest = max(planned, key=lambda item: (_own_bytes(model, item), isinstance(item, Shape)))
+        planned = [item for item in planned if largest not in (item, getattr(item, "shape", None))]
+    return planned
+
+
+def _own_bytes(model: Model, item: Captured) -> int:
+    """Returns the bytes of the tensors that live while ``item`` runs."""
+    if isinstance(item, Stage):
+        return int(item.shape.num_tokens * DRAWS_BYTES[item.draws] * model.vocab_size)
+    logits = 2 * item.num_tokens * model.vocab_size * model.dtype.itemsize
+    activations = 4 * item.num_tokens * model.config.intermediate_size * model.dtype.itemsize
+    return int(logits + activations)
+
+
+def _memory(model: Model, planned: list[Captured], max_drawn: int) -> int:
+    """Returns bytes, from above: what lies next to the graphs, the largest one's tensors in the common pool,
+    and what the driver keeps for each."""
+    passes = [item for item in planned if isinstance(item, Shape)]
+    if not passes:
+        return 0
+    num_tokens, max_rows = max(item.num_tokens for item in passes), max(item.rows for item in passes)
     static = (num_tokens + max_rows * (1 + max_drawn)) * model.vocab_size * 4
-    numbers = max(shape.num_tokens * DRAWS_BYTES[shape.draws] for shape in shapes) * model.vocab_size
-    logits = 2 * num_tokens * model.vocab_size * model.dtype.itemsize
-    activations: int = 4 * num_tokens * model.config.intermediate_size * model.dtype.itemsize
-    return FIXED_BYTES + static + numbers + logits + activations + len(shapes) * GRAPH_BYTES
+    largest = max(_own_bytes(model, item) for item in planned)
+    kept = len(passes) * GRAPH_BYTES + (len(planned) - len(passes)) * STAGE_BYTES
+    return FIXED_BYTES + static + largest + kept

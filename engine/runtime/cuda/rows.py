@@ -88,6 +88,10 @@ class DeviceRows:
         self._row_of = {key: kept[key] if key in kept else next(free) for key in keys}
         return [(row, key not in kept) for key, row in self._row_of.items()]
 
+    def forget(self) -> None:
+        """Makes the next call of ``rows_for`` find new rows only."""
+        self._row_of.clear()
+
     def begin(self) -> None:
         """A message in which there are no rows."""
         self.sent.wait()
@@ -148,8 +152,8 @@ class DeviceRows:
         """int64 [rows, 2 + most drafts], as sent, or drawn since."""
         return self.numbers[:num_rows, Field.IDS :]
 
-    def sampling(self, num_rows: int, cuts: bool, vocab_size: int) -> SamplingTensors:
-        """``cuts``: some rows have top-k, top-p or min-p."""
+    def sampling(self, num_rows: int, cuts: bool, num_sorted: int) -> SamplingTensors:
+        """``cuts``: some rows have top-k, top-p or min-p, which look at ``num_sorted`` most likely tokens."""
         floats = self.numbers.view(torch.float64)[:num_rows, Field.TEMPERATURE : Field.IDS].float()
         temperature, top_p, min_p = floats.unbind(1)
         return SamplingTensors(
@@ -157,7 +161,7 @@ class DeviceRows:
             self.field(num_rows, Field.TOP_K)[:, None],
             top_p[:, None],
             min_p[:, None],
-            largest_top_k=vocab_size if cuts else 0,
+            largest_top_k=num_sorted if cuts else 0,
             any_top_p=cuts,
             any_min_p=cuts,
             any_uncut=cuts,

@@ -1,8 +1,10 @@
-"""Rounds as captured passes: one message to the device, a launch for each drafted token, one for the target's
-pass and the verdicts, and one read.
+"""Rounds as captured passes: one message to the device, two launches for each drafted token, two for the
+target's pass and the verdicts, and one read.
 
-Rows that need more than a graph can hold, and prompts, go by phases in the same step, between the launch and
-the read; the others do not wait for them.
+Penalties, biases, masks and rules of rows change their logits between the pass and the verdicts, and
+log-probabilities are kept from before that: no row makes the others pay for a second pass. Prompts and traced
+rows go by phases in the same step, between the launch and the read. A batch that no graph holds drafts fewer
+tokens, or goes in two halves.
 """
 
 import time
@@ -14,18 +16,20 @@ from typing import TypeVar
 
 import torch
 
-from truedraft.engine.core.needs import Need
+from truedraft.engine.core.needs import EVERY_NEED, Need
 from truedraft.engine.core.runner import Runner
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import Kind, PhaseSeconds, Round, ScheduledSequence, StepPlan, StepResult
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.proposers.draft_model import DraftModelProposer
+from truedraft.engine.runtime.cuda.adjuster import Adjuster, KeptLogits
 from truedraft.engine.runtime.cuda.capture import Mark
 from truedraft.engine.runtime.cuda.graphs import RoundGraphs
 from truedraft.engine.runtime.cuda.rows import DRAFT, TARGET, RuleCode
 from truedraft.engine.runtime.cuda.sampling import Draws
 from truedraft.engine.runtime.cuda.shapes import Shape
+from truedraft.engine.sampling.logprobs import token_logprobs
 
 T = TypeVar("T")
 
@@ -36,26 +40,29 @@ NO_TABLE = BlockTable()
 class CudaRunner:
     """``phases`` runs what is not captured. ``drafting`` is whose model's passes are, if any are."""
 
-    supports = frozenset({Need.DRAFT_MODEL, Need.CATCH_UP, Need.SAMPLING, Need.BLOCK_RULE})
+    supports = EVERY_NEED - {Need.PROMPT, Need.LONG_PROMPT, Need.PROPOSER, Need.TRACE}
 
     def __init__(self, graphs: RoundGraphs, drafting: DraftModelProposer | None, phases: Runner) -> None:
         self.graphs = graphs
         self.draft = graphs.draft
         self.drafting = None if graphs.draft is None else drafting
         self.phases = phases
+        self._adjuster = Adjuster(graphs)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         started = time.perf_counter()
         parts = [part for part in plan.rows if self._is_captured(part)]
-        launched = self._launch(parts) if parts else None
-        if launched is None:
+        groups = self._groups(parts) if parts else None
+        if groups is None:
+            self.graphs.num_misses += bool(parts) and self.graphs.enabled
             return self.phases.run(plan)
+        launched = [self._launch(group) for group in groups]
         ours = {part.sequence for part in parts}
         others = [part for part in plan.scheduled if part.sequence not in ours]
         rows = [part for part in plan.rows if part.sequence not in ours]
         by_phases = self.phases.run(replace(plan, scheduled=others, rows=rows)) if others else StepResult([])
-        done = launched.read()
+        done = _joined([each.read() for each in launched])
         if rows:
             done = _merged([part.sequence in ours for part in plan.rows], done, by_phases.rounds[0])
         elif by_phases.prompt_seconds is not None:
@@ -63,7 +70,7 @@ class CudaRunner:
         # The device may still have been at work on the captured rows while phases ran.
         share = min(1.0, (time.perf_counter() - started) / max(sum(done.seconds), 1e-9))
         done.seconds = PhaseSeconds(*(share * seconds for seconds in done.seconds))
-        return StepResult([done])
+        return StepResult([done], {"cuda_graphs": len(parts), **by_phases.num_rows})
 
     def _is_captured(self, part: ScheduledSequence) -> bool:
         draft, rows = part.draft, self.graphs.rows
@@ -77,20 +84,32 @@ class CudaRunner:
         """Tells whether the captured draft model drafts for it, or catches up."""
         return self.drafting is not None and part.draft.first_source == self.drafting.name
 
-    def _launch(self, parts: list[ScheduledSequence]) -> "_Launched | None":
-        """None, and nothing has happened, if no captured passes hold the rows."""
+    def _groups(self, parts: list[ScheduledSequence]) -> list[list[ScheduledSequence]] | None:
+        """Returns the rows as captured passes hold them, all together if one does; None if none does."""
+        draws = max(_draws_of(part.sequence) for part in parts)
+        draws_drafts = any(part.draft.num_tokens and not part.draft.known for part in parts)
+        models = [1, None] if draws_drafts else [1]
+        if all(self.graphs.find(draws, len(parts), queries) for queries in models):
+            return [parts]
+        half = len(parts) // 2
+        halves = [self._groups(some) for some in (parts[:half], parts[half:])] if half else [None]
+        return None if None in halves else [group for some in halves for group in some or []]
+
+    def _launch(self, parts: list[ScheduledSequence]) -> "_Launched":
+        """Launches a round of rows that captured passes hold, with as many drafts as they hold."""
         graphs, rows = self.graphs, self.graphs.rows
         draws = max(_draws_of(part.sequence) for part in parts)
-        drawn = [0 if part.draft.known else part.draft.num_tokens for part in parts]
-        lengths = [part.draft.num_first_drafts for part in parts]
-        score = graphs.find(draws, len(parts), max(lengths) + 1)
+        wanted = [part.draft.num_first_drafts for part in parts]
+        most = graphs.most_queries(draws, len(parts), max(wanted) + 1) - 1
+        lengths = [min(length, most) for length in wanted]
+        drawn = [0 if part.draft.known else length for part, length in zip(parts, lengths, strict=True)]
+        verdicts = graphs.find(draws, len(parts), max(lengths) + 1)
         draft = graphs.find(draws, len(parts), None) if any(drawn) else None
-        if score is None or (draft is None and any(drawn)):
-            graphs.num_misses += graphs.enabled
-            return None
+        assert verdicts is not None
+        score = verdicts.shape
         limit, num_rows = score.rows, score.rows
         if draft is not None:
-            limit, num_rows = min(limit, draft.rows), max(num_rows, draft.rows)
+            limit, num_rows = min(limit, draft.shape.rows), max(num_rows, draft.shape.rows)
         started = graphs.capture.mark()
         self._catch_up(parts)
         places = rows.rows_for([part.sequence for part in parts], limit)
@@ -99,7 +118,7 @@ class CudaRunner:
             sequence = part.sequence
             last = len(sequence.token_ids) - 1
             before = sequence.token_ids[last - 1] if last else 0
-            known = [before, sequence.token_ids[last], *part.draft.known_ids]
+            known = [before, sequence.token_ids[last], *part.draft.known_ids[:length]]
             table = self._draft_table(sequence)
             has_before = table.num_computed_tokens >= last
             rows.set_row(row, last, known, length, num_drawn, int(has_before))
@@ -113,10 +132,13 @@ class CudaRunner:
         rows.send(num_rows)
         for _ in range(max(drawn)):
             assert draft is not None
-            graphs.replay(draft)
+            graphs.replay_both(draft)
         drafted = graphs.capture.mark()
         graphs.replay(score)
-        return _Launched(graphs, score, [row for row, _ in places], lengths, started, drafted)
+        row_numbers = [row for row, _ in places]
+        kept = self._adjuster.adjust(score, parts, row_numbers, lengths)
+        graphs.replay(verdicts)
+        return _Launched(graphs, score, row_numbers, lengths, kept, started, drafted)
 
     def _draft_table(self, sequence: Sequence) -> BlockTable:
         return NO_TABLE if self.drafting is None else self.drafting.cache.table(sequence)
@@ -149,13 +171,15 @@ class _Launched:
         score: Shape,
         rows: list[int],
         lengths: list[int],
+        kept: list[KeptLogits | None],
         started: Mark,
         drafted: Mark,
     ) -> None:
-        # Phases that run meanwhile replay passes, too, and these write the same tensor.
+        # Other rounds of the step write the same tensor.
         self.verdicts = graphs.verdicts[: score.rows, : 2 + (score.queries or 0)].clone()
         self.rows = rows
         self.lengths = lengths
+        self.kept = kept
         self.marks = started, drafted, graphs.capture.mark()
 
     def read(self) -> Round:
@@ -165,12 +189,18 @@ class _Launched:
         score_seconds = drafted.elapsed_time(scored) / 1000
         verdicts = [numbers[row] for row in self.rows]
         failed = [bool(verdict[2]) for verdict in verdicts]
+        emitted = [[*verdict[3 : 3 + verdict[0]], verdict[1]] for verdict in verdicts]
+        logprobs = [
+            None if kept is None else token_logprobs(kept.logits[: len(ids)], ids, kept.num_top)
+            for kept, ids in zip(self.kept, emitted, strict=True)
+        ]
         return Round(
             num_drafted=self.lengths,
             num_accepted=[verdict[0] for verdict in verdicts],
-            emitted=[[*verdict[3 : 3 + verdict[0]], verdict[1]] for verdict in verdicts],
+            emitted=emitted,
             seconds=PhaseSeconds(draft_seconds, score_seconds, 0.0),
             failed=failed if any(failed) else None,
+            logprobs=logprobs if any(kept is not None for kept in self.kept) else None,
         )
 
 
@@ -178,12 +208,23 @@ def _draws_of(sequence: Sequence) -> Draws:
     params = sequence.params
     if sequence.greedy:
         return Draws.GREEDY
-    is_uncut = params.top_k == 0 and params.top_p >= 1 and params.min_p == 0
-    return Draws.PLAIN if is_uncut and sequence.verification == "rejection" else Draws.ANY
+    if params.top_k or params.top_p < 1 or params.min_p:
+        return Draws.ANY
+    return {"rejection": Draws.PLAIN, "coupled": Draws.COUPLED}.get(sequence.verification, Draws.ANY)
 
 
 def _rule_of(sequence: Sequence) -> RuleCode:
     return RuleCode.EXACT_MATCH if sequence.greedy else RuleCode[sequence.verification.upper()]
+
+
+def _joined(rounds: list[Round]) -> Round:
+    """Returns one round of all rows from those of groups of them, one after the other."""
+    if len(rounds) == 1:
+        return rounds[0]
+    first, *others = rounds
+    for other in others:
+        first = _merged([True] * len(first.emitted) + [False] * len(other.emitted), first, other)
+    return first
 
 
 def _merged(is_ours: list[bool], ours: Round, theirs: Round) -> Round:
@@ -200,6 +241,8 @@ def _merged(is_ours: list[bool], ours: Round, theirs: Round) -> Round:
         emitted=column(ours.emitted, theirs.emitted),
         seconds=PhaseSeconds(*map(add, ours.seconds, theirs.seconds)),
         failed=column(ours.failed or repeat(False), theirs.failed or repeat(False)),
-        logprobs=None if theirs.logprobs is None else column(nothing, theirs.logprobs),
+        logprobs=None
+        if ours.logprobs is theirs.logprobs is None
+        else column(ours.logprobs or nothing, theirs.logprobs or nothing),
         traces=None if theirs.traces is None else column(nothing, theirs.traces),
     )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from truedraft.engine.runtime.cuda.rows import DeviceRows, Field, RuleCode
 from truedraft.engine.sampling.ops import inverse_cdf
-from truedraft.engine.sampling.processors import to_probs
+from truedraft.engine.sampling.processors import TOP_P_CANDIDATES, to_probs
 from truedraft.engine.sampling.random import Stream, noise_on_device, round_seeds_on_device, uniform_on_device
 from truedraft.engine.sampling.verify import (
     Accepted,
@@ -23,11 +23,12 @@ from truedraft.engine.sampling.verify import (
 
 
 class Draws(IntEnum):
-    """What a graph can draw; each can what those before it can."""
+    """Kinds of rows by what is computed for them; each kind serves the rows of those before it."""
 
     GREEDY = 0
     PLAIN = 1  # the rejection rule at any temperature, without cuts
-    ANY = 2  # every rule; top-k, top-p, min-p
+    COUPLED = 2  # and the coupled rule, as with a seed
+    ANY = 3  # every rule; top-k, top-p, min-p
 
     @property
     def cuts(self) -> bool:
@@ -43,7 +44,7 @@ def draw_draft(
     if draws is Draws.GREEDY:
         return likeliest, None
     num_rows, vocab_size = logits.shape
-    probs = _probs(_replace_broken(logits)[0][:, None], draws, rows)[:, 0]
+    probs = _probs(_replace_broken(logits)[0][:, None], draws, rows, is_draft=True)[:, 0]
     rule, seeds = rows.field(num_rows, Field.RULE), rows.field(num_rows, Field.SEED)
     first = rows.field(num_rows, Field.NUM_STORED) + 1
     positions = first + pass_number
@@ -51,7 +52,7 @@ def draw_draft(
     if draws is Draws.ANY:
         spent = torch.where(rule == RuleCode.BLOCK, round_seeds_on_device(seeds, first), seeds)
     ids = inverse_cdf(probs, uniform_on_device(spent, positions, Stream.DRAFT))
-    if draws is Draws.ANY:
+    if draws >= Draws.COUPLED:
         noise = noise_on_device(seeds, positions, vocab_size)
         ids = torch.where(rule == RuleCode.COUPLED, (probs / noise).argmax(-1), ids)
     return torch.where(rule == RuleCode.EXACT_MATCH, likeliest, ids), probs
@@ -76,7 +77,7 @@ def verdict(
         seeds = rows.field(num_rows, Field.SEED)
         first = rows.field(num_rows, Field.NUM_STORED) + 1
         positions = first[:, None] + torch.arange(num_positions, device=logits.device)
-        if draws is Draws.ANY:
+        if draws >= Draws.COUPLED:
             coupled = (probs / noise_on_device(seeds[:, None], positions, vocab_size)).argmax(-1)
             target_ids = torch.where((rule == RuleCode.COUPLED)[:, None], coupled, target_ids)
     num_accepted = leading_on_device(target_ids[:, :-1] == draft_ids, num_drafts)
@@ -106,8 +107,10 @@ def verdict(
     return torch.stack([num_accepted, next_token, (broken & reached).any(1).long()], dim=1)
 
 
-def _probs(logits: torch.Tensor, draws: Draws, rows: DeviceRows) -> torch.Tensor:
-    return to_probs(logits, rows.sampling(logits.shape[0], draws.cuts, logits.shape[-1]))
+def _probs(logits: torch.Tensor, draws: Draws, rows: DeviceRows, is_draft: bool = False) -> torch.Tensor:
+    # A draft may be cut in any way, as the verdict knows what it was drawn from: it need not sort everything.
+    num_sorted = min(TOP_P_CANDIDATES, logits.shape[-1]) if is_draft else logits.shape[-1]
+    return to_probs(logits, rows.sampling(logits.shape[0], draws.cuts, num_sorted))
 
 
 def _replace_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

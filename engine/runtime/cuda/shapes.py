@@ -1,11 +1,13 @@
-"""Which passes are captured, and which of them holds a batch. Plain integers, no tensors.
+"""Which passes and verdicts are captured, and which of them holds a batch. Plain integers, no tensors.
 
 A captured pass has one shape for ever, so a batch takes the smallest one that holds it and leaves the rest
-empty. How long the rows' texts are is no part of a shape: kernels stop where a row's keys end.
+empty. How long the rows' texts are is no part of a shape: kernels stop where a row's keys end. What is drawn
+from a pass's logits, or judged by them, is captured apart from it, once for each kind of rows.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from truedraft.engine.core.planning import PROPOSER_LIMIT
 from truedraft.engine.runtime.cuda.sampling import Draws
@@ -18,20 +20,32 @@ OPEN_QUERIES = (1, 3, 5, 9, 17)
 MAX_TOKENS = 320
 # Positions x vocabulary, where every rule is computed: each of these numbers needs some 60 bytes.
 MAX_NUMBERS = 1 << 25
-MAX_GRAPHS = 100
+MAX_PASSES = 64
+# Largest numbers of rows between powers of two: a batch of 17 rows should not pay for 32.
+FINE_ROWS = (24, 48, 96)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """``queries`` tokens of each of ``rows``: scored by the target, or None for a pass of the draft model."""
 
-    draws: Draws
     rows: int
     queries: int | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.rows * (self.queries or DRAFT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What follows a pass of this ``shape``: the draft model's draws, or the verdicts on what was scored."""
+
+    draws: Draws
+    shape: Shape
+
+
+Captured: TypeAlias = Shape | Stage
 
 
 def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int, int]:
@@ -43,34 +57,53 @@ def max_drafts(num_speculative_tokens: int | str, has_draft: bool) -> tuple[int,
 
 def plan_shapes(
     max_rows: int, vocab_size: int, num_speculative_tokens: int | str, has_draft: bool
-) -> list[Shape]:
-    """At most ``MAX_GRAPHS``, those first that serve most: greedy and default requests, few drafts."""
+) -> list[Captured]:
+    """Returns at most ``MAX_PASSES`` passes, each followed by its stages of every kind. Those of most rows
+    come first, which hold any batch; then the smallest ones, which are needed most."""
     longest, _ = max_drafts(num_speculative_tokens, has_draft)
     fixed = isinstance(num_speculative_tokens, int)
     queries = dict.fromkeys((1, longest + 1)) if fixed else dict.fromkeys(OPEN_QUERIES)
     passes = [None, *queries] if has_draft and longest else [*queries]
-    shapes = [Shape(draws, rows, each) for draws in Draws for each in passes for rows in _powers(max_rows)]
-    return [shape for shape in shapes if _is_worth_it(shape, vocab_size)][:MAX_GRAPHS]
+    columns = [_column(each, max_rows) for each in passes]
+    shapes = [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
+    planned: list[Captured] = []
+    for shape in shapes[:MAX_PASSES]:
+        planned.append(shape)
+        planned += [Stage(draws, shape) for draws in Draws if _is_small(draws, shape, vocab_size)]
+    return planned
 
 
-def _is_worth_it(shape: Shape, vocab_size: int) -> bool:
-    fits = shape.draws is not Draws.ANY or shape.num_tokens * vocab_size <= MAX_NUMBERS
-    return fits and shape.num_tokens <= MAX_TOKENS
+def _column(queries: int | None, max_rows: int) -> list[Shape]:
+    """Returns the passes of so many tokens a row: that of most rows, then the others in rising order."""
+    sizes = {1 << i for i in range((max_rows - 1).bit_length())} | {n for n in FINE_ROWS if n < max_rows}
+    rising = sorted(sizes | {max_rows})
+    fitting = [shape for rows in rising if (shape := Shape(rows, queries)).num_tokens <= MAX_TOKENS]
+    return fitting[-1:] + fitting[:-1]
 
 
-def smallest(draws: Draws, rows: int, queries: int | None, shapes: Iterable[Shape]) -> Shape | None:
-    """Of those that hold ``rows`` of ``queries`` tokens and draw what they need; None if there is none."""
+def _is_small(draws: Draws, shape: Shape, vocab_size: int) -> bool:
+    return not draws.cuts or shape.num_tokens * vocab_size <= MAX_NUMBERS
+
+
+def holds(shape: Shape, rows: int, queries: int | None) -> bool:
+    """Returns whether a pass of this shape holds ``rows`` of ``queries`` tokens."""
+    is_of_the_model = (shape.queries is None) == (queries is None)
+    return is_of_the_model and shape.rows >= rows and (shape.queries or 0) >= (queries or 0)
+
+
+def smallest(rows: int, queries: int | None, captured: Iterable[Captured]) -> Shape | None:
+    """Returns the smallest pass that holds ``rows`` of ``queries`` tokens; None if there is none."""
+    fitting = (item for item in captured if isinstance(item, Shape) and holds(item, rows, queries))
+    return min(fitting, key=lambda shape: shape.num_tokens, default=None)
+
+
+def smallest_stage(
+    draws: Draws, rows: int, queries: int | None, captured: Iterable[Captured]
+) -> Stage | None:
+    """Returns the stage of the smallest pass that draws or judges what such rows need; None without one."""
     fitting = (
-        shape
-        for shape in shapes
-        if shape.draws >= draws
-        and shape.rows >= rows
-        and (shape.queries is None) == (queries is None)
-        and (shape.queries or 0) >= (queries or 0)
+        item
+        for item in captured
+        if isinstance(item, Stage) and item.draws >= draws and holds(item.shape, rows, queries)
     )
-    return min(fitting, key=lambda shape: (shape.num_tokens, shape.draws), default=None)
-
-
-def _powers(last: int) -> list[int]:
-    """Powers of two below ``last``, then ``last`` itself."""
-    return [1 << i for i in range((last - 1).bit_length())] + [last]
+    return min(fitting, key=lambda stage: (stage.shape.num_tokens, stage.draws), default=None)

@@ -73,7 +73,9 @@ class NativeRunner:
             return self.phases.run(plan)
         prompt_seconds = None if plan.is_decode_only else self._prefill_prompts(plan)
         rounds = self.run_rounds(plan)
-        return StepResult(rounds, prompt_seconds) if rounds else self.phases.run(plan)
+        if not rounds:
+            return self.phases.run(plan)
+        return StepResult(rounds, {"c": len(rounds) * len(plan.rows)}, prompt_seconds)
 
     def _prefill_prompts(self, plan: StepPlan) -> PhaseSeconds:
         """Proposers store prompts before they are rows, whose first pass brings more tokens."""
