@@ -49,7 +49,7 @@ class CachedProposer(Proposer):
 
 
 def draft_cache(core: EngineCore) -> ProposerCache:
-    """The cache of the engine's draft model."""
+    """Returns the cache of the engine's draft model."""
     proposer = core.scheduler.proposers[0]
     assert isinstance(proposer, DraftModelProposer)
     return proposer.cache

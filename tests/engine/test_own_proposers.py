@@ -77,7 +77,7 @@ class Head(Proposer):
         for seen in observations:
             assert seen.hidden is not None
             text = [*seen.token_ids, seen.next_token]
-            states = [self.last.get(seen.sequence), *seen.hidden[:, 0]]  # of the tokens before those of text
+            states = [self.last.get(seen.sequence), *seen.hidden[:, 0]]  # each precedes a token of text
             for state, token_id, following in zip(states, text, text[1:], strict=False):
                 if state is not None:
                     self.inputs.append(self._input(state, token_id))
@@ -166,7 +166,7 @@ class Witness(Proposer):
             states = self.fresh(torch.tensor([text]), output_hidden_states=True).hidden_states
             assert seen.hidden is not None
             last, first = seen.hidden.unbind(1)
-            # transformers' last states are behind the norm.
+            # transformers' last states are after the norm.
             for ours, theirs in ((self.fresh.model.norm(last), states[2]), (first, states[1])):
                 torch.testing.assert_close(ours, theirs[0, seen.first :], atol=1e-4, rtol=1e-4)
             self.num_seen += len(seen.token_ids)

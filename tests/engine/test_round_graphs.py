@@ -276,7 +276,7 @@ def test_no_row_makes_the_others_pay_for_a_second_pass(
 
 class Said(NamedTuple):
     token_ids: list[int]
-    logprobs: list[float]  # of the tokens, then of the most likely ones, token by token
+    logprobs: list[float]  # tokens, then the most likely ones, token by token
 
 
 def outputs(core: EngineCore, params: list[SamplingParams]) -> list[Said]:
