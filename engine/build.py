@@ -82,7 +82,7 @@ def build_engine(
 ) -> EngineCore:
     """Loads the models, allocates the caches, wires the engine. ``ModelLoadError`` if that cannot be.
 
-    ``begin`` hears the name of each stage that takes long. ``proposers`` draft beside the draft model.
+    ``begin`` hears the name of each stage that takes long. ``proposers`` draft, too.
     """
     models = load_models(config, begin)
     begin("caches and costs")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DOCKERFILE = Path(__file__).parent.parent / "Dockerfile"
-# Of the driver itself, of a container that was given the device, of Windows' Linux.
+# Each tells of a driver: its own file, that of a container with the device, that of Linux on Windows.
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 TIMEOUT_SECONDS = 3
 

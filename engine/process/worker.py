@@ -161,7 +161,7 @@ def describe(core: EngineCore, config: EngineConfig) -> Ready:
         num_target_blocks=target_pool.num_blocks,
         num_draft_blocks=max((pool.num_blocks for pool in core.scheduler.draft_pools), default=0),
         block_size=target_pool.block_size,
-        methods=cast(list[Source], sorted(core.admission.methods)),  # as the settings say
+        methods=cast(list[Source], sorted(core.admission.methods)),  # the settings decide
         method=cast(Method, core.admission.method),
         num_threads=torch.get_num_threads(),
         thread_limit=thread_limit(config) if core.target.device.type == "cpu" else "",
