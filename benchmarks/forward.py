@@ -30,7 +30,7 @@ from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.llama import Llama, LlamaWeights
+from truedraft.engine.models.decoder import DecoderWeights, FusedDecoder
 from truedraft.engine.models.loader import load_decoder, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -63,7 +63,7 @@ def ways_of(folder: str, num_slots: int) -> dict[str, ModelRunner]:
             model = load_decoder(folder, LoadOptions())
         else:
             model = load_model(folder, LoadOptions(native_kernels=name == "short, C"))
-            if not isinstance(model, Llama) or model.is_native != (name == "short, C"):
+            if not isinstance(model, FusedDecoder) or model.is_native != (name == "short, C"):
                 raise SystemExit(f"{folder} does not run as: {name}")
         ways[name] = ModelRunner.build(model, -(-num_slots // BLOCK_SIZE), BLOCK_SIZE)
     return ways
@@ -86,7 +86,7 @@ def forward_of(runner: ModelRunner, rows: int, queries: int, cached: int) -> Cal
     return forward
 
 
-def linears_of(weights: LlamaWeights, num_tokens: int) -> Callable[[], None]:
+def linears_of(weights: DecoderWeights, num_tokens: int) -> Callable[[], None]:
     hidden = torch.randn(num_tokens, weights.embeddings.shape[1])
     width = weights.layers[0].attention.num_heads * weights.layers[0].attention.head_size
 
@@ -107,7 +107,7 @@ def measure(ways: dict[str, ModelRunner], batch: Batch, cached: int, repeats: in
     rows, queries = batch
     work = {name: forward_of(runner, rows, queries, cached) for name, runner in ways.items()}
     for name, runner in ways.items():
-        if isinstance(runner.model, Llama):
+        if isinstance(runner.model, FusedDecoder):
             work[f"{name}: linear layers"] = linears_of(runner.model.weights, rows * queries)
     times = {name: 1000 * seconds for name, seconds in median_seconds(work, repeats).items()}
     return {"rows x tokens": f"{rows} x {queries}", **times}

@@ -17,8 +17,8 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.models.base import Model, ModelFacts
+from truedraft.engine.models.decoder import take_llama
 from truedraft.engine.models.hf.decoder_only import DecoderModel
-from truedraft.engine.models.llama import take_llama
 from truedraft.engine.models.loader import count
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.common import machine, median_seconds, note, print_facts, print_table, write_json
 from benchmarks.on_device import synchronise
-from truedraft.engine.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
+from truedraft.engine.cuda.triton_run import AttendRows, InPlaceAttention, find_kernels
 from truedraft.engine.layers.attention import PagedAttention
 from truedraft.engine.layers.parts import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch, Span

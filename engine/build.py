@@ -138,7 +138,7 @@ def allocate(config: EngineConfig, models: Models) -> Memory:
     runners = [ModelRunner.build(model, cached_blocks, config.block_size) for model in loaded]
     target, draft, graphs = runners[0], runners[1] if len(runners) > 1 else None, None
     if planned is not None:
-        target, draft, graphs = planned.carry_out(target, draft, num_blocks)
+        target, draft, graphs = planned.captured(target, draft, num_blocks)
     target_pool, draft_pool = (BlockPool(num_blocks, config.block_size) for _ in range(2))
     return Memory(target, draft, target_pool, draft_pool, graphs)
 

@@ -40,7 +40,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import check_config
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -331,7 +331,7 @@ def served(folder: str, expected: torch.Tensor | None) -> tuple[str, str]:
     deviation = float((logits(model) - expected).abs().max() / expected.abs().max())
     if not deviation <= TOLERANCE:
         return "failed", f"its logits deviate by {deviation:.1e} from transformers'"
-    return "fused" if isinstance(model, Llama) else "layers", ""
+    return "fused" if isinstance(model, FusedDecoder) else "layers", ""
 
 
 @torch.inference_mode()

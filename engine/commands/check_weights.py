@@ -63,7 +63,9 @@ def check_weights(
     ids = ids[: min(MAX_TOKENS, target.served.max_position or MAX_TOKENS)]
     served, reference = _mean_log_prob(target, ids), None
     if target.served.num_parameters * BYTES_PER_PARAMETER < free_memory(torch.device("cpu")):
-        in_float32 = FreshModel(path, replace(options, dtype=torch.float32, narrow=False, quantize="none"))
+        in_float32 = FreshModel(
+            path, replace(options, dtype=torch.float32, compact_weights=False, quantize="none")
+        )
         reference = _mean_log_prob(in_float32, ids)
     return WeightsResult(len(ids) - 1, served, reference)
 

@@ -7,7 +7,7 @@ computes all query heads that share them, with a running softmax in float32 (Fla
 and a second kernel joins their shares. How many there are depends on shapes alone, so that a CUDA graph can
 hold it.
 
-Importing this module imports triton, which is no dependency: ``layer_parts`` does where it has a use.
+Importing this module imports triton, which is no dependency: ``triton_run`` does where it has a use.
 """
 
 import math

@@ -1,7 +1,7 @@
 """What a Llama-shaped layer does between its matrix products, with torch's operations, on any device.
 
-``engine.native.layer_parts`` does the same in C, for few rows on a CPU, and
-``engine.cuda.layer_parts`` in Triton.
+``engine.native.native_run`` does the same in C, for few rows on a CPU, and
+``engine.cuda.triton_run`` in Triton.
 """
 
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ class AttentionShape:
         return AttentionCall(self.layer, self.scaling, self.sliding_window, self.softcap)
 
 
-class LayerParts(Protocol):
+class LayerRun(Protocol):
     """Of one forward; every tensor is [tokens, ...]."""
 
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -156,7 +156,7 @@ class TorchPointwise:
         return torch.tanh(logits / softcap) * softcap
 
 
-class TorchParts(TorchPointwise):
+class TorchRun(TorchPointwise):
     """On any device; attention gathers."""
 
     def __init__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.models.weights import EMBEDDINGS, HEAD, Checkpoint
+from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
 
 Shape = tuple[int, ...]
 

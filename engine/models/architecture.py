@@ -23,11 +23,12 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.memory.cache_memory import total_memory
 from truedraft.engine.models.base import ModelFacts
-from truedraft.engine.models.checkpoint import has_file, stage
+from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.hf import cross_attention
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import check_served
 from truedraft.engine.models.hf.layer_probe import NOT_REPLACEABLE
+from truedraft.engine.models.load_errors import has_file, stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.text_part import (
@@ -37,7 +38,6 @@ from truedraft.engine.models.text_part import (
     ordinary_decoder,
     text_only,
 )
-from truedraft.engine.models.weights import Checkpoint
 
 GENERATION_CONFIG = "generation_config.json"
 # What config.json may say of sizes; 1 is the least.
@@ -175,7 +175,7 @@ def check_memory(path: str, module: Any, options: LoadOptions) -> None:
     the meta device."""
     if options.device_map is not None:
         return
-    size = SMALLEST.get(options.quantize, 2.0 if options.narrow else float(options.dtype.itemsize))
+    size = SMALLEST.get(options.quantize, 2.0 if options.compact_weights else float(options.dtype.itemsize))
     if options.device.type != "cpu":
         size = float(options.dtype.itemsize)
     if getattr(module.config, "quantization_config", None):

@@ -34,14 +34,14 @@ class FastPass(Protocol):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the checkpoint says, and how it was loaded: ``rounds`` as in ``LoadOptions``."""
+    """What the checkpoint says, and how it was loaded: ``bf16_linears`` as in ``LoadOptions``."""
 
     config: Any
     generation_config: Any
     num_parameters: int
     dtype: torch.dtype
     device: torch.device
-    rounds: bool = False
+    bf16_linears: bool = False
 
 
 class Model(ABC):
@@ -58,9 +58,9 @@ class Model(ABC):
         self.generation_config = facts.generation_config
         self.num_parameters = facts.num_parameters
         self.dtype = facts.dtype
-        self.rounds = facts.rounds
+        self.bf16_linears = facts.bf16_linears
         # What linear layers multiply in.
-        self.arithmetic = torch.bfloat16 if facts.rounds else facts.dtype
+        self.arithmetic = torch.bfloat16 if facts.bf16_linears else facts.dtype
         self.device = facts.device
         self.layers = layers
         text_config = facts.config.get_text_config()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from truedraft.engine.errors import QuantizationError
-from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.models.checkpoint import Checkpoint
 
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 # Scales of a ``weight`` have one of these names; DeepSeek V4 has the last one.
@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 
 class EightBitCheckpoint(Checkpoint):
     """Gives the weights that ``source`` stores as 8 bits and scales. ``block`` names the rows and inputs that
-    share a scale where there is a table of them. ``narrow`` rounds weights so that 16 bits hold them."""
+    share a scale where there is a table of them. ``compact`` rounds weights so that 16 bits hold them."""
 
-    def __init__(self, source: Checkpoint, block: tuple[int, int] | None, narrow: bool) -> None:
+    def __init__(self, source: Checkpoint, block: tuple[int, int] | None, compact: bool) -> None:
         super().__init__(source.files)
         self.source = source
         self.block = block
-        self.narrow = narrow
+        self.compact = compact
         self.parts = frozenset(
             f"{base}.{last}"
             for name in self.files
@@ -72,7 +72,7 @@ class EightBitCheckpoint(Checkpoint):
         if scales.dtype == torch.uint8:
             scales = torch.exp2(scales.float() - EXPONENT_BIAS)
         weights = stored.float() * self._spread(name, scales.float(), stored.shape)
-        return _rounded(weights) if self.narrow else weights
+        return _rounded(weights) if self.compact else weights
 
     def _spread(self, name: str, scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Returns ``scales`` in a shape that multiplies a weight of ``shape``."""
@@ -92,16 +92,16 @@ class EightBitCheckpoint(Checkpoint):
 
 
 def open_eight_bit(
-    source: Checkpoint, quantization: dict[str, Any], narrow: bool
+    source: Checkpoint, quantization: dict[str, Any], compact: bool
 ) -> EightBitCheckpoint | None:
     """Opens a checkpoint by its ``quantization_config``; returns None for what has other than 8 bits."""
     method = str(quantization.get("quant_method", "")).lower()
     if method == "fbgemm_fp8":
-        return EightBitCheckpoint(source, None, narrow)
+        return EightBitCheckpoint(source, None, compact)
     if method in ("fp8", "mxfp8"):
         has_blocks = any(name.endswith((".weight_scale_inv", ".scale")) for name in source.files)
         block = quantization.get("weight_block_size") or (DEFAULT_BLOCK if has_blocks else None)
-        return EightBitCheckpoint(source, _block(block), narrow)
+        return EightBitCheckpoint(source, _block(block), compact)
     if method != "compressed-tensors" or quantization.get("format") == "pack-quantized":
         return None
     groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
@@ -110,7 +110,7 @@ def open_eight_bit(
     }
     if len(blocks) != 1 or not all(_is_supported(group) for group in groups):
         return None
-    return EightBitCheckpoint(source, blocks.pop(), narrow)
+    return EightBitCheckpoint(source, blocks.pop(), compact)
 
 
 def _is_supported(weights: dict[str, Any]) -> bool:
@@ -134,7 +134,7 @@ def check_whole_blocks(source: Checkpoint, block: Any) -> None:
                 raise QuantizationError(f"{name} is not made of whole blocks of {list(sizes)} weights")
 
 
-def narrow_linears(module: nn.Module, source: Checkpoint | None) -> None:
+def compact_linears(module: nn.Module, source: Checkpoint | None) -> None:
     """Rounds the linear layers that transformers has dequantised, so that 16 bits hold them. Experts that lie
     in one tensor stay in float32."""
     for name, child in module.named_modules():

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile, TensorPlace, read_gguf
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary, read_vocabulary
 from truedraft.engine.models.account import Account
+from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.gguf_config import (
     GEMMA,
     LONG_FACTORS,
@@ -24,7 +25,6 @@ from truedraft.engine.models.gguf_config import (
     gguf_config,
     rotary_factors,
 )
-from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.quantised import TYPES, Blocks
 

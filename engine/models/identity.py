@@ -13,10 +13,10 @@ from torch import nn
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.checkpoint import WEIGHTS
+from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, TorchLinear
-from truedraft.engine.models.llama import Llama
-from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.models.load_errors import WEIGHTS
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.quantised import COLUMNS, TYPES, QuantisedEmbeddings, QuantisedLinear
 
@@ -95,7 +95,7 @@ def _files(path: str, allow_pickle: bool) -> list[Path]:
 
 def _parts(model: Any) -> Iterator[Any]:
     """Yields what has weights, but for norms."""
-    if isinstance(model, Llama):
+    if isinstance(model, FusedDecoder):
         yield from (model.weights.embeddings, model.weights.head)
         for layer in model.weights.layers:
             yield from (layer.qkv, layer.output, layer.gate_up, layer.down)

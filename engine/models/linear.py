@@ -98,14 +98,14 @@ class ModuleLinear:
 def make_linear(
     modules: Sequence[nn.Module],
     library: ctypes.CDLL | None = None,
-    narrow: bool = True,
-    rounds: bool = False,
+    compact_weights: bool = True,
+    bf16_linears: bool = False,
 ) -> Linear:
     """One layer in place of several of the same input; their outputs lie one after the other.
 
     ``library``: the compiled kernels, given for float32 on a CPU only. Modules that have ``blocks`` (their
-    quantised weights) stay quantised there. ``narrow``: keep their weights in 16
-    bits where that loses nothing. ``rounds``: as in ``NativeLinear``.
+    quantised weights) stay quantised there. ``compact_weights``: keep their weights in 16
+    bits where that loses nothing. ``bf16_linears``: as in ``NativeLinear``.
     """
     if not all(type(module) in (nn.Linear, Conv1D) for module in modules):
         return ModuleLinear(modules)
@@ -117,8 +117,8 @@ def make_linear(
     if library is not None and len(blocks) == len(modules) and can_stack(blocks):
         return QuantisedLinear(library, blocks, bias)
     if library is not None:
-        scale = half_scale(weights) if narrow and not rounds else None
-        return NativeLinear(library, weights, bias, scale, rounds)
+        scale = half_scale(weights) if compact_weights and not bf16_linears else None
+        return NativeLinear(library, weights, bias, scale, bf16_linears)
     weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
     if _is_packed(weight) and weight.numel() >= MIN_ONE_DNN_WEIGHTS and mkldnn.is_available():  # type: ignore[no-untyped-call]
         return OneDnnLinear(weight, bias)
@@ -130,26 +130,26 @@ class LinearModule(nn.Module):
 
     weight: None = None  # T5 asks for its type
 
-    def __init__(self, module: nn.Module, library: ctypes.CDLL | None, narrow: bool) -> None:
+    def __init__(self, module: nn.Module, library: ctypes.CDLL | None, compact_weights: bool) -> None:
         super().__init__()
         self.out_features, self.in_features = _weight(module).shape
-        self.linear = make_linear([module], library, narrow)
+        self.linear = make_linear([module], library, compact_weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.linear(x.reshape(-1, self.in_features))
         return rows.view(*x.shape[:-1], self.out_features)
 
 
-def replace_linears(model: nn.Module, library: ctypes.CDLL | None, narrow: bool) -> None:
+def replace_linears(model: nn.Module, library: ctypes.CDLL | None, compact_weights: bool) -> None:
     """Pack every large linear layer below ``model``, one at a time, so that memory never doubles."""
     for name, child in list(model.named_children()):
         if type(child) in (nn.Linear, Conv1D):
             weight = _weight(child)
             smallest = MIN_ONE_DNN_WEIGHTS if library is None else MIN_NATIVE_WEIGHTS
             if _is_packed(weight) and weight.numel() >= smallest:
-                setattr(model, name, LinearModule(child, library, narrow))
+                setattr(model, name, LinearModule(child, library, compact_weights))
         else:
-            replace_linears(child, library, narrow)
+            replace_linears(child, library, compact_weights)
 
 
 def _is_packed(weight: torch.Tensor) -> bool:

@@ -28,21 +28,21 @@ from truedraft.engine.models.architecture import (
     read_architecture,
 )
 from truedraft.engine.models.base import Model, ModelFacts
-from truedraft.engine.models.checkpoint import check_folder, stage
-from truedraft.engine.models.eight_bit import narrow_linears
+from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.decoder import FAMILIES, FusedDecoder, is_llama, load_llama, take_llama
+from truedraft.engine.models.eight_bit import compact_linears
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
 from truedraft.engine.models.hf.self_check import self_check
 from truedraft.engine.models.linear import replace_linears
-from truedraft.engine.models.llama import FAMILIES, Llama, is_llama, load_llama, take_llama
+from truedraft.engine.models.load_errors import check_folder, stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.packed import PackedCheckpoint
 from truedraft.engine.models.positions import choose_rotary_factors
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from truedraft.engine.models.quantization import check_method, dequantise_for_cpu, open_quantised
-from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import linear_library
 
@@ -80,7 +80,7 @@ def load_options(config: EngineConfig) -> LoadOptions:
         allow_pickle=config.allow_pickle,
         native_kernels=config.native_kernels,
         # float32 by name is for comparisons: else 16 bits are kept where they lose nothing.
-        narrow=config.dtype == "auto",
+        compact_weights=config.dtype == "auto",
         self_check=config.self_check,
         quantize=config.quantize,
         max_model_len=config.max_model_len,
@@ -95,13 +95,13 @@ def draft_source(config: EngineConfig) -> tuple[str, LoadOptions]:
     if config.draft not in SELF_DRAFTS:
         return config.draft, options
     # Whatever the target computes in, only few bits make a draft of it.
-    return config.target, replace(options, quantize=SELF_DRAFTS[config.draft], narrow=True)
+    return config.target, replace(options, quantize=SELF_DRAFTS[config.draft], compact_weights=True)
 
 
 def load_model(path: str, options: LoadOptions) -> Model:
     """The model at ``path`` by the fastest way that computes what transformers' own module does."""
     if options.quantize != "none" and not (
-        options.narrow and options.native_kernels and options.device_map is None
+        options.compact_weights and options.native_kernels and options.device_map is None
     ):
         raise ModelLoadError(
             f"{path} cannot be quantised: that needs dtype auto, native_kernels and no device_map"
@@ -156,17 +156,21 @@ def _check_without_weights(found: Architecture, options: LoadOptions) -> Any:
     return module
 
 
-def load_rounding(path: str, options: LoadOptions) -> Llama | None:
+def load_rounding(path: str, options: LoadOptions) -> FusedDecoder | None:
     """The model at ``path`` if our kernels serve it with rounded inputs: quantised, or in bfloat16."""
-    rounds = next(iter(_ways(options))).rounds
-    if not (options.narrow or rounds) or options.device_map is not None or not options.native_kernels:
+    bf16_linears = next(iter(_ways(options))).bf16_linears
+    if (
+        not (options.compact_weights or bf16_linears)
+        or options.device_map is not None
+        or not options.native_kernels
+    ):
         return None
     found = None if is_gguf(path) else _find_quantised(_find(path, options), options)
     is_packed = is_gguf(path) or (found is not None and isinstance(found[0], PackedCheckpoint))
-    if options.quantize == "none" and not is_packed and not rounds:
+    if options.quantize == "none" and not is_packed and not bf16_linears:
         return None
     model = load_model(path, options)
-    return model if isinstance(model, Llama) and (model.is_quantised or model.rounds) else None
+    return model if isinstance(model, FusedDecoder) and (model.is_quantised or model.bf16_linears) else None
 
 
 def _ways(options: LoadOptions) -> Iterator[LoadOptions]:
@@ -175,7 +179,7 @@ def _ways(options: LoadOptions) -> Iterator[LoadOptions]:
     if options.dtype == torch.bfloat16 and options.device.type == "cpu":
         library = load_library() if options.native_kernels else None
         if library is not None and library.multiplies_bfloat16():
-            yield replace(options, dtype=torch.float32, rounds=True)
+            yield replace(options, dtype=torch.float32, bf16_linears=True)
         logger.warning(
             "dtype bfloat16 is left to torch: there are kernels for Llama-shaped models on a processor with "
             "AVX512-BF16 only. A token's logits may then depend on what is computed with it"
@@ -183,7 +187,7 @@ def _ways(options: LoadOptions) -> Iterator[LoadOptions]:
     yield options
 
 
-def _load_gguf(path: str, options: LoadOptions) -> Llama:
+def _load_gguf(path: str, options: LoadOptions) -> FusedDecoder:
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
     model = None
@@ -193,7 +197,9 @@ def _load_gguf(path: str, options: LoadOptions) -> Llama:
             module = plain_skeleton(file.config, way.dtype)
             check_complete(module, file)
             generation = generation_config(file)
-            facts = ModelFacts(file.config, generation, count(module), way.dtype, way.device, way.rounds)
+            facts = ModelFacts(
+                file.config, generation, count(module), way.dtype, way.device, way.bf16_linears
+            )
             model = load_llama(module, _quantised(file, way), facts, way)
             if model is not None:
                 break
@@ -212,7 +218,7 @@ def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
 
 
 def _fused_skeleton(found: Architecture, options: LoadOptions) -> Any:
-    """transformers' module without weights, if ``Llama`` computes models of this kind; else None."""
+    """transformers' module without weights, if ``FusedDecoder`` computes models of this kind; else None."""
     with stage(found.path, "config.json"):
         config = found.fused_config
         if config is None or config.model_type not in FAMILIES:
@@ -221,7 +227,7 @@ def _fused_skeleton(found: Architecture, options: LoadOptions) -> Any:
         return module if is_llama(module) else None
 
 
-def _load_fused(found: Architecture, module: Any, options: LoadOptions) -> Llama | None:
+def _load_fused(found: Architecture, module: Any, options: LoadOptions) -> FusedDecoder | None:
     """A Llama-shaped model straight from its files, by the names of the tensors of ``module``, which has no
     weights. None where transformers has to rename, dequantise or explain."""
     with stage(found.path, "weights"):
@@ -236,7 +242,7 @@ def _load_fused(found: Architecture, module: Any, options: LoadOptions) -> Llama
         if not has_all(module, checkpoint):
             return None
     config, generation = module.config, found.generation_config()
-    facts = ModelFacts(config, generation, count(module), options.dtype, options.device, options.rounds)
+    facts = ModelFacts(config, generation, count(module), options.dtype, options.device, options.bf16_linears)
     with stage(found.path, "weights"):
         return load_llama(module, _quantised(checkpoint, options), facts, options)
 
@@ -249,7 +255,7 @@ def load_decoder(found: Architecture | str, options: LoadOptions) -> DecoderMode
     facts = ModelFacts(module.config, module.generation_config, count(module), options.dtype, device)
     if device.type == "cpu" and options.dtype == torch.float32 and options.device_map is None:
         library = linear_library() if options.native_kernels else None
-        replace_linears(module, library, options.narrow)
+        replace_linears(module, library, options.compact_weights)
     served = EncoderDecoderModel if found.is_encoder_decoder else DecoderModel
     return served(module, facts)
 
@@ -303,7 +309,7 @@ def _find_quantised(found: Architecture, options: LoadOptions) -> tuple[Checkpoi
         except SafetensorError:
             check_method(quantization)  # what the config tells is said first
             raise
-        opened = None if source is None else open_quantised(source, quantization, options.narrow)
+        opened = None if source is None else open_quantised(source, quantization, options.compact_weights)
     return None if opened is None else (opened, config)
 
 
@@ -355,8 +361,8 @@ def _load_module(found: Architecture, options: LoadOptions, attention: str) -> A
         return model
     if quantization:  # dequantised; the other weights have the checkpoint's type
         model.to(options.dtype)
-        if options.narrow and _is_on_cpu(options):
-            narrow_linears(model, Checkpoint.find(path, options.allow_pickle))
+        if options.compact_weights and _is_on_cpu(options):
+            compact_linears(model, Checkpoint.find(path, options.allow_pickle))
     return model.to(options.device)
 
 

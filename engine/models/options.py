@@ -7,10 +7,10 @@ import torch
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """With a ``device_map`` accelerate places the layers, and ``device`` has no say. ``narrow``: on a CPU
-    keep weights in 16 bits where that loses nothing, and quantised ones quantised. ``rounds``: linear layers
-    round their weights and inputs to bfloat16, in kernels that multiply in it. ``self_check``: refuse a
-    model that over our cache deviates from itself. ``quantize``: to int8 or int4, or ``none``.
+    """With a ``device_map`` accelerate places the layers, and ``device`` has no say. ``compact_weights``: on
+    a CPU keep weights in 16 bits where that loses nothing, and quantised ones quantised. ``bf16_linears``:
+    linear layers round their weights and inputs to bfloat16, in kernels that multiply in it. ``self_check``:
+    refuse a model that over our cache deviates from itself. ``quantize``: to int8 or int4, or ``none``.
     ``max_model_len``: tokens of the longest text that will be served, None: the model's context."""
 
     dtype: torch.dtype = torch.float32
@@ -19,8 +19,8 @@ class LoadOptions:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     native_kernels: bool = True
-    narrow: bool = True
-    rounds: bool = False
+    compact_weights: bool = True
+    bf16_linears: bool = False
     self_check: bool = True
     quantize: str = "none"
     max_model_len: int | None = None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from truedraft.engine.errors import QuantizationError
-from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.native.quantised import TYPES, Blocks
 
 GROUP = 32

@@ -7,7 +7,7 @@ import gguf
 import torch
 from gguf import GGMLQuantizationType
 
-from truedraft.engine.models.weights import Checkpoint
+from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.native.quantised import Blocks
 
 # By the setting ``quantize``: the type of the layers. Embeddings and output layers have 8 bits.

@@ -9,9 +9,9 @@ from typing import Any
 from transformers.quantizers import AutoHfQuantizer
 
 from truedraft.engine.errors import QuantizationError
+from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.eight_bit import check_whole_blocks, open_eight_bit
 from truedraft.engine.models.packed import open_packed
-from truedraft.engine.models.weights import Checkpoint
 
 # transformers computes with these on a GPU, and dequantises them for other devices.
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4")
@@ -23,12 +23,12 @@ ALTERNATIVES = (
 MORE_THAN_WEIGHTS = {"kv_cache_scheme": "a quantised cache", "transform_config": "transformed inputs"}
 
 
-def open_quantised(source: Checkpoint, quantization: Any, narrow: bool) -> Checkpoint | None:
+def open_quantised(source: Checkpoint, quantization: Any, compact_weights: bool) -> Checkpoint | None:
     """Returns a checkpoint of the weights that the tensors of ``source`` stand for, or None if they are left
-    to transformers. ``narrow`` is that of ``LoadOptions``."""
+    to transformers. ``compact_weights`` is that of ``LoadOptions``."""
     try:
         _refuse_more_than_weights(quantization)
-        return open_packed(source, quantization) or open_eight_bit(source, quantization, narrow)
+        return open_packed(source, quantization) or open_eight_bit(source, quantization, compact_weights)
     except (AttributeError, KeyError, TypeError) as error:
         raise QuantizationError("its quantization_config has another form than any that is known") from error
 

@@ -99,7 +99,7 @@ static inline ALWAYS float score(const float *query, const float *key, const int
 /* Products of two queries with 2 * LANES keys; and the same in parts, summed as ``sum_of`` does: ``lane`` is what
  * ``score`` has in one lane of its sum. */
 typedef struct {
-    vec of[2][2];
+    vec sums[2][2];
 } Tile;
 
 typedef struct {
@@ -113,7 +113,7 @@ static inline ALWAYS Tile lane(const Operands x, const int64_t width, const int6
     for (int64_t at = i; at < width * LANES; at += LANES) {
         const vec *key = (const vec *)(x.keys + at * CHUNK);
         for (int q = 0; q < 2; q++)
-            for (int v = 0; v < 2; v++) sum.of[q][v] = multiply_add(SPREAD(x.query[q][at]), key[v], sum.of[q][v]);
+            for (int v = 0; v < 2; v++) sum.sums[q][v] = multiply_add(SPREAD(x.query[q][at]), key[v], sum.sums[q][v]);
     }
     return sum;
 }
@@ -123,7 +123,7 @@ static inline ALWAYS Tile lane(const Operands x, const int64_t width, const int6
         Tile a = next(x, width, i); \
         const Tile b = next(x, width, i + n); \
         for (int q = 0; q < 2; q++) \
-            for (int v = 0; v < 2; v++) a.of[q][v] += b.of[q][v]; \
+            for (int v = 0; v < 2; v++) a.sums[q][v] += b.sums[q][v]; \
         return a; \
     }
 #if LANES == 16
@@ -148,7 +148,7 @@ static inline ALWAYS void score_turned(
         for (int64_t j = 0; j < CHUNK; j += 2 * LANES) {
             const Tile tile = ones((Operands){ { queries[rows[0]], queries[rows[1]] }, keys + j }, width, 0);
             for (int q = 0; q < 2; q++)
-                for (int v = 0; v < 2; v++) *(vec *)(scores[rows[q]] + j + v * LANES) = tile.of[q][v] * scaling;
+                for (int v = 0; v < 2; v++) *(vec *)(scores[rows[q]] + j + v * LANES) = tile.sums[q][v] * scaling;
         }
     }
 }
@@ -297,28 +297,28 @@ typedef struct {
 } Attention;
 
 static void place_task(const void *arguments, int64_t token) {
-    const Attention *of = arguments;
-    const int64_t width = (of->layer->num_heads + 2 * of->layer->num_kv_heads) * of->layer->head_size;
-    place(of->spans, of->layer, of->qkv + token * width, token);
+    const Attention *task = arguments;
+    const int64_t width = (task->layer->num_heads + 2 * task->layer->num_kv_heads) * task->layer->head_size;
+    place(task->spans, task->layer, task->qkv + token * width, token);
 }
 
 static void attend_task(const void *arguments, int64_t item) {
-    const Attention *of = arguments;
-    const Spans *spans = of->spans;
-    const Layer *layer = of->layer;
-    const int64_t num_parts = of->first_part[spans->num_spans], part = item % num_parts, heads = item / num_parts;
+    const Attention *task = arguments;
+    const Spans *spans = task->spans;
+    const Layer *layer = task->layer;
+    const int64_t num_parts = task->first_part[spans->num_spans], part = item % num_parts, heads = item / num_parts;
     int64_t span = 0;
-    while (of->first_part[span + 1] <= part) span++;
-    const int64_t query = (part - of->first_part[span]) * of->queries;
+    while (task->first_part[span + 1] <= part) span++;
+    const int64_t query = (part - task->first_part[span]) * task->queries;
     const int64_t left = spans->first_token[span + 1] - spans->first_token[span] - query;
-    const int64_t num_queries = left < of->queries ? left : of->queries;
-    const int64_t first = heads * layer->num_kv_heads / of->split;
-    const int64_t end = (heads + 1) * layer->num_kv_heads / of->split;
+    const int64_t num_queries = left < task->queries ? left : task->queries;
+    const int64_t first = heads * layer->num_kv_heads / task->split;
+    const int64_t end = (heads + 1) * layer->num_kv_heads / task->split;
     /* Of many queries, the scores of one kv head at a time stay in the processor's first cache. */
     const int turned = num_queries * layer->num_heads >= TURNED_FROM * layer->num_kv_heads;
     const int64_t step = turned ? 1 : end - first;
 #define ATTEND(size) \
-    attend_queries(spans, layer, span, query, num_queries, head, head + step, turned, of->qkv, of->out, (size) / LANES)
+    attend_queries(spans, layer, span, query, num_queries, head, head + step, turned, task->qkv, task->out, (size) / LANES)
     for (int64_t head = first; head < end; head += step) {
         switch (layer->head_size) {
             case 64: ATTEND(64); break;

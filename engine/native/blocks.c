@@ -124,8 +124,8 @@ typedef struct {
 } Rows;
 
 static void dequantise_task(const void *arguments, int64_t i) {
-    const Rows *of = arguments;
-    dequantise(of->type, of->to + i * of->size, of->blocks + of->rows[i] * row_bytes(of->type, of->size), of->size);
+    const Rows *task = arguments;
+    dequantise(task->type, task->to + i * task->size, task->blocks + task->rows[i] * row_bytes(task->type, task->size), task->size);
 }
 
 /* to [count, size]: the rows of that number; blocks [rows, size]. */
@@ -196,12 +196,12 @@ typedef struct {
 } Packing;
 
 static void pack_task(const void *arguments, int64_t panel) {
-    const Packing *of = arguments;
-    const int64_t first = panel * COLUMNS, left = of->num_rows - first;
-    uint8_t *to = of->to + panel * packed_bytes(of->type, of->in_features);
+    const Packing *task = arguments;
+    const int64_t first = panel * COLUMNS, left = task->num_rows - first;
+    uint8_t *to = task->to + panel * packed_bytes(task->type, task->in_features);
     for (int column = 0; column < COLUMNS && column < left; column++) {
-        const uint8_t *row = of->blocks + of->rows[first + column] * row_bytes(of->type, of->in_features);
-        pack_column(of->type, to, row, column, of->in_features / BLOCK);
+        const uint8_t *row = task->blocks + task->rows[first + column] * row_bytes(task->type, task->in_features);
+        pack_column(task->type, to, row, column, task->in_features / BLOCK);
     }
 }
 

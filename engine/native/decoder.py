@@ -1,6 +1,6 @@
 """A whole pass of a Llama-shaped decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
 
-The same functions as the calls one by one (``layer_parts``, ``linear``), in the same order: the same bits.
+The same functions as the calls one by one (``native_run``, ``linear``), in the same order: the same bits.
 Long prompt chunks go the other way, where they are cut.
 """
 
@@ -15,13 +15,13 @@ from truedraft.engine.layers.parts import ACTIVATIONS, Norm
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.pointers import PointerError, address, new, shape_of
-from truedraft.engine.native.layer_parts import FLOAT, NativeKernels, check_rotary
 from truedraft.engine.native.library import Decoder, DecoderLayer, NewTokens
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
+from truedraft.engine.native.native_run import FLOAT, NativeKernels, check_rotary
 from truedraft.engine.native.quantised import QuantisedEmbeddings
 
 INTEGER_BYTES = 8
-Weights = Any  # LlamaWeights, which is made of what is in this package
+Weights = Any  # DecoderWeights, which is made of what is in this package
 
 
 class PackedTokens:

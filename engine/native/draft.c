@@ -28,27 +28,27 @@ static float *pad_logits(const Scratch *scratch, float *logits, int64_t known) {
 /* A row's draft at a position, from logits [known], which are changed. */
 static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position,
                           float *logits, int64_t known) {
-    const Row *of = rounds->rows[row];
-    const int64_t vocab = scratch->vocab, place = of->num_tokens + position;
+    const Row *sequence = rounds->rows[row];
+    const int64_t vocab = scratch->vocab, place = sequence->num_tokens + position;
     int64_t id;
-    if (of->rule == GREEDY) {
+    if (sequence->rule == GREEDY) {
         if (known > vocab) known = vocab;
-        adjust_logits(of, position, logits, known);
+        adjust_logits(sequence, position, logits, known);
         return argmax(logits, known);
     }
     float *probs = scratch->probs + this_thread() * vocab;
-    if (of->rule == REJECTION)
+    if (sequence->rule == REJECTION)
         probs = scratch->draft_probs + (row * rounds->max_drafts + position) * vocab;
     logits = pad_logits(scratch, logits, known);
-    adjust_logits(of, position, logits, vocab);
+    adjust_logits(sequence, position, logits, vocab);
     /* Drafts are guesses: a draft model without a distribution has a flat one. */
     if (!is_distribution(logits, vocab)) memset(logits, 0, vocab * sizeof(float));
-    process_own(of, scratch, probs, logits);
-    if (of->rule == COUPLED) {
-        gumbel_argmax(&id, probs, &of->seed, &place, 0, 1, 1, vocab);
+    process_own(sequence, scratch, probs, logits);
+    if (sequence->rule == COUPLED) {
+        gumbel_argmax(&id, probs, &sequence->seed, &place, 0, 1, 1, vocab);
     } else {
         double number;
-        uniform(&number, &of->seed, &place, DRAFT_STREAM, 1);
+        uniform(&number, &sequence->seed, &place, DRAFT_STREAM, 1);
         inverse_cdf(&id, probs, &number, 1, vocab);
     }
     return id;
@@ -59,13 +59,13 @@ static int64_t plan_first_pass(const Decoder *model, const Rounds *rounds, Scrat
     const int64_t known = model->head->out_features;
     int64_t size = 0, num_active = 0;
     for (int64_t row = 0; row < rounds->num_rows; row++) {
-        const Row *of = rounds->rows[row];
-        if (of->draft_ids || scratch->limit[row] == 0) continue;
-        for (int64_t i = of->num_draft_computed; i < of->num_tokens; i++)
+        const Row *sequence = rounds->rows[row];
+        if (sequence->draft_ids || scratch->limit[row] == 0) continue;
+        for (int64_t i = sequence->num_draft_computed; i < sequence->num_tokens; i++)
             /* Any token stands in for those that only the target has. */
-            scratch->token_ids[size++] = of->token_ids[i] < known ? of->token_ids[i] : known - 1;
-        scratch->query_lens[num_active] = of->num_tokens - of->num_draft_computed;
-        scratch->num_computed[num_active] = of->num_draft_computed;
+            scratch->token_ids[size++] = sequence->token_ids[i] < known ? sequence->token_ids[i] : known - 1;
+        scratch->query_lens[num_active] = sequence->num_tokens - sequence->num_draft_computed;
+        scratch->num_computed[num_active] = sequence->num_draft_computed;
         scratch->span_first_block[num_active] = scratch->first_draft_block[row];
         scratch->active[num_active++] = row;
     }
@@ -91,14 +91,14 @@ typedef struct {
 } DraftDraws;
 
 static void draw_task(const void *arguments, int64_t i) {
-    const DraftDraws *of = arguments;
-    const Scratch *scratch = of->scratch;
+    const DraftDraws *task = arguments;
+    const Scratch *scratch = task->scratch;
     const int64_t row = scratch->active[i];
-    float *logits = scratch->draft_logits + i * of->known;
-    const int64_t id = draw_draft(of->rounds, scratch, row, of->position, logits, of->known);
-    scratch->draft_ids[row * of->rounds->max_drafts + of->position] = id;
-    count_token(of->rounds->rows[row], id);
-    scratch->num_drafted[row] = of->position + 1;
+    float *logits = scratch->draft_logits + i * task->known;
+    const int64_t id = draw_draft(task->rounds, scratch, row, task->position, logits, task->known);
+    scratch->draft_ids[row * task->rounds->max_drafts + task->position] = id;
+    count_token(task->rounds->rows[row], id);
+    scratch->num_drafted[row] = task->position + 1;
 }
 
 static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
@@ -148,17 +148,17 @@ static int64_t count_known(const int64_t *ids, int64_t count, int64_t vocab) {
  * or a row's table has no blocks for its drafts. */
 int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch) {
     for (int64_t row = 0; row < rounds->num_rows; row++) {
-        const Row *of = rounds->rows[row];
-        scratch->limit[row] = limit_of(rounds, of);
+        const Row *sequence = rounds->rows[row];
+        scratch->limit[row] = limit_of(rounds, sequence);
         scratch->num_drafted[row] = 0;
-        if (!of->draft_ids) {
-            const int64_t end = of->num_tokens + scratch->limit[row] - 1;
-            if (model && scratch->limit[row] && end > of->num_draft_blocks * model->block_size) return 0;
+        if (!sequence->draft_ids) {
+            const int64_t end = sequence->num_tokens + scratch->limit[row] - 1;
+            if (model && scratch->limit[row] && end > sequence->num_draft_blocks * model->block_size) return 0;
             continue;
         }
-        scratch->num_drafted[row] = count_known(of->draft_ids, scratch->limit[row], scratch->vocab);
+        scratch->num_drafted[row] = count_known(sequence->draft_ids, scratch->limit[row], scratch->vocab);
         int64_t *drafts = scratch->draft_ids + row * rounds->max_drafts;
-        copy_ids(drafts, of->draft_ids, scratch->num_drafted[row]);
+        copy_ids(drafts, sequence->draft_ids, scratch->num_drafted[row]);
     }
     if (!model) return 1;
     const int is_done = draft_by_model(model, rounds, scratch);

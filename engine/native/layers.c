@@ -48,11 +48,11 @@ typedef struct {
 } Gate;
 
 static void gate_task(const void *arguments, int64_t row) {
-    const Gate *of = arguments;
-    const int64_t size = of->size;
-    const float *gate = of->gate_up + row * 2 * size, *up = gate + size;
-    float *out = of->out + row * size;
-    if (of->activation == SILU) {
+    const Gate *task = arguments;
+    const int64_t size = task->size;
+    const float *gate = task->gate_up + row * 2 * size, *up = gate + size;
+    float *out = task->out + row * size;
+    if (task->activation == SILU) {
         for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + fast_exp(-gate[i])) * up[i];
     } else {
         /* 1 + tanh(u) is 2 / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3). */
@@ -81,8 +81,8 @@ typedef struct {
 } Cap;
 
 static void cap_task(const void *arguments, int64_t row) {
-    const Cap *of = arguments;
-    cap_row(of->x + row * of->size, of->size, of->softcap);
+    const Cap *task = arguments;
+    cap_row(task->x + row * task->size, task->size, task->softcap);
 }
 
 /* Soft cap (arXiv 2408.00118) of rows [rows, size]. */

@@ -100,22 +100,22 @@ typedef struct {
 } Copy;
 
 static void copy_task(const void *arguments, int64_t row) {
-    const Copy *of = arguments;
-    memcpy(of->to + row * of->stride, of->x + row * of->size, of->size * sizeof(float));
+    const Copy *task = arguments;
+    memcpy(task->to + row * task->stride, task->x + row * task->size, task->size * sizeof(float));
 }
 
 /* A row rounded to bfloat16, in pairs, with zeros up to a multiple of PAIRS. For tiles sixteen rows are together, PAIRS
  * after PAIRS of each. */
 static void round_task(const void *arguments, int64_t row) {
-    const Copy *of = arguments;
+    const Copy *task = arguments;
 #if HAS_BFLOAT16
     enum { STEP = 2 * PAIRS };
-    const int64_t size = of->size, stride = of->stride, num_steps = (size + STEP - 1) / STEP;
-    const float *x = of->x + row * size;
-    float *to = of->to + row * stride;
+    const int64_t size = task->size, stride = task->stride, num_steps = (size + STEP - 1) / STEP;
+    const float *x = task->x + row * size;
+    float *to = task->to + row * stride;
     int64_t step = PAIRS;
-    if (of->is_tiled) {
-        to = of->to + row / TILE_ROWS * TILE_ROWS * stride + row % TILE_ROWS * PAIRS;
+    if (task->is_tiled) {
+        to = task->to + row / TILE_ROWS * TILE_ROWS * stride + row % TILE_ROWS * PAIRS;
         step = TILE_ROWS * PAIRS;
     }
     for (int64_t k = 0; k < num_steps; k++, x += STEP, to += step) {
@@ -126,7 +126,7 @@ static void round_task(const void *arguments, int64_t row) {
         _mm512_storeu_ps(to, (__m512)_mm512_cvtne2ps_pbh(second, first));
     }
 #else
-    (void)of, (void)row;
+    (void)task, (void)row;
 #endif
 }
 

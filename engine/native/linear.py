@@ -46,7 +46,7 @@ def linear_library() -> ctypes.CDLL | None:
 
 class NativeLinear:
     """``weights`` [out features, in features] of any floating type are stacked, panel by panel. ``scale``:
-    float16 holds them all without loss times this power of two; None: keep float32. ``rounds``: in bfloat16,
+    float16 holds them all without loss times this power of two; None: keep float32. ``bf16``: in bfloat16,
     to which inputs are rounded, too, if the library ``multiplies_bfloat16``."""
 
     def __init__(
@@ -55,7 +55,7 @@ class NativeLinear:
         weights: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
         scale: float | None,
-        rounds: bool = False,
+        bf16: bool = False,
     ) -> None:
         shapes = [shape_of(weight, 2) for weight in weights]
         self.out_features = sum(rows for rows, _ in shapes)
@@ -64,16 +64,16 @@ class NativeLinear:
             raise PointerError(f"these are not one layer's weights: {[(w.dtype, w.shape) for w in weights]}")
         self.multiply = library.multiply
         panel = library.panel_size()
-        self.dtype = torch.bfloat16 if rounds else torch.float32 if scale is None else torch.float16
+        self.dtype = torch.bfloat16 if bf16 else torch.float32 if scale is None else torch.float16
         # Kept for as long as the structure points to them. Two bfloat16 numbers are one of 32 bits.
-        factors = -(-in_features // PAIRED_INPUTS) * PAIRED_INPUTS // 2 if rounds else in_features
+        factors = -(-in_features // PAIRED_INPUTS) * PAIRED_INPUTS // 2 if bf16 else in_features
         panels = -(-self.out_features // panel), factors, panel
-        self.weights = _pages.zeros(*panels, dtype=torch.int32 if rounds else self.dtype)
+        self.weights = _pages.zeros(*panels, dtype=torch.int32 if bf16 else self.dtype)
         column = 0
         for weight in weights:
             for part in torch.split(weight, max(panel, CHUNK_WEIGHTS // in_features // panel * panel)):
                 # In its last type first: torch transposes fast where it need not convert.
-                if rounds:
+                if bf16:
                     pairs = F.pad(part.bfloat16(), (0, -in_features % PAIRED_INPUTS)).view(torch.int32)
                     self._store(column, pairs)
                 else:
@@ -84,7 +84,7 @@ class NativeLinear:
             out_features=self.out_features,
             type=WEIGHT_TYPES[self.dtype],
             weights=address(self.weights, self.weights.dtype, panels),
-            scale=1.0 if rounds else 1 / (scale or 1.0),
+            scale=1.0 if bf16 else 1 / (scale or 1.0),
             bias=self._keep_bias(bias),
         )
 
@@ -134,11 +134,11 @@ def _agrees(library: ctypes.CDLL) -> bool:
         torch.randn(*shape, generator=generator).half().float() for shape in (PROBE_SHAPE, PROBE_SHAPE[:1])
     )
     ways = [(None, False), (1.0, False)] + [(None, True)] * library.multiplies_bfloat16()
-    for scale, rounds in ways:
-        linear = NativeLinear(library, [weight], bias, scale, rounds)
+    for scale, bf16 in ways:
+        linear = NativeLinear(library, [weight], bias, scale, bf16)
         for rows in PROBE_ROWS:
             x = torch.randn(rows, PROBE_SHAPE[1], generator=generator)
-            inputs, weights = (each.bfloat16().float() if rounds else each for each in (x, weight))
+            inputs, weights = (each.bfloat16().float() if bf16 else each for each in (x, weight))
             residual, expected = x[:, :1].expand(rows, len(weight)), F.linear(inputs, weights, bias)
             both = (linear(x), expected), (linear.add_to(residual, x), residual + expected)
             if not all(torch.allclose(*pair, rtol=TOLERANCE, atol=TOLERANCE) for pair in both):

@@ -409,12 +409,12 @@ typedef struct {
 
 /* A row beside the others of its part, block by block. */
 static void quantise_task(const void *arguments, int64_t row) {
-    const Quantisation *of = arguments;
-    const int64_t num_blocks = of->num_blocks;
-    const int64_t part = part_of(row, of->num_parts, of->rows);
-    const int64_t first = first_row(part, of->num_parts, of->rows);
-    quantise_row(of->to + first * num_blocks + row - first, of->x + row * num_blocks * BLOCK, num_blocks,
-                 first_row(part + 1, of->num_parts, of->rows) - first);
+    const Quantisation *task = arguments;
+    const int64_t num_blocks = task->num_blocks;
+    const int64_t part = part_of(row, task->num_parts, task->rows);
+    const int64_t first = first_row(part, task->num_parts, task->rows);
+    quantise_row(task->to + first * num_blocks + row - first, task->x + row * num_blocks * BLOCK, num_blocks,
+                 first_row(part + 1, task->num_parts, task->rows) - first);
 }
 
 /* As ``multiply`` in linear.c, for a linear layer whose weights are QuantisedPanels. */

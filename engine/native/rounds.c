@@ -130,13 +130,13 @@ static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) 
  * accepted. Sets the token emitted at its position; draft is -1 behind the last one. */
 static int accept_or_recover(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position,
                              int64_t draft, const float *probs, int64_t *emitted) {
-    const Row *of = rounds->rows[row];
-    const int64_t vocab = scratch->vocab, place = of->num_tokens + position;
+    const Row *sequence = rounds->rows[row];
+    const int64_t vocab = scratch->vocab, place = sequence->num_tokens + position;
     float *draft_probs = NULL;
     double number;
-    if (draft >= 0 && !of->draft_ids)
+    if (draft >= 0 && !sequence->draft_ids)
         draft_probs = scratch->draft_probs + (row * rounds->max_drafts + position) * vocab;
-    uniform(&number, &of->seed, &place, ACCEPT_STREAM, 1);
+    uniform(&number, &sequence->seed, &place, ACCEPT_STREAM, 1);
     *emitted = draft;
     /* A draft from outside is deterministic: its distribution is one-hot. */
     if (draft >= 0 && number * (draft_probs ? draft_probs[draft] : 1.0f) < probs[draft]) return 1;
@@ -145,7 +145,7 @@ static int accept_or_recover(const Rounds *rounds, const Scratch *scratch, int64
         memset(draft_probs, 0, vocab * sizeof(float));
         draft_probs[draft] = 1.0f;
     }
-    uniform(&number, &of->seed, &place, RECOVER_STREAM, 1);
+    uniform(&number, &sequence->seed, &place, RECOVER_STREAM, 1);
     *emitted = sample_residual(probs, draft_probs, 1.0, number, vocab);
     return 0;
 }
@@ -153,16 +153,16 @@ static int accept_or_recover(const Rounds *rounds, const Scratch *scratch, int64
 /* Whether a row's draft is accepted by the target's logits, adjusted and a distribution; as above. */
 static int accept(const Rounds *rounds, const Scratch *scratch, int64_t row, int64_t position, int64_t draft,
                   const float *logits, int64_t *emitted) {
-    const Row *of = rounds->rows[row];
-    const int64_t vocab = scratch->vocab, place = of->num_tokens + position;
-    if (of->rule == GREEDY) {
+    const Row *sequence = rounds->rows[row];
+    const int64_t vocab = scratch->vocab, place = sequence->num_tokens + position;
+    if (sequence->rule == GREEDY) {
         *emitted = argmax(logits, vocab);
         return *emitted == draft;
     }
     float *probs = scratch->probs + this_thread() * vocab;
-    process_own(of, scratch, probs, logits);
-    if (of->rule == COUPLED) {
-        gumbel_argmax(emitted, probs, &of->seed, &place, 0, 1, 1, vocab);
+    process_own(sequence, scratch, probs, logits);
+    if (sequence->rule == COUPLED) {
+        gumbel_argmax(emitted, probs, &sequence->seed, &place, 0, 1, 1, vocab);
         return *emitted == draft;
     }
     return accept_or_recover(rounds, scratch, row, position, draft, probs, emitted);
@@ -170,23 +170,23 @@ static int accept(const Rounds *rounds, const Scratch *scratch, int64_t row, int
 
 /* How many of a row's drafts are accepted; next_id follows them. Ends at logits that are no distribution. */
 static int64_t verify(const Rounds *rounds, Scratch *scratch, int64_t row, int64_t round) {
-    Row *of = rounds->rows[row];
+    Row *sequence = rounds->rows[row];
     const int64_t vocab = scratch->vocab, *drafts = scratch->draft_ids + row * rounds->max_drafts;
     int64_t position = 0;
     for (;; position++) {
         float *logits = scratch->logits + (scratch->first_scored[row] + position) * vocab;
-        if (of->logits) {
-            float *copy = of->logits + (round * (rounds->max_drafts + 1) + position) * vocab;
+        if (sequence->logits) {
+            float *copy = sequence->logits + (round * (rounds->max_drafts + 1) + position) * vocab;
             memcpy(copy, logits, vocab * sizeof(float));
         }
-        adjust_logits(of, position, logits, vocab);
+        adjust_logits(sequence, position, logits, vocab);
         scratch->is_broken[row] = !is_distribution(logits, vocab);
         if (scratch->is_broken[row]) break;
         const int64_t draft = position < scratch->num_drafted[row] ? drafts[position] : -1;
         if (!accept(rounds, scratch, row, position, draft, logits, &scratch->next_id[row])) break;
-        count_token(of, draft);
+        count_token(sequence, draft);
     }
-    for (int64_t i = position - 1; i >= 0; i--) uncount_token(of, drafts[i]);
+    for (int64_t i = position - 1; i >= 0; i--) uncount_token(sequence, drafts[i]);
     return position;
 }
 
@@ -198,8 +198,8 @@ typedef struct {
 } Verdicts;
 
 static void verify_task(const void *arguments, int64_t row) {
-    const Verdicts *of = arguments;
-    of->num_accepted[row] = verify(of->rounds, of->scratch, row, of->round);
+    const Verdicts *task = arguments;
+    task->num_accepted[row] = verify(task->rounds, task->scratch, row, task->round);
 }
 
 /* Appends what a row emits; whether it may go on. */

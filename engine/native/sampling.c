@@ -188,10 +188,10 @@ typedef struct {
 } Processing;
 
 static void process_task(const void *arguments, int64_t row) {
-    const Processing *of = arguments;
-    float *scratch = of->scratch ? of->scratch + this_thread() * of->vocab : NULL;
-    process_row(of->probs + row * of->vocab, of->logits + row * of->vocab, of->processors, row / of->positions,
-                scratch, of->vocab);
+    const Processing *task = arguments;
+    float *scratch = task->scratch ? task->scratch + this_thread() * task->vocab : NULL;
+    process_row(task->probs + row * task->vocab, task->logits + row * task->vocab, task->processors, row / task->positions,
+                scratch, task->vocab);
 }
 
 /* probs [sequences, positions, vocab] of logits of that shape, none NaN and a finite one in each row.
@@ -277,10 +277,10 @@ typedef struct {
 } Noise;
 
 static void gumbel_argmax_task(const void *arguments, int64_t row) {
-    const Noise *of = arguments;
-    const int64_t sequence = row / of->positions, position = of->offset + row % of->positions;
-    const uint64_t key = key_of(of->seeds[sequence], of->first_positions[sequence] + position, NOISE_STREAM);
-    of->ids[row] = gumbel_argmax_row(of->probs + row * of->vocab, key, of->vocab);
+    const Noise *task = arguments;
+    const int64_t sequence = row / task->positions, position = task->offset + row % task->positions;
+    const uint64_t key = key_of(task->seeds[sequence], task->first_positions[sequence] + position, NOISE_STREAM);
+    task->ids[row] = gumbel_argmax_row(task->probs + row * task->vocab, key, task->vocab);
 }
 
 /* ids [sequences, positions]: what each row of probs [sequences, positions, vocab] draws with the noise of its
@@ -357,10 +357,10 @@ typedef struct {
 } Draws;
 
 static void inverse_cdf_task(const void *arguments, int64_t row) {
-    const Draws *of = arguments;
-    const Weights weights = { of->probs + row * of->vocab, NULL, 1.0 };
-    const int64_t id = id_at(weights, of->uniforms[row], of->vocab, 0);
-    of->ids[row] = id < 0 ? 0 : id;
+    const Draws *task = arguments;
+    const Weights weights = { task->probs + row * task->vocab, NULL, 1.0 };
+    const int64_t id = id_at(weights, task->uniforms[row], task->vocab, 0);
+    task->ids[row] = id < 0 ? 0 : id;
 }
 
 /* ids [rows] drawn from probs [rows, vocab] by uniforms [rows]. */
@@ -387,11 +387,11 @@ typedef struct {
 } NextDraws;
 
 static void draw_next_task(const void *arguments, int64_t row) {
-    const NextDraws *of = arguments;
-    const int64_t at = of->num_accepted[row], next = row * (of->positions + 1) + at;
-    const float *rejected = at < of->num_draft[row] ? of->draft + (row * of->positions + at) * of->vocab : NULL;
-    of->ids[row] = sample_residual(of->target + next * of->vocab, rejected, of->scale[row], of->uniforms[next],
-                                   of->vocab);
+    const NextDraws *task = arguments;
+    const int64_t at = task->num_accepted[row], next = row * (task->positions + 1) + at;
+    const float *rejected = at < task->num_draft[row] ? task->draft + (row * task->positions + at) * task->vocab : NULL;
+    task->ids[row] = sample_residual(task->target + next * task->vocab, rejected, task->scale[row], task->uniforms[next],
+                                   task->vocab);
 }
 
 /* ids [rows] that follow num_accepted [rows] of num_draft [rows] drafted tokens: drawn from target [rows,

@@ -21,7 +21,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models import loader
-from truedraft.engine.models.llama import FAMILIES
+from truedraft.engine.models.decoder import FAMILIES
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -201,7 +201,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def served(folder: Path) -> Any:
     """Logits, or the sentence of the refusal."""
     try:
-        model = load_model(str(folder), LoadOptions(narrow=False))
+        model = load_model(str(folder), LoadOptions(compact_weights=False))
     except ModelLoadError as error:
         return str(error)
     runner = ModelRunner.build(model, num_blocks=4, block_size=4)

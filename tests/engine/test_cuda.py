@@ -25,10 +25,10 @@ from tests.engine.test_round_graphs import PARAMS, STATIC
 from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
-from truedraft.engine.cuda.layer_parts import find_kernels, is_right
+from truedraft.engine.cuda.triton_run import find_kernels, is_right
 from truedraft.engine.layers.parts import AttentionShape
 from truedraft.engine.messages import Generate, SamplingParams
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.runtime.cuda.capture import CudaCapture
 
 __all__ = ["pair"]  # a fixture
@@ -259,7 +259,7 @@ def test_cudnn_prepares_nothing_for_a_prompt(models: Models) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_engines_read_keys_in_place(dtype: str, models: Models) -> None:
     model = make_engine_here(models.target, None, dtype=dtype).target
-    assert isinstance(model.model, Llama)
+    assert isinstance(model.model, FusedDecoder)
     assert model.model.reads_in_place
 
 

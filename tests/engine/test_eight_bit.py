@@ -16,14 +16,14 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from tests.models import make_engine, run_engine
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.eight_bit import PRECISION, EightBitCheckpoint
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.linear import MIN_NATIVE_WEIGHTS, LinearModule
-from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.quantization import DEQUANTISED, open_quantised
-from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.linear import NativeLinear
 
 VOCAB_SIZE = 48
@@ -179,17 +179,17 @@ def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
     module = make(tmp_path, FORMATS[name])
     source = Checkpoint.find(str(tmp_path), allow_pickle=False)
     assert source is not None
-    for narrow in (False, True):
-        checkpoint = open_quantised(source, FORMATS[name].config, narrow)
+    for compact in (False, True):
+        checkpoint = open_quantised(source, FORMATS[name].config, compact)
         assert isinstance(checkpoint, EightBitCheckpoint)
         for weight_name, weight in module.named_parameters():
             read = checkpoint.read([weight_name])[weight_name].float()
             difference = (read - weight).abs()
-            if narrow and "_proj" in weight_name:
+            if compact and "_proj" in weight_name:
                 assert (difference <= weight.abs() * 2.0**-PRECISION).all()
             else:
                 assert not difference.any()
-    exact = LoadOptions(narrow=False)
+    exact = LoadOptions(compact_weights=False)
     assert checkpoint.files.keys() - checkpoint.parts == {name for name, _ in module.named_parameters()}, (
         "all tensors but the scales are weights"
     )
@@ -204,7 +204,7 @@ def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
 def test_layers_have_sixteen_bits_and_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
     module = make(tmp_path, FORMATS[name])
     model = load_model(str(tmp_path), LoadOptions())
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     linears = [
         layer for each in model.weights.layers for layer in (each.qkv, each.output, each.gate_up, each.down)
     ]
@@ -226,7 +226,7 @@ def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).float()
     source = Checkpoint.find(str(tmp_path), allow_pickle=False)
     assert source is not None
-    checkpoint = open_quantised(source, FORMATS[name].config, narrow=False)
+    checkpoint = open_quantised(source, FORMATS[name].config, compact_weights=False)
     assert checkpoint is not None
     for weight_name, weight in theirs.named_parameters():
         assert torch.equal(checkpoint.read([weight_name])[weight_name].float(), weight)
@@ -298,7 +298,7 @@ def test_scales_of_other_weights_are_left_over(tmp_path: Path) -> None:
     save_file(load_file(file) | extra, file, metadata={"format": "pt"})
     source = Checkpoint.find(str(tmp_path), allow_pickle=False)
     assert source is not None
-    checkpoint = open_quantised(source, FORMATS["fp8, blocks"].config, narrow=True)
+    checkpoint = open_quantised(source, FORMATS["fp8, blocks"].config, compact_weights=True)
     assert checkpoint is not None
     assert checkpoint.parts.isdisjoint(extra)
 

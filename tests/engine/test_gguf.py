@@ -27,7 +27,7 @@ from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -88,9 +88,9 @@ IDS = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(1)).to
 NUM_TOKENS = 40
 
 
-def load(path: Path, narrow: bool = True) -> Llama:
-    model = load_model(str(path), LoadOptions(narrow=narrow))
-    assert isinstance(model, Llama)
+def load(path: Path, compact: bool = True) -> FusedDecoder:
+    model = load_model(str(path), LoadOptions(compact_weights=compact))
+    assert isinstance(model, FusedDecoder)
     return model
 
 
@@ -115,7 +115,7 @@ def expected_logits(module: Any) -> torch.Tensor:
 def test_dequantised_files_are_the_model_they_were_made_from(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     expected = expected_logits(save_gguf(path, CONFIGS[name]))
-    model = load(path, narrow=False)
+    model = load(path, compact=False)
     assert not isinstance(model.weights.head, QuantisedLinear)
     assert torch.allclose(logits_in(model, [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
     reference = load_causal_model(str(path), LoadOptions(), "eager")
@@ -181,7 +181,7 @@ def test_rotary_frequencies_are_divided(tmp_path: Path) -> None:
     module.model.rotary_emb.inv_freq /= torch.from_numpy(factors)
     expected = expected_logits(module)
     assert not torch.allclose(without, expected, atol=1e-2)
-    assert torch.allclose(logits_in(load(path, narrow=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
+    assert torch.allclose(logits_in(load(path, compact=False), [len(IDS)]), expected, atol=2e-4, rtol=1e-4)
     reference = load_causal_model(str(path), LoadOptions(), "eager")
     assert torch.allclose(expected_logits(reference), expected, atol=2e-4, rtol=1e-4)
 
@@ -299,7 +299,7 @@ def test_checkpoints_quantised_at_load_are_the_file_of_that_type(
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     module.save_pretrained(folder)
     model = load_model(str(folder), LoadOptions(quantize=quantize))
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     assert model.is_quantised
     assert torch.equal(logits_in(model, [len(IDS)]), logits_in(load(path), [len(IDS)]))
 
@@ -308,7 +308,7 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     path, folder = tmp_path / "model.gguf", tmp_path / "folder"
     save_gguf(path, CONFIGS["llama"]).save_pretrained(folder)
     for place in (path, folder):
-        for settings in ({"narrow": False}, {"native_kernels": False}):
+        for settings in ({"compact_weights": False}, {"native_kernels": False}):
             with pytest.raises(ModelLoadError, match="cannot be quantised"):
                 load_model(str(place), LoadOptions(quantize="int8", **settings))
     with pytest.raises(ModelLoadError, match="needs a Llama-shaped model on a CPU, in float32"):

@@ -345,7 +345,7 @@ def served(content: Content, path: Path) -> Any:
     """Logits, or the sentence of the refusal."""
     content.write(path)
     try:
-        model = load_model(str(path), LoadOptions(narrow=False))
+        model = load_model(str(path), LoadOptions(compact_weights=False))
     except ModelLoadError as error:
         return str(error)
     runner = ModelRunner.build(model, num_blocks=4, block_size=4)

@@ -30,6 +30,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.models import linear
 from truedraft.engine.models.base import Model
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.linear import (
     LinearModule,
     ModuleLinear,
@@ -37,7 +38,6 @@ from truedraft.engine.models.linear import (
     make_linear,
     replace_linears,
 )
-from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import half_scale
@@ -147,7 +147,7 @@ def test_same_logits_as_transformers(folder: str, blocks: list[int], native: boo
     with torch.inference_mode():
         expected = module(input_ids=torch.tensor([ids])).logits[0]
     model = make_engine(folder, None, native_kernels=native).target.model
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     torch.testing.assert_close(logits_in_parts(model, ids, blocks), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -176,11 +176,11 @@ def test_a_wrong_forward_is_noticed_and_not_used(
     path = save(CONFIGS[name], tmp_path)
     ids = list(range(sum(PARTS)))
     model = make_engine(path, None, dtype=dtype).target.model
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     right = logits_in_parts(model, ids, list(range(8)))
     monkeypatch.setattr(layer_parts, "_rotate", lambda x, cos, sin: x * cos)
     model = make_engine(path, None, dtype=dtype, native_kernels=False).target.model
-    assert not isinstance(model, Llama)
+    assert not isinstance(model, FusedDecoder)
     if dtype == "float32":
         torch.testing.assert_close(logits_in_parts(model, ids, list(range(8))), right, rtol=1e-3, atol=1e-3)
 
@@ -222,7 +222,7 @@ def test_quantised_layers_stay_in_the_fast_forward(tmp_path: Path) -> None:
     ids = [(5 * i * i + i) % 96 for i in range(sum(PARTS))]
     with torch.compiler.set_stance("force_eager"), torch.inference_mode():  # to compile takes a minute
         runner = make_engine(str(tmp_path), None).target
-        assert isinstance(runner.model, Llama)
+        assert isinstance(runner.model, FusedDecoder)
         assert all(isinstance(layer.qkv, ModuleLinear) for layer in runner.model.weights.layers)
         module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         expected = module(input_ids=torch.tensor([ids])).logits[0]
@@ -265,7 +265,7 @@ def test_layers_of_any_module_are_replaced(native: bool) -> None:
     module.requires_grad_(False)
     x = torch.randn(2, 3, 100)
     expected = module(x)
-    replace_linears(module, load_library() if native else None, narrow=True)
+    replace_linears(module, load_library() if native else None, compact_weights=True)
     assert isinstance(module[0], LinearModule) == native or load_library() is None  # small for oneDNN
     assert isinstance(module[1][0], LinearModule)
     assert type(module[2]) is Doubled

@@ -14,14 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.test_llama import CONFIGS, PARTS, logits_in_parts, save
 from tests.models import make_engine
-from truedraft.engine.layers.parts import ACTIVATIONS, AttentionShape, LayerParts, Norm, TorchParts
+from truedraft.engine.layers.parts import ACTIVATIONS, AttentionShape, LayerRun, Norm, TorchRun
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache, LayerShape
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.native import compiler, library
-from truedraft.engine.native.layer_parts import NativeKernels, serves
+from truedraft.engine.native.native_run import NativeKernels, serves
 from truedraft.engine.native.linear import NativeLinear, half_scale, linear_library
+from truedraft.engine.native.native_run import NativeKernels, serves
 from truedraft.engine.native.threads import set_num_threads
 
 CPU = torch.device("cpu")
@@ -116,9 +117,9 @@ def check_attention(
     batch = make_batch(rows)
     qkv = torch.randn(batch.slots.shape[0], (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size)
     results = []
-    for make_parts in (TorchParts, kernels):
+    for make_parts in (TorchRun, kernels):
         cache = make_cache(shape)
-        parts: LayerParts = make_parts(batch, cache, rotary)
+        parts: LayerRun = make_parts(batch, cache, rotary)
         results.append((parts.attend(shape, qkv.clone()), cache.keys[0], cache.values[0]))
     (expected, *stored), (attended, *stored_by_us) = results
     torch.testing.assert_close(attended, expected, rtol=1e-4, atol=2e-5)
@@ -131,7 +132,7 @@ def check_attention(
 def test_norm_and_gate_are_torchs(rows: int, size: int, threads: int, kernels: NativeKernels) -> None:
     shape = SHAPES["a head for each"]
     rotary: Any = TableOfAngles(shape.head_size, has_table=True)
-    both = [make(make_batch([(3, 1)]), make_cache(shape), rotary) for make in (TorchParts, kernels)]
+    both = [make(make_batch([(3, 1)]), make_cache(shape), rotary) for make in (TorchRun, kernels)]
     set_num_threads(threads)
     x = torch.randn(rows, 2 * size) * torch.logspace(-3, 2, rows)[:, None]
     norm = Norm(torch.rand(2 * size) + 0.5, 1e-6)
@@ -231,7 +232,7 @@ def test_extreme_scores_and_broken_numbers(kernels: NativeKernels) -> None:
 def test_models_run_with_and_without(native: bool, tmp_path: Path, kernels: NativeKernels) -> None:
     path = save(CONFIGS["qwen3"], tmp_path)
     model = make_engine(path, None, native_kernels=native).target.model
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     assert model.is_native == native
 
 
@@ -242,7 +243,7 @@ def test_sixteen_bits_are_kept_unless_float32_is_asked_for(
     AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16).save_pretrained(tmp_path)
     model = make_engine(str(tmp_path), None, dtype=dtype).target.model
     assert model.dtype == torch.float32
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     for linear in (model.weights.head, *(layer.qkv for layer in model.weights.layers)):
         assert isinstance(linear, NativeLinear)
         assert linear.weights.dtype == kept
@@ -268,7 +269,7 @@ def test_without_a_compiler_the_engine_runs_all_the_same(
             fresh_library.setenv("CC", command)
         library.load_library.cache_clear()
         model = make_engine(path, None).target.model
-        assert isinstance(model, Llama)
+        assert isinstance(model, FusedDecoder)
         assert not model.is_native
         assert reason in caplog.text
 
@@ -305,7 +306,7 @@ def test_wrong_kernels_are_noticed_and_not_used(
     fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     path = save(CONFIGS["llama"], tmp_path / "model")
     model = make_engine(path, None).target.model
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     assert not model.is_native
     assert logits_in_parts(model, list(range(sum(PARTS))), list(range(8))).isfinite().all()
 

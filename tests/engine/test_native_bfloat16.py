@@ -13,8 +13,8 @@ from tests.engine.native_pair import make_twins, save_pair
 from tests.engine.test_llama import CONFIGS, logits_in_parts, save
 from tests.models import make_engine, run_engine
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.library import load_library
@@ -48,7 +48,7 @@ def test_products_are_those_of_rounded_numbers(
 ) -> None:
     weights = list((torch.randn(out, size) * 0.02).to(dtype).split(-(-out // 2)))
     added = torch.randn(out) if bias else None
-    linear = NativeLinear(library, weights, added, None, rounds=True)
+    linear = NativeLinear(library, weights, added, None, bf16=True)
     x, residual = torch.randn(rows, size), torch.randn(rows, out)
     weight = torch.cat(weights)
     rounded = F.linear(
@@ -66,7 +66,7 @@ def test_products_are_those_of_rounded_numbers(
 @pytest.mark.parametrize(("out", "size"), [(576, 192), (33, 3), (100, 35), (2000, 512)])
 def test_a_row_does_not_depend_on_the_others(out: int, size: int, threads: int, library: CDLL) -> None:
     """To the last bit, for any number of rows and threads."""
-    linear = NativeLinear(library, [torch.randn(out, size) * 0.02], torch.randn(out), None, rounds=True)
+    linear = NativeLinear(library, [torch.randn(out, size) * 0.02], torch.randn(out), None, bf16=True)
     x, residual = torch.randn(100, size), torch.randn(100, out)
     alone = torch.cat([linear.add_to(residual[i : i + 1], x[i : i + 1]) for i in range(100)])
     set_num_threads(threads)
@@ -75,7 +75,7 @@ def test_a_row_does_not_depend_on_the_others(out: int, size: int, threads: int, 
 
 
 def test_broken_and_extreme_numbers_are_not_hidden(library: CDLL) -> None:
-    linear = NativeLinear(library, [torch.eye(40)], None, None, rounds=True)
+    linear = NativeLinear(library, [torch.eye(40)], None, None, bf16=True)
     x = torch.zeros(3, 40)
     x[0, 5], x[1, 7], x[2, 9] = torch.nan, torch.inf, 3e38
     said = linear(x)
@@ -88,7 +88,7 @@ def test_broken_and_extreme_numbers_are_not_hidden(library: CDLL) -> None:
 def test_models_multiply_in_bfloat16_where_it_is_asked_for(name: str, tmp_path: Path, library: CDLL) -> None:
     path = save(CONFIGS[name], tmp_path)
     model = load_model(path, BFLOAT16)
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     assert (model.is_native, model.dtype, model.arithmetic) == (True, torch.float32, torch.bfloat16)
     for linear in (model.weights.head, *(layer.qkv for layer in model.weights.layers)):
         assert isinstance(linear, NativeLinear)
@@ -118,9 +118,9 @@ def test_text_is_the_same_with_and_without_drafts(temperature: float, tmp_path: 
         for core in make_twins(
             *pair, dtype="bfloat16", num_speculative_tokens=length, max_num_batched_tokens=48
         ):
-            assert core.target.model.rounds
+            assert core.target.model.bf16_linears
             assert core.draft is not None
-            assert core.draft.model.rounds
+            assert core.draft.model.bf16_linears
             assert run_engine(core, prompts, params) == expected
             assert 0 < core.stats.num_accepted_tokens < core.stats.num_draft_tokens
 
@@ -129,8 +129,8 @@ def test_a_target_in_bfloat16_drafts_for_itself_in_fewer_bits(tmp_path: Path, li
     path = save(CONFIGS["llama"], tmp_path)
     core = make_engine(path, "self:int8", dtype="bfloat16")
     assert core.draft is not None
-    assert isinstance(core.draft.model, Llama)
-    assert (core.target.model.rounds, core.draft.model.is_quantised) == (True, True)
+    assert isinstance(core.draft.model, FusedDecoder)
+    assert (core.target.model.bf16_linears, core.draft.model.is_quantised) == (True, True)
 
 
 def test_checkpoints_of_sixteen_bits_are_rounded_like_the_same_in_float32(
@@ -150,12 +150,12 @@ def test_elsewhere_torch_computes_and_a_warning_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, library: CDLL
 ) -> None:
     path = save(CONFIGS["llama"], tmp_path)
-    assert load_model(path, BFLOAT16).rounds
+    assert load_model(path, BFLOAT16).bf16_linears
     assert not caplog.records
     for settings in ({"native_kernels": False}, {}):
         if not settings:
             monkeypatch.setattr(library, "multiplies_bfloat16", lambda: 0)
         caplog.clear()
         model = load_model(path, replace(BFLOAT16, **settings))
-        assert (model.rounds, model.dtype, model.arithmetic) == (False, torch.bfloat16, torch.bfloat16)
+        assert (model.bf16_linears, model.dtype, model.arithmetic) == (False, torch.bfloat16, torch.bfloat16)
         assert "bfloat16 is left to torch" in caplog.text

@@ -13,7 +13,7 @@ from truedraft.engine.layers import parts as layer_parts
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native import compiler
 from truedraft.engine.native.decoder import NativeDecoder
@@ -145,6 +145,6 @@ def test_wrong_passes_are_noticed_and_not_used(
 ) -> None:
     fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     runner = make_engine(save(CONFIGS[name], tmp_path / "model"), None).target
-    assert isinstance(runner.model, Llama)
+    assert isinstance(runner.model, FusedDecoder)
     assert not runner.model.is_native
     assert runner.fast_pass is None

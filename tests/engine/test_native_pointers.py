@@ -30,14 +30,14 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.backend import NativeBackend
 from truedraft.engine.native.decoder import NativeDecoder
-from truedraft.engine.native.layer_parts import NativeKernels
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
+from truedraft.engine.native.native_run import NativeKernels
 from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
 from truedraft.engine.runtime.native.rows import NativeRow
 from truedraft.engine.sampling.processors import SamplingTensors
@@ -133,9 +133,11 @@ def linear_operations() -> dict[str, Operation]:
     inputs = {"x": torch.randn(rows, size), "residual": torch.randn(rows, out)}
     layer = {"first": torch.randn(40, size), "second": torch.randn(5, size), "bias": torch.randn(out)}
 
-    def multiply(scale: float | None, rounds: bool) -> Callable[[Any, Tensors], list[torch.Tensor]]:
+    def multiply(scale: float | None, bf16_linears: bool) -> Callable[[Any, Tensors], list[torch.Tensor]]:
         def run(library: Any, given: Tensors) -> list[torch.Tensor]:
-            linear = NativeLinear(library, [given["first"], given["second"]], given["bias"], scale, rounds)
+            linear = NativeLinear(
+                library, [given["first"], given["second"]], given["bias"], scale, bf16_linears
+            )
             return [linear(given["x"]), linear.add_to(given["residual"], given["x"])]
 
         return run
@@ -229,7 +231,7 @@ def layer_operations() -> dict[str, Operation]:
 
 def decode_operation(folder: Path) -> Operation:
     model = load_model(save(CONFIGS["qwen3"], folder), LoadOptions())
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     weights, shape = model.weights, model.layers[0]
     assert weights.rotary.table is not None
     table, other = BlockTable(), BlockTable()

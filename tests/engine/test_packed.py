@@ -15,12 +15,12 @@ from tests.gguf_blocks import dequantised
 from tests.models import make_engine, run_engine, save_random_llama
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
+from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.packed import open_packed
-from truedraft.engine.models.weights import Checkpoint
 from truedraft.engine.native.quantised import TYPES, QuantisedLinear
 
 GROUP, VOCAB_SIZE = 32, 48
@@ -141,7 +141,7 @@ def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
         if blocks is not None:
             assert blocks.type == TYPES["Q4_0" if is_symmetric else "Q5_0"]
             assert np.array_equal(dequantised(blocks), weight.numpy())
-    for options in (LoadOptions(narrow=False), LoadOptions(native_kernels=False)):
+    for options in (LoadOptions(compact_weights=False), LoadOptions(native_kernels=False)):
         served = FreshModel(str(tmp_path), options)
         assert served.served is None
         assert torch.allclose(served.logits(IDS, VOCAB_SIZE), logits_of(module), atol=1e-4)
@@ -154,7 +154,7 @@ def test_weights_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
 def test_layers_stay_packed_and_speculation_changes_no_token(name: str, tmp_path: Path) -> None:
     module = make(tmp_path, *CHECKPOINTS[name])
     model = load_model(str(tmp_path), LoadOptions())
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     assert all(isinstance(layer.gate_up, QuantisedLinear) for layer in model.weights.layers)
     expected = logits_of(module)
     logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)

@@ -26,8 +26,8 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import architecture, linear, probe_texts
 from truedraft.engine.models.base import Model, ModelFacts
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
-from truedraft.engine.models.llama import Llama
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -156,7 +156,7 @@ def gate(model: Model, reference: Any) -> None:
 def test_logits_follow_from_the_text_alone(folder: Folder, family: str) -> None:
     path = folder(family)
     model = load_model(path, LoadOptions())
-    assert model.is_native == family.endswith("in C") or isinstance(model, Llama)
+    assert model.is_native == family.endswith("in C") or isinstance(model, FusedDecoder)
     gate(model, load_causal_model(path, LoadOptions(), "eager"))
 
 
@@ -164,7 +164,7 @@ def test_logits_follow_from_the_text_alone(folder: Folder, family: str) -> None:
 def test_logits_of_torch_follow_from_the_text_alone(folder: Folder, family: str) -> None:
     path, options = folder(family), LoadOptions(native_kernels=False)
     model = load_model(path, options)
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     assert not model.is_native
     gate(model, load_causal_model(path, options, "eager"))
 
@@ -225,7 +225,7 @@ def factors_of_the_longest_text(patch: Patch) -> None:
 def test_the_gate_notices(folder: Folder, monkeypatch: Patch, native: bool) -> None:
     path, options = folder("Phi-3, longrope in C"), LoadOptions(native_kernels=native)
     model = load_model(path, options)
-    assert isinstance(model, Llama)
+    assert isinstance(model, FusedDecoder)
     assert model.is_native == native
     factors_of_the_longest_text(monkeypatch)
     reference = load_causal_model(path, options, "eager")
@@ -256,7 +256,7 @@ def test_models_too_large_for_long_texts_are_tried_with_late_positions(
 ) -> None:
     monkeypatch.setattr(probe_texts, "MAX_MULTIPLICATIONS", {"cpu": 0})
     model = load_model(folder(family), LoadOptions())
-    assert isinstance(model, Llama) == model.config.model_type.startswith(("phi3", "gemma"))
+    assert isinstance(model, FusedDecoder) == model.config.model_type.startswith(("phi3", "gemma"))
     facts = ModelFacts(model.config, None, model.num_parameters, model.dtype, model.device)
     _, late = probe_texts.probe_texts(facts)
     assert [text.first_position for text in late[1:]] == [each - 6 for each in boundaries(model.config)]

@@ -31,7 +31,7 @@ from truedraft.engine.core.step import Kind
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows
 from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.models import llama
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.runtime.cuda import graphs as graphs_module
 from truedraft.engine.runtime.cuda import plan as plan_module
 from truedraft.engine.runtime.cuda import runner as runner_module
@@ -107,7 +107,7 @@ def test_same_logits_in_16_bits(dtype: str, models: Models, greedy_only: None) -
 @pytest.mark.parametrize("name", EAGER)
 def test_what_the_kernels_do_not_compute_is_not_captured(name: str, tmp_path: Path, taped: None) -> None:
     core = make_engine(save(CONFIGS[name], tmp_path), None)
-    assert isinstance(core.target.model, Llama)
+    assert isinstance(core.target.model, FusedDecoder)
     assert isinstance(core.runner, PhaseRunner)
     assert core.target.fast_pass is None
 

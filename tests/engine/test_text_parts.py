@@ -15,7 +15,7 @@ from tools.family_table import TEXT, TOLERANCE, logits, save, tiny_config
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models import text_part
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions
 
@@ -60,7 +60,7 @@ def deviation(folder: Path, expected: torch.Tensor, options: LoadOptions | None 
 @pytest.mark.parametrize("model_type", FUSED)
 def test_ordinary_decoders_are_fused(saved: Callable[[str], Saved], model_type: str) -> None:
     folder, expected = saved(model_type)
-    assert isinstance(load_model(str(folder), LoadOptions()), Llama)
+    assert isinstance(load_model(str(folder), LoadOptions()), FusedDecoder)
     assert deviation(folder, expected) < TOLERANCE
 
 
@@ -78,7 +78,7 @@ def test_layouts_of_the_hub(saved: Callable[[str], Saved], tmp_path: Path, model
     for file in ("config.json", "generation_config.json"):
         (tmp_path / file).write_text((folder / file).read_text())
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert isinstance(load_model(str(tmp_path), LoadOptions()), Llama)
+    assert isinstance(load_model(str(tmp_path), LoadOptions()), FusedDecoder)
     assert deviation(tmp_path, expected) < TOLERANCE
 
 

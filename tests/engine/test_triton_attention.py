@@ -13,8 +13,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from tests.engine import torch_kernels
 from tests.engine.triton_gates import same_as_gathered
-from truedraft.engine.cuda import layer_parts
-from truedraft.engine.cuda.layer_parts import find_kernels
+from truedraft.engine.cuda import triton_run
+from truedraft.engine.cuda.triton_run import find_kernels
 from truedraft.engine.layers import attention
 from truedraft.engine.layers.parts import AttentionShape
 
@@ -47,7 +47,7 @@ def test_long_chunks_without_a_mask(
     monkeypatch.setattr(attention, "causal_lower_right", alignment)
     shape = AttentionShape(0, *heads, 16, 0.25, None, None)
     cpu = torch.device("cpu")
-    is_right = layer_parts.is_right(torch_kernels.attend_rows, shape, torch.float32, cpu, queries=100)
+    is_right = triton_run.is_right(torch_kernels.attend_rows, shape, torch.float32, cpu, queries=100)
     assert is_right == (alignment is causal_lower_right)
 
 
@@ -72,8 +72,8 @@ def test_on_a_cpu_nothing_is_tried() -> None:
 def test_without_triton_nothing_is_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(layer_parts, "_is_fit", lambda device: True)
-    monkeypatch.setattr(layer_parts, "find_spec", lambda name: None)
+    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "find_spec", lambda name: None)
     assert find_kernels([SHAPE], torch.float32, torch.device("cpu")) is None
     assert not caplog.text
 
@@ -82,7 +82,7 @@ def test_without_triton_nothing_is_tried(
 def test_what_it_is_not_made_for_is_not_tried(
     dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(layer_parts, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
     shape = AttentionShape(0, 4, 2, size, 0.25, None, None)
     assert find_kernels([shape], dtype, torch.device("cpu")) is None
     assert not caplog.text

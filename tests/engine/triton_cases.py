@@ -21,11 +21,11 @@ from tests.engine.triton_bugs import BUGS, SMALL_BUGS, planted
 from tests.engine.triton_gates import same_as_gathered, same_gate, same_norm, same_rotation_and_cache
 from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
-from truedraft.engine.cuda import kernels, layer_parts
-from truedraft.engine.cuda.layer_parts import AttendRows, InPlaceAttention, find_kernels
+from truedraft.engine.cuda import kernels, triton_run
+from truedraft.engine.cuda.triton_run import AttendRows, InPlaceAttention, find_kernels
 from truedraft.engine.layers.parts import AttentionShape
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.runtime.cuda import plan as plan_module
 
 assert os.environ["TRITON_INTERPRET"] == "1"
@@ -120,7 +120,7 @@ def test_splits_by_shape() -> None:
 @pytest.fixture
 def on_the_cpu(monkeypatch: Patch) -> None:
     """The CPU counts as a device for the kernel, in the interpreter."""
-    monkeypatch.setattr(layer_parts, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
 
 
 # Bugs, planted in the kernels' text.
@@ -165,7 +165,7 @@ def test_the_check_at_load_catches(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_check_at_load_finds_it_right(dtype: torch.dtype, on_the_cpu: None, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(layer_parts, "MAX_GROUPED_QUERIES", 9)  # two sizes of program
+    monkeypatch.setattr(triton_run, "MAX_GROUPED_QUERIES", 9)  # two sizes of program
     assert find_kernels([SHAPE, SHAPE], dtype, CPU) is kernels
 
 
@@ -219,7 +219,7 @@ def on_tape(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def reads_in_place(model: Any) -> bool:
-    assert isinstance(model.model, Llama)
+    assert isinstance(model.model, FusedDecoder)
     return model.model.reads_in_place
 
 
@@ -229,7 +229,7 @@ def eager_engines_gather(monkeypatch: Patch) -> Callable[..., Any]:
     def build(target: str, draft: str | None, cuda_graphs: bool, **config: Any) -> Any:
         with monkeypatch.context() as patch:
             if not cuda_graphs:
-                patch.setattr(layer_parts, "_is_fit", lambda device: False)
+                patch.setattr(triton_run, "_is_fit", lambda device: False)
             core = make_engine(target, draft, cuda_graphs=cuda_graphs, **config)
         assert reads_in_place(core.target) == cuda_graphs
         return core
@@ -243,7 +243,7 @@ def test_captured_passes(tmp_path: Path, taped: None, monkeypatch: Patch) -> Non
     monkeypatch.setattr(graph_gates, "make_engine", eager_engines_gather(monkeypatch))
     for name, fewer in (("NUM_SEQUENCES", 2), ("STEPS", 5)):  # it is an interpreter
         monkeypatch.setattr(graph_gates, name, fewer)
-    monkeypatch.setattr(layer_parts, "is_right", lambda *_: True)  # other cases look
+    monkeypatch.setattr(triton_run, "is_right", lambda *_: True)  # other cases look
     graph_gates.same_as_eager(folder, max_model_len=100)
 
 
@@ -251,9 +251,9 @@ def test_same_tokens(models: Models, on_the_cpu: None, monkeypatch: Patch) -> No
     """Whole engines, without graphs: prompts and drafted rows together."""
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in range(3)]
     prompts = [[1, 2, 3], [4], list(range(16)) * 3]
-    monkeypatch.setattr(layer_parts, "is_right", lambda *_: True)  # other cases look
+    monkeypatch.setattr(triton_run, "is_right", lambda *_: True)  # other cases look
     ours = make_engine(models.target, models.close_draft, native_kernels=False)
-    monkeypatch.setattr(layer_parts, "_is_fit", lambda device: False)
+    monkeypatch.setattr(triton_run, "_is_fit", lambda device: False)
     theirs = make_engine(models.target, models.close_draft, native_kernels=False)
     assert reads_in_place(ours.target)
     assert not reads_in_place(theirs.target)
@@ -288,7 +288,7 @@ def test_a_kernel_that_is_given_wrong_rows_is_not_used(
     models: Models, on_the_cpu: None, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What the check of the kernel alone cannot see, the logits show."""
-    monkeypatch.setattr(layer_parts, "is_right", lambda *_: True)
+    monkeypatch.setattr(triton_run, "is_right", lambda *_: True)
     attend = InPlaceAttention.attend
 
     def shifted(self: InPlaceAttention, call: Any, query: torch.Tensor, *others: Any) -> torch.Tensor:

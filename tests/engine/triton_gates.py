@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from tests.engine import torch_kernels
-from truedraft.engine.cuda.layer_parts import AttendRows, InPlaceAttention
+from truedraft.engine.cuda.triton_run import AttendRows, InPlaceAttention
 from truedraft.engine.layers.attention import AttentionCall, PagedAttention
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable

@@ -21,7 +21,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.llama import TOLERANCES, Llama, same_logits
+from truedraft.engine.models.decoder import TOLERANCES, FusedDecoder, same_logits
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.draft_model import in_width
 from truedraft.engine.runtime.cuda.capture import Capture
@@ -127,7 +127,7 @@ class RoundGraphs:
         """Passes over the last two tokens of rows that still draft."""
         assert self.draft is not None
         model, rows, num_rows = self.draft.model, self.rows, shape.rows
-        assert isinstance(model, Llama)
+        assert isinstance(model, FusedDecoder)
         number, ids = rows.pass_number, rows.ids(num_rows)
         drafts_still = number < rows.field(num_rows, Field.NUM_DRAWN)
         last = number + torch.arange(DRAFT_TOKENS, device=ids.device)
@@ -160,7 +160,7 @@ class RoundGraphs:
         """Passes over pending tokens and drafts with the target."""
         assert shape.queries is not None
         model, rows, num_rows = self.target.model, self.rows, shape.rows
-        assert isinstance(model, Llama)
+        assert isinstance(model, FusedDecoder)
         ids = rows.ids(num_rows)
         num_stored = rows.field(num_rows, Field.NUM_STORED)
         counts = rows.field(num_rows, Field.NUM_DRAFTS) + 1

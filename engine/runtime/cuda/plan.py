@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.memory.cache_memory import free_memory
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.llama import Llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.runtime.cuda.capture import Capture, make_capture
 from truedraft.engine.runtime.cuda.graphs import DraftPass, RoundGraphs, ScorePass, capture_rounds
@@ -44,11 +44,11 @@ class GraphPlan:
     memory: int
     has_draft: bool
 
-    def carry_out(
+    def captured(
         self, target: ModelRunner, draft: ModelRunner | None, num_blocks: int
     ) -> tuple[ModelRunner, ModelRunner | None, RoundGraphs | None]:
-        """Capture; the models as they run from then on. Both caches must have one block behind the
-        ``num_blocks`` that their pools know."""
+        """Captures the graphs and returns the models as they run from then on. Both caches must have one
+        block behind the ``num_blocks`` that their pools know."""
         started, free = time.monotonic(), self.capture.free_memory()
         block_size = target.cache.block_size
         rows = DeviceRows(
@@ -96,7 +96,7 @@ def plan_graphs(
 
 def _can_be_captured(model: Model) -> bool:
     """Says whether a pass takes no decision on the host, which would be frozen as it was at the capture."""
-    return isinstance(model, Llama) and model.reads_in_place and not model.rotary.needs_host
+    return isinstance(model, FusedDecoder) and model.reads_in_place and not model.rotary.needs_host
 
 
 def _affordable(model: Model, planned: list[Captured], max_drawn: int, limit: int) -> list[Captured]:

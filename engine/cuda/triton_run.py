@@ -100,8 +100,8 @@ class InPlaceAttention:
         return output
 
 
-class CudaParts(TorchPointwise):
-    """``LayerParts`` of one forward."""
+class TritonRun(TorchPointwise):
+    """``LayerRun`` of one forward."""
 
     def __init__(self, kernels: Kernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.kernels = kernels

@@ -23,29 +23,29 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from truedraft.engine.cuda.layer_parts import CudaParts, find_kernels
+from truedraft.engine.cuda.triton_run import TritonRun, find_kernels
 from truedraft.engine.layers.parts import (
     ACTIVATIONS,
     Activation,
     AttentionShape,
-    LayerParts,
+    LayerRun,
     Norm,
     Rotary,
-    TorchParts,
+    TorchRun,
     rotary_kinds,
 )
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.memory.kv_cache import KVCache, LayerShape
 from truedraft.engine.models.base import FastPass, ForwardOutput, Model, ModelFacts
+from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
 from truedraft.engine.models.linear import Linear, ModuleLinear, make_linear
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.probe_texts import packed_logits, probe_texts
-from truedraft.engine.models.weights import EMBEDDINGS, HEAD, Checkpoint
 from truedraft.engine.native.decoder import NativeDecoder
-from truedraft.engine.native.layer_parts import NativeKernels, serves
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
+from truedraft.engine.native.native_run import NativeKernels, serves
 from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
 
 # Model types with exactly this layer: rotary halves, RMSNorm before both branches (and behind them in Gemma 2
@@ -68,7 +68,7 @@ Make = Callable[[Sequence[nn.Module]], Linear]
 
 
 def is_llama(module: Any) -> bool:
-    """Whether ``module``, with or without weights, is of a family that ``Llama`` computes."""
+    """Whether ``module``, with or without weights, is of a family that ``FusedDecoder`` computes."""
     config = module.config
     return (
         config.model_type in FAMILIES
@@ -83,7 +83,7 @@ def _activation(config: Any) -> Activation:
     return name
 
 
-class LlamaLayer:
+class DecoderLayer:
     def __init__(self, layer: Any, index: int, make: Make) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.attention = _attention_shape(attention, index)
@@ -102,7 +102,7 @@ class LlamaLayer:
         else:
             self.mlp_norm = Norm.of(layer.post_attention_layernorm)
 
-    def __call__(self, hidden: torch.Tensor, parts: LayerParts) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, parts: LayerRun) -> torch.Tensor:
         """``hidden`` [tokens, hidden size]."""
         qkv = self.qkv(parts.norm(self.input_norm, hidden))
         hidden = _add(hidden, self.output, self.output_norm, parts.attend(self.attention, qkv), parts)
@@ -111,18 +111,18 @@ class LlamaLayer:
 
 
 def _add(
-    hidden: torch.Tensor, linear: Linear, norm: Norm | None, x: torch.Tensor, parts: LayerParts
+    hidden: torch.Tensor, linear: Linear, norm: Norm | None, x: torch.Tensor, parts: LayerRun
 ) -> torch.Tensor:
     return linear.add_to(hidden, x) if norm is None else parts.norm(norm, linear(x), hidden)
 
 
 @dataclass(frozen=True)
-class LlamaWeights:
+class DecoderWeights:
     """``embeddings`` [vocab, hidden size], in the checkpoint's type where its 16 bits are kept; ``softcap``
     of the logits, as in ``AttentionCall``."""
 
     embeddings: torch.Tensor | QuantisedEmbeddings
-    layers: list[LlamaLayer]
+    layers: list[DecoderLayer]
     norm: Norm
     head: Linear
     rotary: Rotary
@@ -149,7 +149,7 @@ def _embed(
     return rows.to(dtype) if scale == 1 else rows.to(dtype) * scale
 
 
-class Llama(Model):
+class FusedDecoder(Model):
     """``parts`` run what lies between the linear layers: torch's operations, kernels in C or Triton."""
 
     has_taps = True
@@ -157,8 +157,8 @@ class Llama(Model):
     def __init__(
         self,
         facts: ModelFacts,
-        weights: LlamaWeights,
-        parts: Callable[[ForwardBatch, KVCache, Rotary], LayerParts] = TorchParts,
+        weights: DecoderWeights,
+        parts: Callable[[ForwardBatch, KVCache, Rotary], LayerRun] = TorchRun,
     ) -> None:
         shapes = [layer.attention for layer in weights.layers]
         heads = [(shape.num_kv_heads, shape.head_size) for shape in shapes]
@@ -168,13 +168,13 @@ class Llama(Model):
         self.parts = parts
         self.is_native = isinstance(parts, NativeKernels)
         self.is_quantised = weights.is_quantised
-        where = "C" if self.is_native else "torch" if parts is TorchParts else "Triton"
+        where = "C" if self.is_native else "torch" if parts is TorchRun else "Triton"
         self.way = f"fused layers in {where}"
 
     @property
     def reads_in_place(self) -> bool:
         """Whether attention asks a batch for ``short_rows`` instead of gathering the keys of ``groups``."""
-        return not self.is_native and self.parts is not TorchParts
+        return not self.is_native and self.parts is not TorchRun
 
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         """No Python decision here or below depends on the values of the batch's tensors."""
@@ -209,13 +209,13 @@ class Llama(Model):
 
 def load_llama(
     skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, options: LoadOptions
-) -> Llama | None:
+) -> FusedDecoder | None:
     """``skeleton`` is transformers' module on the meta device, all of whose tensors ``checkpoint`` has. None
     if the logits are not those of transformers' layers, or only the kernels could round and cannot be had."""
     kernels = _kernels(skeleton, facts) if options.native_kernels else None
     ways = (kernels, None) if kernels is not None else (None,)
-    for library in ways[:-1] if facts.rounds else ways:
-        reader = _Reader(skeleton, checkpoint, facts, library, options.narrow)
+    for library in ways[:-1] if facts.bf16_linears else ways:
+        reader = _Reader(skeleton, checkpoint, facts, library, options.compact_weights)
         weights, expected = reader.read()
         if not all(logits.isfinite().all() for logits in expected):
             return None  # transformers' own module fails with words for it
@@ -226,7 +226,7 @@ def load_llama(
 
 def take_llama(
     module: Any, facts: ModelFacts, native_kernels: bool, expected: list[torch.Tensor]
-) -> Llama | None:
+) -> FusedDecoder | None:
     """A loaded ``module``, whose linear layers know best how to use their weights: it stays as it is.
     ``expected`` as in ``checked``."""
     weights = read_module(module, facts)
@@ -236,11 +236,11 @@ def take_llama(
     return next((model for model in models if model is not None), None)
 
 
-def read_module(module: Any, facts: ModelFacts) -> LlamaWeights:
+def read_module(module: Any, facts: ModelFacts) -> DecoderWeights:
     embeddings = module.model.embed_tokens.weight.detach()
-    return LlamaWeights(
+    return DecoderWeights(
         embeddings,
-        [LlamaLayer(layer, index, make_linear) for index, layer in enumerate(module.model.layers)],
+        [DecoderLayer(layer, index, make_linear) for index, layer in enumerate(module.model.layers)],
         Norm.of(module.model.norm),
         make_linear([module.lm_head]),
         Rotary(module.model.rotary_emb, module.config, embeddings.to(facts.dtype)),
@@ -251,25 +251,25 @@ def read_module(module: Any, facts: ModelFacts) -> LlamaWeights:
 
 @torch.inference_mode()
 def checked(
-    facts: ModelFacts, weights: LlamaWeights, library: ctypes.CDLL | None, expected: list[torch.Tensor]
-) -> Llama | None:
+    facts: ModelFacts, weights: DecoderWeights, library: ctypes.CDLL | None, expected: list[torch.Tensor]
+) -> FusedDecoder | None:
     """The fastest model whose logits of the probe texts are the ``expected`` ones; None if none's are."""
     agrees = (
         roughly_same_logits
         if weights.is_quantised or any(isinstance(layer.down, ModuleLinear) for layer in weights.layers)
-        else partial(same_logits, tolerance=TOLERANCES[torch.bfloat16 if facts.rounds else facts.dtype])
+        else partial(same_logits, tolerance=TOLERANCES[torch.bfloat16 if facts.bf16_linears else facts.dtype])
     )
-    ways: list[tuple[str, Llama]] = []
+    ways: list[tuple[str, FusedDecoder]] = []
     if library is not None:
         kernels = NativeKernels(library)
-        ways = [("The native kernels", Llama(facts, weights, kernels))]
+        ways = [("The native kernels", FusedDecoder(facts, weights, kernels))]
     else:
         shapes = [layer.attention for layer in weights.layers]
         rotates_all = all(shape.head_size == weights.rotary.size for shape in shapes)
         cuda = find_kernels(shapes, facts.dtype, facts.device) if rotates_all else None
         if cuda is not None:
-            ways = [("The CUDA kernels", Llama(facts, weights, partial(CudaParts, cuda)))]
-        ways.append(("The short forward", Llama(facts, weights)))
+            ways = [("The CUDA kernels", FusedDecoder(facts, weights, partial(TritonRun, cuda)))]
+        ways.append(("The short forward", FusedDecoder(facts, weights)))
     for name, model in ways:
         if all(map(agrees, packed_logits(model, probe_texts(facts)), expected)):
             return model
@@ -292,7 +292,7 @@ def roughly_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 class _Reader:
     """Reads a checkpoint layer by layer: transformers' layer computes with it, then ``make`` packs it, and
-    its tensors are gone before the next one's come. ``narrow`` as in ``make_linear``."""
+    its tensors are gone before the next one's come. ``compact_weights`` as in ``make_linear``."""
 
     def __init__(
         self,
@@ -300,19 +300,21 @@ class _Reader:
         checkpoint: Checkpoint,
         facts: ModelFacts,
         library: ctypes.CDLL | None,
-        narrow: bool,
+        compact_weights: bool,
     ) -> None:
         self.skeleton = skeleton
         self.checkpoint = checkpoint
         self.facts = facts
-        self.make = partial(make_linear, library=library, narrow=narrow, rounds=facts.rounds)
+        self.make = partial(
+            make_linear, library=library, compact_weights=compact_weights, bf16_linears=facts.bf16_linears
+        )
         # The kernels take 16 bits and quantised blocks as they are.
-        self.library = library if narrow else None
-        self.keep_type = self.library is not None or facts.rounds
-        self.layers: list[LlamaLayer] = []
+        self.library = library if compact_weights else None
+        self.keep_type = self.library is not None or facts.bf16_linears
+        self.layers: list[DecoderLayer] = []
 
     @torch.inference_mode()
-    def read(self) -> tuple[LlamaWeights, list[torch.Tensor]]:
+    def read(self) -> tuple[DecoderWeights, list[torch.Tensor]]:
         """The weights, and the probe texts' logits as ``packed_logits`` gives them."""
         module, facts = self.skeleton, self.facts
         embeddings, blocks = self._embeddings()
@@ -353,7 +355,7 @@ class _Reader:
         logits = torch.cat(parts, dim=-1)
         if (softcap := _logit_softcap(module.config)) is not None:
             logits = torch.tanh(logits / softcap) * softcap
-        weights = LlamaWeights(
+        weights = DecoderWeights(
             embeddings,
             self.layers,
             Norm.of(module.model.norm),
@@ -369,7 +371,7 @@ class _Reader:
         blocks = self._blocks(EMBEDDINGS)
         if self.library is None or blocks is None:
             embeddings = self._tensor(EMBEDDINGS, self.keep_type)
-            return embeddings.bfloat16() if self.facts.rounds else embeddings, None
+            return embeddings.bfloat16() if self.facts.bf16_linears else embeddings, None
         return QuantisedEmbeddings(self.library, blocks), blocks
 
     def _parts(self, head: Any) -> Iterator[torch.Tensor]:
@@ -388,7 +390,7 @@ class _Reader:
         def after(*_: Any) -> None:
             if self.keep_type:
                 self._restore(layer, f"model.layers.{index}")
-            self.layers.append(LlamaLayer(layer, index, self.make))
+            self.layers.append(DecoderLayer(layer, index, self.make))
             layer.to("meta")
             trim_heap()
 

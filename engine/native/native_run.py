@@ -34,8 +34,8 @@ class NativeKernels:
         self._cache: KVCache | None = None
         self._layers: dict[int, Layer] = {}
 
-    def __call__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> "NativeParts":
-        return NativeParts(self, batch, cache, rotary)
+    def __call__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> "NativeRun":
+        return NativeRun(self, batch, cache, rotary)
 
     def layer(self, shape: AttentionShape, cache: KVCache) -> Layer:
         if cache is not self._cache:
@@ -45,7 +45,7 @@ class NativeKernels:
         return self._layers[shape.layer]
 
 
-class NativeParts:
+class NativeRun:
     def __init__(self, kernels: NativeKernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.kernels = kernels
         self.batch = batch
