@@ -40,7 +40,7 @@ from benchmarks.common import machine, median_seconds, print_facts, print_table
 from benchmarks.engine_runs import run_engine
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.cuda.triton_run import find_kernels
-from truedraft.engine.layers.parts import AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.messages import SamplingParams
 
 ROOT = Path(__file__).parent.parent

@@ -27,10 +27,11 @@ from benchmarks.common import (
     write_json,
 )
 from truedraft.engine.config import BUNDLED_PAIR
+from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models.base import Model
-from truedraft.engine.models.decoder import DecoderWeights, FusedDecoder
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.loader import load_decoder, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
@@ -87,17 +88,18 @@ def forward_of(runner: ModelRunner, rows: int, queries: int, cached: int) -> Cal
 
 
 def linears_of(weights: DecoderWeights, num_tokens: int) -> Callable[[], None]:
-    hidden = torch.randn(num_tokens, weights.embeddings.shape[1])
-    width = weights.layers[0].attention.num_heads * weights.layers[0].attention.head_size
+    hidden = weights.embed(torch.zeros(num_tokens, dtype=torch.int64), torch.float32)
+    shape = weights.layers[0].mixer.shape
+    width = shape.num_heads * shape.head_size
 
     @torch.inference_mode()
     def linears() -> None:
         x = hidden
         for layer in weights.layers:
-            attended = layer.qkv(x)[:, :width].contiguous()
-            x = layer.output.add_to(x, attended)
-            gate_up = layer.gate_up(x)
-            x = layer.down.add_to(x, gate_up[:, : gate_up.shape[1] // 2].contiguous())
+            attended = layer.mixer.qkv(x)[:, :width].contiguous()
+            x = layer.mixer.output.add_to(x, attended)
+            gate_up = layer.mlp.gate_up(x)
+            x = layer.mlp.down.add_to(x, gate_up[:, : gate_up.shape[1] // 2].contiguous())
         weights.head(x)
 
     return linears

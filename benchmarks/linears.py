@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import machine, median_seconds, note, print_facts, print_table, warn_if_busy
-from truedraft.engine.models.linear import OneDnnLinear
+from truedraft.engine.layers.linear import OneDnnLinear
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.threads import set_num_threads
@@ -51,7 +51,7 @@ def ways_of(weight: torch.Tensor) -> dict[str, Callable[[], Callable[[torch.Tens
         ways["C"] = lambda: NativeLinear(library, [weight], None, None)
         ways["C, 16 bits"] = lambda: NativeLinear(library, [weight], None, 1.0)
         if library.multiplies_bfloat16():
-            ways["C, bfloat16"] = lambda: NativeLinear(library, [weight], None, None, rounds=True)
+            ways["C, bfloat16"] = lambda: NativeLinear(library, [weight], None, None, bf16=True)
     return ways
 
 

@@ -17,11 +17,9 @@ from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.layers.attention import ATTENTION_NAME
 from truedraft.engine.models.base import Model, ModelFacts
-from truedraft.engine.models.decoder import take_llama
+from truedraft.engine.models.fused import count, fuse_module
 from truedraft.engine.models.hf.decoder_only import DecoderModel
-from truedraft.engine.models.loader import count
 from truedraft.engine.models.options import LoadOptions
-from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 
 
 def synchronise(device: str) -> None:
@@ -40,8 +38,7 @@ def engine_on_device(
             module.config, module.generation_config, count(module), options.dtype, options.device
         )
         model = DecoderModel(module, facts)
-        expected = packed_logits(model, probe_texts(facts))
-        return take_llama(module, facts, options.native_kernels, expected) or model
+        return fuse_module(model, options) or model
 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("target", "draft"):

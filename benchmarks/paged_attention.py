@@ -25,10 +25,10 @@ from benchmarks.common import machine, median_seconds, note, print_facts, print_
 from benchmarks.on_device import synchronise
 from truedraft.engine.cuda.triton_run import AttendRows, InPlaceAttention, find_kernels
 from truedraft.engine.layers.attention import PagedAttention
-from truedraft.engine.layers.parts import AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.runtime.cuda.capture import CudaCapture
 
 BLOCK_SIZE = 16
@@ -66,7 +66,7 @@ class Layer:
         spans, num_blocks = spans_of(rows, queries, context)
         shape, device = self.shape, self.device
         stored = (shape.num_kv_heads, shape.head_size)
-        cache = KVCache([LayerShape(stored, stored, device)], num_blocks, BLOCK_SIZE, self.dtype)
+        cache = KVCache([AttentionCache(stored, stored, self.dtype, device)], num_blocks, BLOCK_SIZE)
         for tensor in (cache.keys[0], cache.values[0]):
             tensor.normal_()
         heads = shape.num_heads + 2 * shape.num_kv_heads

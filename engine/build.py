@@ -323,7 +323,7 @@ def _num_blocks(
 ) -> int:
     """Blocks of each pool: what the memory for caches holds, but not more than could ever be used."""
     bytes_per_block = config.block_size * sum(model.cache_bytes_per_token for model in models)
-    devices = {layer.device for model in models for layer in model.layers}
+    devices = {cache.device for model in models for cache in model.caches}
     budget = cache_budget(config, devices, reserved=0 if graphs is None else graphs.memory)
     affordable = budget // bytes_per_block - (graphs is not None)
     longest = -(-max_model_len // config.block_size)

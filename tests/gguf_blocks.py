@@ -5,7 +5,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
 
-from truedraft.engine.native.quantised import Blocks
+from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 
 # Where a block's float16 numbers are.
 HALVES = {
@@ -20,7 +20,7 @@ HALVES = {
 HALVES["Q6_K"] = (208,)
 
 
-def random_blocks(name: str, rows: int, in_features: int, seed: int) -> Blocks:
+def random_blocks(name: str, rows: int, in_features: int, seed: int) -> QuantisedBlocks:
     """Every bit is drawn, but scales are of one size."""
     kind = GGMLQuantizationType[name]
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -29,10 +29,10 @@ def random_blocks(name: str, rows: int, in_features: int, seed: int) -> Blocks:
     for at in HALVES[name]:
         scales = generator.uniform(-0.02, 0.02, (rows, in_features // block, 1)).astype(np.float16)
         data[:, :, at : at + 2] = scales.view(np.uint8).reshape(rows, -1, 2)
-    return Blocks(int(kind), data.reshape(rows, -1), in_features)
+    return QuantisedBlocks(int(kind), data.reshape(rows, -1), in_features)
 
 
-def dequantised(blocks: Blocks) -> npt.NDArray[np.float32]:
+def dequantised(blocks: QuantisedBlocks) -> npt.NDArray[np.float32]:
     """Returns the values as the package gguf computes them."""
     weights: npt.NDArray[np.float32] = gguf.dequantize(blocks.data, GGMLQuantizationType(blocks.type))
     return weights if blocks.order is None else weights[blocks.order]

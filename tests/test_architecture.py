@@ -1,11 +1,13 @@
 """House rules as tests: who may import whom, how long a file may be, what every module must have."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -225,6 +227,19 @@ def test_no_import_cycles(folder: str) -> None:
         for name in leaves:
             del left[name]
     assert not left
+
+
+def test_c_files_do_not_call_each_other_in_circles() -> None:
+    files = {path.stem: path.read_text() for path in (ROOT / "engine" / "native").glob("*.c")}
+    code = {name: re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL) for name, text in files.items()}
+    defined = re.compile(r"^(?!static)[a-z]\w* \*?(\w+)\([^;]*?\{$", re.MULTILINE | re.DOTALL)
+    home = {function: name for name, text in code.items() for function in defined.findall(text)}
+    calls = {
+        name: {home[word] for word in re.findall(r"\w+", text) if word in home} - {name}
+        for name, text in code.items()
+    }
+    assert {"decoder", "draft", "sampling"} <= calls["rounds"]
+    TopologicalSorter(calls).prepare()  # raises CycleError
 
 
 def test_imports_without_torch() -> None:

@@ -17,10 +17,13 @@ from typing import Protocol
 import torch
 
 from truedraft.engine.layers.attention import AttentionCall, PagedAttention, attend_group
-from truedraft.engine.layers.parts import Activation, AttentionShape, Norm, Rotary, TorchPointwise
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.rotary import Rotary
+from truedraft.engine.layers.run import Activation, AttentionShape
+from truedraft.engine.layers.torch_run import TorchPointwise
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, PagedRows, Span, table_slots
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 
 MAX_HEAD_SIZE = 256
 # The first with matrix units for bfloat16 and with copies that run beside the arithmetic.
@@ -198,7 +201,7 @@ def is_right(
     query = (query * (4 / (shape.scaling * shape.head_size**0.5))).to(device, dtype)[:, : shape.num_heads]
     outputs = []
     for used in (dtype, torch.float64):
-        cache = KVCache([LayerShape(heads, heads, device)], num_blocks, CHECK_BLOCK_SIZE, used)
+        cache = KVCache([AttentionCache(heads, heads, used, device)], num_blocks, CHECK_BLOCK_SIZE)
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, stored, *(x.to(used) for x in context))

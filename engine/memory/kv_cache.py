@@ -4,7 +4,9 @@ Slot = block id * block size + offset. Which slots belong to whom is the block m
 module stores and gathers. A model's layers are probed once, so any architecture's shapes fit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -12,17 +14,21 @@ from truedraft.engine.memory.huge_pages import HugePages
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Heads and sizes of one layer's keys and values, per token, and the device where the layer runs."""
+class AttentionCache:
+    """What one layer of attention keeps of each token, in which type, and the device where the layer runs."""
 
     key: tuple[int, int]  # [kv heads, key size]
     value: tuple[int, int]  # [kv heads, value size]
+    dtype: torch.dtype
     device: torch.device
 
     @property
-    def num_elements(self) -> int:
-        return self.key[0] * self.key[1] + self.value[0] * self.value[1]
+    def bytes_per_token(self) -> int:
+        return (self.key[0] * self.key[1] + self.value[0] * self.value[1]) * self.dtype.itemsize
 
+
+# What one layer keeps; of layers with a state instead of keys and values it would be another class.
+CacheSpec: TypeAlias = AttentionCache
 
 # So much of a cache on a CPU is written to at start. The system clears a page of memory when it is first
 # written to, which would take the first requests milliseconds; of a large cache most is never used.
@@ -32,17 +38,15 @@ TOUCHED_BYTES = 64 << 20
 class KVCache:
     """Keys and values of one model: per layer two tensors [slots, kv heads, size]."""
 
-    def __init__(
-        self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, specs: Sequence[CacheSpec], num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         num_slots = num_blocks * block_size
         # Zeros, not empty: masked slots are multiplied by zero, which does not silence a NaN.
         pages = HugePages()
-        self.keys = [pages.zeros(num_slots, *layer.key, dtype=dtype, device=layer.device) for layer in layers]
-        self.values = [
-            pages.zeros(num_slots, *layer.value, dtype=dtype, device=layer.device) for layer in layers
-        ]
+        self.keys, self.values = (
+            [pages.zeros(num_slots, *size, dtype=spec.dtype, device=spec.device) for spec, size in sizes]
+            for sizes in ([(spec, spec.key) for spec in specs], [(spec, spec.value) for spec in specs])
+        )
         self._touch()
         self._by_head = [
             (keys.transpose(0, 1)[None], values.transpose(0, 1)[None])

@@ -10,7 +10,7 @@ import torch
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import ForwardBatch, Span
-from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.kv_cache import CacheSpec, KVCache
 from truedraft.engine.sampling.rules import NO_RULES, GenerationRules
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 class ForwardOutput(NamedTuple):
     """``logits`` [sum of num_logits, vocab], float32, of each span's last tokens, in span order. ``hidden``
-    [tokens, taps, hidden size]: states after the tapped layers, of all tokens; None without taps."""
+    [tokens, taps, hidden size]: states after the tapped layers, of all tokens; None without taps. After the
+    last layer come the states that the last norm gets; what it makes of them has the number of layers."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None
@@ -27,8 +28,10 @@ class ForwardOutput(NamedTuple):
 class FastPass(Protocol):
     """Passes over a few tokens of each sequence, for one cache."""
 
-    def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> torch.Tensor | None:
-        """Logits as in ``ForwardOutput``; None if there is no such pass for ``spans``."""
+    def __call__(
+        self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Returns logits and states as in ``ForwardOutput``; None if there is no such pass for ``spans``."""
         ...
 
 
@@ -53,7 +56,8 @@ class Model(ABC):
     has_taps = False
     way = "transformers' layers"  # what computes the layers, in words
 
-    def __init__(self, facts: ModelFacts, layers: list[LayerShape], vocab_size: int | None = None) -> None:
+    def __init__(self, facts: ModelFacts, caches: Sequence[CacheSpec], vocab_size: int | None = None) -> None:
+        self.facts = facts
         self.config = facts.config
         self.generation_config = facts.generation_config
         self.num_parameters = facts.num_parameters
@@ -62,7 +66,7 @@ class Model(ABC):
         # What linear layers multiply in.
         self.arithmetic = torch.bfloat16 if facts.bf16_linears else facts.dtype
         self.device = facts.device
-        self.layers = layers
+        self.caches = caches  # what each layer keeps
         text_config = facts.config.get_text_config()
         self.vocab_size = int(text_config.vocab_size) if vocab_size is None else vocab_size
         self.max_position = int(getattr(text_config, "max_position_embeddings", 0)) or None
@@ -74,7 +78,7 @@ class Model(ABC):
 
     @property
     def cache_bytes_per_token(self) -> int:
-        return sum(layer.num_elements for layer in self.layers) * self.dtype.itemsize
+        return sum(cache.bytes_per_token for cache in self.caches)
 
     def forward(
         self,

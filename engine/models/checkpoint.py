@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import cached_file
 
-from truedraft.engine.native.quantised import Blocks
+from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 
 # What transformers calls them in every Llama-shaped model.
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -27,7 +27,7 @@ class Checkpoint:
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantisedBlocks | None:
         """The tensor as it is quantised; None if it is not."""
         return None
 

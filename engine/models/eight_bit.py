@@ -104,11 +104,17 @@ def open_eight_bit(
         return EightBitCheckpoint(source, _block(block), compact)
     if method != "compressed-tensors" or quantization.get("format") == "pack-quantized":
         return None
-    groups = [group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values()]
+    return _open_groups(source, quantization.get("config_groups") or {}, compact)
+
+
+def _open_groups(source: Checkpoint, groups: dict[str, Any], compact: bool) -> EightBitCheckpoint | None:
+    """Opens a checkpoint of compressed-tensors."""
+    weights = [group.get("weights") or {} for group in groups.values()]
     blocks = {
-        _block(group.get("block_structure")) if group.get("strategy") == "block" else None for group in groups
+        _block(group.get("block_structure")) if group.get("strategy") == "block" else None
+        for group in weights
     }
-    if len(blocks) != 1 or not all(_is_supported(group) for group in groups):
+    if len(blocks) != 1 or not all(_is_supported(group) for group in weights):
         return None
     return EightBitCheckpoint(source, blocks.pop(), compact)
 

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile, TensorPlace, read_gguf
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary, read_vocabulary
+from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.models.account import Account
 from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.gguf_config import (
-    GEMMA,
     LONG_FACTORS,
     MODEL_TYPES,
     SHORT_FACTORS,
@@ -26,7 +27,7 @@ from truedraft.engine.models.gguf_config import (
     rotary_factors,
 )
 from truedraft.engine.native.library import load_library
-from truedraft.engine.native.quantised import TYPES, Blocks
+from truedraft.engine.native.quantised import dequantise
 
 SAMPLING = {
     "temp": "temperature",
@@ -59,11 +60,11 @@ class GgufCheckpoint(Checkpoint):
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         return {name: self._read(name) for name in names}
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantisedBlocks | None:
         place = self.file.tensors[self.names[name]]
         if place.type not in TYPES.values():
             return None
-        return Blocks(place.type, self._data(place), place.shape[-1], self._order(name))
+        return QuantisedBlocks(place.type, self._data(place), place.shape[-1], self._order(name))
 
     def release(self) -> None:
         """Gives back the pages that were read; embeddings are read again as they are looked up."""
@@ -76,11 +77,11 @@ class GgufCheckpoint(Checkpoint):
     def _read(self, name: str) -> torch.Tensor:
         blocks = self.blocks(name)
         if blocks is not None and self._library is not None:
-            return blocks.dequantise(self._library)
+            return dequantise(self._library, blocks)
         place = self.file.tensors[self.names[name]]
         tensor = self._plain(place)
         order = self._order(name)
-        if self.file.architecture in GEMMA and name.endswith("norm.weight"):
+        if FAMILIES[self.config.model_type].norms_add_one and name.endswith("norm.weight"):
             tensor = tensor - 1  # llama.cpp multiplies by what is stored, transformers by one more
         return tensor if order is None else tensor[torch.from_numpy(order)]
 

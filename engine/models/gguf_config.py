@@ -14,16 +14,10 @@ from transformers import AutoConfig
 from truedraft.engine.formats.gguf_file import GgufError, GgufFile
 from truedraft.engine.formats.gguf_tokenizer import Vocabulary
 from truedraft.engine.models.account import Account
+from truedraft.engine.models.families import FAMILIES
 
 # Architectures have a name in each of both worlds.
-MODEL_TYPES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "phi3": "phi3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-}
+MODEL_TYPES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
 GEMMA = ("gemma2", "gemma3")
 # Gemmas of so many layers scale scores by hidden size / heads; the others scale them by the head size.
 SCALED_BY_HIDDEN_SIZE = {"gemma2": 46, "gemma3": 62}

@@ -12,13 +12,15 @@ from torch import nn
 
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.formats.gguf_file import is_gguf
+from truedraft.engine.layers.linear import DenseEmbeddings, OneDnnLinear, TorchLinear
+from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.linear import LinearModule, ModuleLinear, OneDnnLinear, TorchLinear
+from truedraft.engine.models.linear import LinearModule, ModuleLinear
 from truedraft.engine.models.load_errors import WEIGHTS
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
-from truedraft.engine.native.quantised import COLUMNS, TYPES, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.quantised import COLUMNS, QuantisedEmbeddings, QuantisedLinear
 
 # Files that are not larger are read whole, others in so many places: no tensor of more than a thousandth of
 # its file is another one unseen. Loading has just read them.
@@ -96,9 +98,7 @@ def _files(path: str, allow_pickle: bool) -> list[Path]:
 def _parts(model: Any) -> Iterator[Any]:
     """Yields what has weights, but for norms."""
     if isinstance(model, FusedDecoder):
-        yield from (model.weights.embeddings, model.weights.head)
-        for layer in model.weights.layers:
-            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        yield from (model.weights.embeddings, *model.weights.linears)
         return
     for module in model.module.modules():
         if isinstance(module, LinearModule):
@@ -121,7 +121,7 @@ def _types(part: Any) -> Iterator[tuple[str, int]]:
             yield from (
                 found for module in part.modules for tensor in _tensors(module) for found in _types(tensor)
             )
-        case TorchLinear():
+        case TorchLinear() | DenseEmbeddings():
             yield from _types(part.weight)
         case torch.Tensor():
             yield str(part.dtype).removeprefix("torch."), part.numel()

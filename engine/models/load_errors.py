@@ -54,6 +54,10 @@ def check_folder(path: str, *, allow_pickle: bool = False) -> None:
     if not folder.is_dir():
         raise ModelLoadError(f"{path} is not a model folder: there is no such folder")
     _check_pointers(folder)
+    _check_files(path, folder, allow_pickle)
+
+
+def _check_files(path: str, folder: Path, allow_pickle: bool) -> None:
     weights = [name for pattern in WEIGHTS for name in folder.glob(pattern) if "adapter" not in name.name]
     if (folder / "adapter_config.json").is_file() and not weights:
         raise ModelLoadError(
@@ -104,26 +108,8 @@ def explain(path: str, error: BaseException, what: str = "") -> str:
     """Says what went wrong while ``path`` was loaded, in one line that says what to do about it; ``what``
     names the file or the stage."""
     for cause in _causes(error):
-        if isinstance(cause, GatedRepoError):
-            return (
-                f"{path} is gated: accept its terms on its page, and set HF_TOKEN to a token of that account"
-            )
-        if isinstance(cause, RepositoryNotFoundError):
-            return (
-                f"there is no folder {path}, and no such model on the hub "
-                "(a private one needs HF_TOKEN to be set)"
-            )
-        if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
-            return (
-                f"{path} is neither a folder nor in the local cache of the hub, and the hub cannot be "
-                "reached (no network, or HF_HUB_OFFLINE is set)"
-            )
-        if isinstance(cause, HFValidationError):
-            return f"{path} is neither a folder nor the id of a model on the hub"
-        if isinstance(cause, SafetensorError):
-            return f"the weights in {path} are damaged or cut off: {cause}"
-        if isinstance(cause, QuantizationError):
-            return f"{path} cannot be served on a CPU: {cause}"
+        if (words := _explain_cause(path, cause)) is not None:
+            return words
     text = str(error)
     if isinstance(error, StrictDataclassError):
         text = text.rpartition("Error: ")[2]
@@ -140,6 +126,29 @@ def explain(path: str, error: BaseException, what: str = "") -> str:
     # Messages of other errors mean little without the error's name.
     name = "" if text and isinstance(error, SPOKEN) else type(error).__name__
     return f"cannot load {place}: {': '.join(part for part in (name, _one_line(text)) if part)}"
+
+
+def _explain_cause(path: str, cause: BaseException) -> str | None:
+    """Explains errors whose type says what went wrong."""
+    if isinstance(cause, GatedRepoError):
+        return f"{path} is gated: accept its terms on its page, and set HF_TOKEN to a token of that account"
+    if isinstance(cause, RepositoryNotFoundError):
+        return (
+            f"there is no folder {path}, and no such model on the hub "
+            "(a private one needs HF_TOKEN to be set)"
+        )
+    if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
+        return (
+            f"{path} is neither a folder nor in the local cache of the hub, and the hub cannot be "
+            "reached (no network, or HF_HUB_OFFLINE is set)"
+        )
+    if isinstance(cause, HFValidationError):
+        return f"{path} is neither a folder nor the id of a model on the hub"
+    if isinstance(cause, SafetensorError):
+        return f"the weights in {path} are damaged or cut off: {cause}"
+    if isinstance(cause, QuantizationError):
+        return f"{path} cannot be served on a CPU: {cause}"
+    return None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

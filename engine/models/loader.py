@@ -1,12 +1,13 @@
-"""Checkpoint folder or hub id to a model that attends through our cache.
+"""Checkpoint folder, hub id or GGUF file to a model that attends through our cache.
 
-Chooses device and dtype, and the way: Llama-shaped models by name (``llama``), others by a module.
-What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError`` that says so in a sentence.
+Models of known families are read by the names of their tensors (``reader``) and computed by layers of ours,
+others by transformers' module. What goes wrong with a user's path or checkpoint becomes a ``ModelLoadError``
+that says so in a sentence.
 """
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, is_gguf
 from truedraft.engine.layers.attention import ATTENTION_NAME
+from truedraft.engine.layers.linear import TorchLinears
 from truedraft.engine.models.account import check_loaded, check_tokens, has_all, untie
 from truedraft.engine.models.architecture import (
     Architecture,
@@ -29,8 +31,10 @@ from truedraft.engine.models.architecture import (
 )
 from truedraft.engine.models.base import Model, ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.models.decoder import FAMILIES, FusedDecoder, is_llama, load_llama, take_llama
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.eight_bit import compact_linears
+from truedraft.engine.models.families import FAMILIES, has_family
+from truedraft.engine.models.fused import count, fuse_module, load_fused, multiplies_bfloat16
 from truedraft.engine.models.gguf import check_complete, generation_config, open_gguf
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.hf.encoder_decoder import EncoderDecoderModel
@@ -40,11 +44,10 @@ from truedraft.engine.models.load_errors import check_folder, stage
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.packed import PackedCheckpoint
 from truedraft.engine.models.positions import choose_rotary_factors
-from truedraft.engine.models.probe_texts import packed_logits, probe_texts
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
 from truedraft.engine.models.quantization import check_method, dequantise_for_cpu, open_quantised
-from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import linear_library
+from truedraft.engine.native.linears import NativeLinears
 
 logger = logging.getLogger(__name__)
 
@@ -115,17 +118,21 @@ def load_model(path: str, options: LoadOptions) -> Model:
 
 
 def _load_found(found: Architecture, options: LoadOptions) -> Model:
-    decoder = _fused_skeleton(found, options) if options.device_map is None else None
-    if decoder is not None:
-        check_memory(found.path, decoder, options)
-        for way in _ways(options):
-            llama = _load_fused(found, decoder if way is options else _fused_skeleton(found, way), way)
-            if llama is not None and (options.quantize == "none" or llama.is_quantised):
-                return llama
+    skeleton = _fused_skeleton(found, options.dtype) if options.device_map is None else None
+    if skeleton is not None:
+        check_memory(found.path, skeleton, options)
+        checkpoint = _named_tensors(found, skeleton, options)
+        model = None if checkpoint is None else _load_fused(found, checkpoint, options)
+        if model is not None:
+            return model
     if options.quantize != "none":
         raise ModelLoadError(NOT_QUANTISED.format(found.path))
-    if decoder is not None:
+    if skeleton is not None:
         logger.warning("%s is served by transformers' layers, not by the fused ones: slower", found.path)
+    return _load_by_module(found, options)
+
+
+def _load_by_module(found: Architecture, options: LoadOptions) -> Model:
     if not found.has_own_code:
         check_memory(found.path, _check_without_weights(found, options), options)
     model = load_decoder(found, options)
@@ -134,16 +141,15 @@ def _load_found(found: Architecture, options: LoadOptions) -> Model:
         return model
     if options.self_check:
         self_check(model)
-    if model.is_quantised and options.device_map is None and is_llama(model.module):
-        expected = packed_logits(model, probe_texts(model.facts))
-        return take_llama(model.module, model.facts, options.native_kernels, expected) or model
+    if model.is_quantised and options.device_map is None and has_family(model.module):
+        return fuse_module(model, options) or model
     return model
 
 
 def check_config(path: str, options: LoadOptions) -> None:
     """``ModelLoadError`` if config.json alone, without weights, tells that the model cannot be served."""
     found = read_architecture(path, options)
-    if _fused_skeleton(found, options) is None:
+    if _fused_skeleton(found, options.dtype) is None:
         _check_without_weights(found, options)
 
 
@@ -156,57 +162,34 @@ def _check_without_weights(found: Architecture, options: LoadOptions) -> Any:
     return module
 
 
-def load_rounding(path: str, options: LoadOptions) -> FusedDecoder | None:
-    """The model at ``path`` if our kernels serve it with rounded inputs: quantised, or in bfloat16."""
-    bf16_linears = next(iter(_ways(options))).bf16_linears
-    if (
-        not (options.compact_weights or bf16_linears)
-        or options.device_map is not None
-        or not options.native_kernels
-    ):
+def load_if_rounded(path: str, options: LoadOptions) -> FusedDecoder | None:
+    """Returns the model at ``path`` if our kernels round what its layers get: quantised, or in bfloat16."""
+    if options.device_map is not None or not options.native_kernels:
         return None
-    found = None if is_gguf(path) else _find_quantised(_find(path, options), options)
-    is_packed = is_gguf(path) or (found is not None and isinstance(found[0], PackedCheckpoint))
-    if options.quantize == "none" and not is_packed and not bf16_linears:
-        return None
+    if options.quantize == "none" and not multiplies_bfloat16(options):
+        found = None if is_gguf(path) else _find_quantised(_find(path, options), options)
+        has_blocks = is_gguf(path) or (found is not None and isinstance(found[0], PackedCheckpoint))
+        if not (options.compact_weights and has_blocks):
+            return None
     model = load_model(path, options)
-    return model if isinstance(model, FusedDecoder) and (model.is_quantised or model.bf16_linears) else None
-
-
-def _ways(options: LoadOptions) -> Iterator[LoadOptions]:
-    """How to try to load a Llama-shaped model: first so that our kernels multiply in bfloat16, where that is
-    asked for and they can."""
-    if options.dtype == torch.bfloat16 and options.device.type == "cpu":
-        library = load_library() if options.native_kernels else None
-        if library is not None and library.multiplies_bfloat16():
-            yield replace(options, dtype=torch.float32, bf16_linears=True)
-        logger.warning(
-            "dtype bfloat16 is left to torch: there are kernels for Llama-shaped models on a processor with "
-            "AVX512-BF16 only. A token's logits may then depend on what is computed with it"
-        )
-    yield options
+    if isinstance(model, FusedDecoder) and (model.is_quantised or model.bf16_linears):
+        return model
+    return None
 
 
 def _load_gguf(path: str, options: LoadOptions) -> FusedDecoder:
     if options.device_map is not None:
         raise ModelLoadError(f"{path} is a GGUF file, which is not spread over devices: leave out device_map")
-    model = None
     with stage(path, ""):
         file = _open_gguf(path, options)
-        for way in _ways(options):
-            module = plain_skeleton(file.config, way.dtype)
-            check_complete(module, file)
-            generation = generation_config(file)
-            facts = ModelFacts(
-                file.config, generation, count(module), way.dtype, way.device, way.bf16_linears
-            )
-            model = load_llama(module, _quantised(file, way), facts, way)
-            if model is not None:
-                break
+        make_skeleton = partial(plain_skeleton, file.config)
+        check_complete(make_skeleton(options.dtype), file)
+        model = load_fused(make_skeleton, _quantised(file, options), generation_config(file), options)
     if model is None:
-        raise ModelLoadError(f"{path} cannot be served: its logits are not those of transformers' model")
-    if options.quantize != "none" and not model.is_quantised:
-        raise ModelLoadError(NOT_QUANTISED.format(path))
+        words = "its logits are not those of transformers' model"
+        raise ModelLoadError(
+            f"{path} cannot be served: {words}" if options.quantize == "none" else NOT_QUANTISED.format(path)
+        )
     file.release()
     return model
 
@@ -217,19 +200,20 @@ def _quantised(checkpoint: Checkpoint, options: LoadOptions) -> Checkpoint:
     return QuantisedCheckpoint(checkpoint, LAYER_TYPES[options.quantize])
 
 
-def _fused_skeleton(found: Architecture, options: LoadOptions) -> Any:
-    """transformers' module without weights, if ``FusedDecoder`` computes models of this kind; else None."""
+def _fused_skeleton(found: Architecture, dtype: torch.dtype) -> Any:
+    """Returns transformers' module without weights, if its family is computed by layers of ours; else
+    None."""
     with stage(found.path, "config.json"):
         config = found.fused_config
         if config is None or config.model_type not in FAMILIES:
             return None
-        module = plain_skeleton(config, options.dtype)
-        return module if is_llama(module) else None
+        module = plain_skeleton(config, dtype)
+        return module if has_family(module) else None
 
 
-def _load_fused(found: Architecture, module: Any, options: LoadOptions) -> FusedDecoder | None:
-    """A Llama-shaped model straight from its files, by the names of the tensors of ``module``, which has no
-    weights. None where transformers has to rename, dequantise or explain."""
+def _named_tensors(found: Architecture, skeleton: Any, options: LoadOptions) -> Checkpoint | None:
+    """Returns a checkpoint that has all tensors of ``skeleton`` by their names; None where transformers has
+    to rename, dequantise or explain."""
     with stage(found.path, "weights"):
         checkpoint: Checkpoint | None
         if getattr(found.config, "quantization_config", None):
@@ -238,13 +222,19 @@ def _load_fused(found: Architecture, module: Any, options: LoadOptions) -> Fused
             checkpoint = found.checkpoint(options.allow_pickle)
         if checkpoint is None:
             return None
+        untie(skeleton, checkpoint)
+        return checkpoint if has_all(skeleton, checkpoint) else None
+
+
+def _load_fused(found: Architecture, checkpoint: Checkpoint, options: LoadOptions) -> FusedDecoder | None:
+    def make_skeleton(dtype: torch.dtype) -> Any:
+        module = plain_skeleton(found.fused_config, dtype)
         untie(module, checkpoint)
-        if not has_all(module, checkpoint):
-            return None
-    config, generation = module.config, found.generation_config()
-    facts = ModelFacts(config, generation, count(module), options.dtype, options.device, options.bf16_linears)
+        return module
+
+    generation = found.generation_config()
     with stage(found.path, "weights"):
-        return load_llama(module, _quantised(checkpoint, options), facts, options)
+        return load_fused(make_skeleton, _quantised(checkpoint, options), generation, options)
 
 
 def load_decoder(found: Architecture | str, options: LoadOptions) -> DecoderModel | EncoderDecoderModel:
@@ -255,13 +245,10 @@ def load_decoder(found: Architecture | str, options: LoadOptions) -> DecoderMode
     facts = ModelFacts(module.config, module.generation_config, count(module), options.dtype, device)
     if device.type == "cpu" and options.dtype == torch.float32 and options.device_map is None:
         library = linear_library() if options.native_kernels else None
-        replace_linears(module, library, options.compact_weights)
+        compact = options.compact_weights
+        replace_linears(module, TorchLinears() if library is None else NativeLinears(library, compact))
     served = EncoderDecoderModel if found.is_encoder_decoder else DecoderModel
     return served(module, facts)
-
-
-def count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _find(path: str, options: LoadOptions) -> Architecture:

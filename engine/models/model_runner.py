@@ -22,7 +22,7 @@ class ModelRunner:
     @classmethod
     def build(cls, model: Model, num_blocks: int, block_size: int) -> "ModelRunner":
         """Over a new cache, with the fast pass that the model has by itself."""
-        cache = KVCache(model.layers, num_blocks, block_size, model.dtype)
+        cache = KVCache(model.caches, num_blocks, block_size)
         return cls(model, cache, model.fast_pass(cache))
 
     def forward(
@@ -32,16 +32,16 @@ class ModelRunner:
         taps: Sequence[int] = (),
     ) -> ForwardOutput:
         """The spans' tokens are stored in the cache and counted as computed; room must be reserved.
-        ``ids_on_device`` and ``taps`` as in ``Model.forward``; fast passes have no taps."""
+        ``ids_on_device`` and ``taps`` are as in ``Model.forward``."""
         if not torch.is_inference_mode_enabled():  # entering it again takes 10 microseconds
             with torch.inference_mode():
                 return self.forward(spans, ids_on_device, taps)
         ends = [span.table.num_computed_tokens + len(span.token_ids) for span in spans]
-        logits = None if taps or self.fast_pass is None else self.fast_pass(spans, ids_on_device)
-        if logits is None:
+        fast = None if self.fast_pass is None else self.fast_pass(spans, ids_on_device, taps)
+        if fast is None:
             output = self.model.forward(spans, self.cache, ids_on_device, taps)
         else:
-            output = ForwardOutput(logits)
+            output = ForwardOutput(*fast)
         for span, end in zip(spans, ends, strict=True):
             span.table.num_computed_tokens = end
         return output

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from truedraft.engine.errors import QuantizationError
+from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.native.quantised import TYPES, Blocks
 
 GROUP = 32
 CODES, BITS = 8, 4  # in a word of 32 bits
@@ -65,7 +65,7 @@ class PackedCheckpoint(Checkpoint):
         self.adds_one = adds_one
         self.codes = lru_cache(KEPT)(self._codes)
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantisedBlocks | None:
         return _blocks(self.codes(name)) if name in self.packed else None
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -188,7 +188,7 @@ def _unpacked(words: npt.NDArray[np.int32], order: Iterable[int] = range(CODES))
     return codes.astype(np.uint8).reshape(len(words), -1)
 
 
-def _blocks(codes: _Codes) -> Blocks:
+def _blocks(codes: _Codes) -> QuantisedBlocks:
     differences, scales = codes
     rows, inputs = differences.shape
     is_symmetric = differences.min() >= -SYMMETRIC_ZERO and differences.max() < SYMMETRIC_ZERO
@@ -201,4 +201,4 @@ def _blocks(codes: _Codes) -> Blocks:
     low, half = values & 0xF, GROUP // 2
     parts.append((low[:, :, :half] | low[:, :, half:] << BITS).astype(np.uint8))
     data = np.ascontiguousarray(np.concatenate(parts, axis=-1).reshape(rows, -1))
-    return Blocks(TYPES["Q4_0" if is_symmetric else "Q5_0"], data, inputs)
+    return QuantisedBlocks(TYPES["Q4_0" if is_symmetric else "Q5_0"], data, inputs)

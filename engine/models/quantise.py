@@ -7,8 +7,8 @@ import gguf
 import torch
 from gguf import GGMLQuantizationType
 
+from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
 from truedraft.engine.models.checkpoint import Checkpoint
-from truedraft.engine.native.quantised import Blocks
 
 # By the setting ``quantize``: the type of the layers. Embeddings and output layers have 8 bits.
 LAYER_TYPES = {"int8": GGMLQuantizationType.Q8_0, "int4": GGMLQuantizationType.Q4_0}
@@ -29,7 +29,7 @@ class QuantisedCheckpoint(Checkpoint):
         self.layer_type = layer_type
         self.made = lru_cache(KEPT)(self._quantise)
 
-    def blocks(self, name: str) -> Blocks | None:
+    def blocks(self, name: str) -> QuantisedBlocks | None:
         return self.made(name) or self.source.blocks(name)
 
     def rotary_factors(self) -> torch.Tensor | None:
@@ -46,7 +46,7 @@ class QuantisedCheckpoint(Checkpoint):
                 tensors[name] = torch.from_numpy(weights)
         return tensors
 
-    def _quantise(self, name: str) -> Blocks | None:
+    def _quantise(self, name: str) -> QuantisedBlocks | None:
         kind = OUTER_TYPE if name in OUTER else self.layer_type
         stored = self.source.blocks(name)
         if stored is not None and _bits(stored.type) <= _bits(kind):
@@ -54,7 +54,7 @@ class QuantisedCheckpoint(Checkpoint):
         tensor = self.source.read([name])[name]
         if tensor.dim() != 2 or tensor.shape[1] % GROUP:
             return None
-        return Blocks(int(kind), gguf.quantize(tensor.float().numpy(), kind), tensor.shape[1])
+        return QuantisedBlocks(int(kind), gguf.quantize(tensor.float().numpy(), kind), tensor.shape[1])
 
 
 def _bits(kind: int) -> float:

@@ -73,3 +73,10 @@ void uncount_token(Row *row, int64_t id) {
     row->num_distinct -= --row->counts[find_token(row, id)] == 0;
     row->num_counted--;
 }
+
+/* probs [vocab] of adjusted logits, by the row's temperature, top-k, top-p and min-p. */
+void process_adjusted(const Row *row, const Scratch *scratch, float *probs, const float *logits) {
+    const Processors own = { &row->temperature, &row->top_k, &row->top_p, &row->min_p };
+    float *cut = scratch->cut ? scratch->cut + this_thread() * scratch->vocab : NULL;
+    process_row(probs, logits, &own, 0, cut, scratch->vocab);
+}

@@ -12,7 +12,7 @@
 
 typedef struct {
     char *start;
-    size_t size, used;
+    size_t size, reserved, used;
 } Arena;
 
 /* Bytes that an allocation takes. */
@@ -23,6 +23,7 @@ static inline size_t arena_size(int64_t length, size_t size) {
 /* Empties the arena, which then holds size bytes; 0 if there is no memory. */
 static inline int arena_reserve(Arena *arena, size_t size) {
     arena->used = 0;
+    arena->reserved = size;
     if (size <= arena->size) return 1;
     free(arena->start);
     arena->start = aligned_alloc(CACHE_LINE, arena_size(size, 1));
@@ -30,11 +31,11 @@ static inline int arena_reserve(Arena *arena, size_t size) {
     return arena->start != NULL;
 }
 
-/* Part of an arena in which enough is reserved. */
+/* Part of an arena; NULL where less is reserved, which is a mistake of the caller. */
 static inline void *arena_alloc(Arena *arena, int64_t length, size_t size) {
     void *allocated = arena->start + arena->used;
     arena->used += arena_size(length, size);
-    return allocated;
+    return arena->used <= arena->reserved ? allocated : NULL;
 }
 
 #endif

@@ -50,7 +50,7 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t size) {
 }
 
 /* Norms, rotates and stores one token's heads: qkv [num_heads + 2 * num_kv_heads, head_size]. */
-static void place(const Spans *spans, const Layer *layer, float *qkv, int64_t token) {
+static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t token) {
     const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
     const int64_t rotary_size = spans->rotary_size, to = spans->slots[token];
     const int64_t angle = (layer->rotary * spans->num_angles + spans->angle[token]) * rotary_size;
@@ -213,7 +213,7 @@ static inline ALWAYS void add_values(
  * softmax (arXiv 1805.02867). Cached tokens are read from end to end, once, as memory likes it; ``turned``, for one kv
  * head, turns its keys over. Inlined for the usual head sizes, LANES * width, so that a head stays in registers. */
 static inline ALWAYS void attend_queries(
-    const Spans *spans, const Layer *layer, int64_t span, int64_t first_query, int64_t num_queries,
+    const Spans *spans, const Heads *layer, int64_t span, int64_t first_query, int64_t num_queries,
     int64_t first_head, int64_t end_head, int turned, const float *qkv, float *out, const int64_t width) {
     const int64_t size = LANES * width;
     const int64_t shared = layer->num_heads / layer->num_kv_heads, rows_of_head = shared * num_queries;
@@ -290,22 +290,22 @@ static inline ALWAYS void attend_queries(
 /* Items: for each of ``split`` parts of the heads, the parts of each span's queries, at most ``queries`` of them. */
 typedef struct {
     const Spans *spans;
-    const Layer *layer;
+    const Heads *layer;
     const int64_t *first_part; /* [num_spans + 1] */
     int64_t split, queries;
     float *qkv, *out;
-} Attention;
+} Attending;
 
 static void place_task(const void *arguments, int64_t token) {
-    const Attention *task = arguments;
+    const Attending *task = arguments;
     const int64_t width = (task->layer->num_heads + 2 * task->layer->num_kv_heads) * task->layer->head_size;
     place(task->spans, task->layer, task->qkv + token * width, token);
 }
 
 static void attend_task(const void *arguments, int64_t item) {
-    const Attention *task = arguments;
+    const Attending *task = arguments;
     const Spans *spans = task->spans;
-    const Layer *layer = task->layer;
+    const Heads *layer = task->layer;
     const int64_t num_parts = task->first_part[spans->num_spans], part = item % num_parts, heads = item / num_parts;
     int64_t span = 0;
     while (task->first_part[span + 1] <= part) span++;
@@ -330,7 +330,7 @@ static void attend_task(const void *arguments, int64_t item) {
 
 /* Stores the new tokens and attends: qkv [num_tokens, num_heads + 2 * num_kv_heads, head_size], whose
  * queries are normed and rotated in place; out [num_tokens, num_heads, head_size]. */
-void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
+void attend(const Spans *spans, const Heads *layer, float *qkv, float *out) {
     /* Heads are shared out only where there are fewer spans than threads; and where these cannot have equally many, each
      * span's queries, too. Later parts of a prompt take longer than earlier ones: items are by heads first, so that each
      * thread has some of both. */
@@ -348,7 +348,7 @@ void attend(const Spans *spans, const Layer *layer, float *qkv, float *out) {
         first_part[span + 1] = first_part[span] + (num_queries + queries - 1) / queries;
         num_scores += num_queries * (spans->num_stored[span] + num_queries);
     }
-    const Attention attention = { spans, layer, first_part, split, queries, qkv, out };
+    const Attending attention = { spans, layer, first_part, split, queries, qkv, out };
     const int64_t width = (layer->num_heads + 2 * layer->num_kv_heads) * layer->head_size;
     run_task(place_task, &attention, spans->num_tokens, spans->num_tokens * width * 4);
     /* A score and its share of the values take as long as eight times its multiplications in a product. */

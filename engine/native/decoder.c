@@ -1,14 +1,13 @@
-/* A whole pass of a Llama-shaped decoder in one call: token ids in, logits out, for a few tokens on a CPU.
+/* A whole pass of a decoder in one call: token ids in, logits out, for a few tokens on a CPU.
  *
  * A small model's pass is over a hundred calls of the functions in layers.c, attention.c and linear.c. Python takes
- * longer to make such a call than C to run it. The same functions in the same order, so the same bits.
+ * longer to make such a call than C to run it. The functions and their order are the same, and so are the bits.
  * "decoder.py" calls this; all arrays are row-major.
  */
 
 #include <string.h>
 
 #include "kernels.h"
-#include "arena.h"
 #include "vectors.h"
 
 static int64_t sum_of(const int64_t *x, int64_t size) {
@@ -93,27 +92,59 @@ static void gather(float *to, const float *hidden, const NewTokens *new, int64_t
     }
 }
 
-/* Adds a layer's output for x to the rows, normed before unless norm is NULL. */
-static void add(float *rows, const Linear *layer, const float *x, const float *norm, float eps, float *normed,
-                int64_t num_rows) {
-    multiply(layer, norm ? normed : rows, x, norm ? NULL : rows, num_rows);
-    if (norm) rms_norm(rows, normed, norm, rows, num_rows, layer->out_features, eps);
+/* The hidden states of a pass, and as much room for what is made of them. */
+typedef struct {
+    const Spans *spans;
+    float *hidden, *normed;       /* [rows, size] */
+    int64_t rows, size;
+    Arena *arena;
+} Pass;
+
+/* Adds a part's output to the hidden states, with a norm before it and one behind it, unless they are NULL. */
+static int add_part(const Pass *pass, const Part *part, const float *norm, float eps, const float *post_norm,
+                    float post_eps) {
+    float *hidden = pass->hidden, *normed = pass->normed;
+    if (norm) rms_norm(normed, hidden, norm, NULL, pass->rows, pass->size, eps);
+    const float *x = norm ? normed : hidden, *residual = post_norm ? NULL : hidden;
+    if (!run_part(part, pass->spans, post_norm ? normed : hidden, x, residual, pass->arena)) return 0;
+    if (post_norm) rms_norm(hidden, normed, post_norm, hidden, pass->rows, pass->size, post_eps);
+    return 1;
 }
 
-/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones. 0 if there is no memory, or a
- * block is not the cache's, and then nothing has happened. */
-int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
+static int run_layer(const Pass *pass, const DecoderLayer *layer) {
+    return add_part(pass, &layer->mixer, layer->mixer_norm, layer->mixer_norm_eps, layer->mixer_post_norm,
+                    layer->mixer_post_norm_eps)
+        && add_part(pass, &layer->mlp, layer->mlp_norm, layer->mlp_norm_eps, layer->mlp_post_norm,
+                    layer->mlp_post_norm_eps);
+}
+
+/* Copies the states after ``layer`` to where they are wanted. */
+static void give(const Taps *taps, int64_t layer, const float *states, int64_t rows, int64_t size) {
+    for (int64_t tap = 0; taps && tap < taps->num_taps; tap++)
+        for (int64_t row = 0; taps->layers[tap] == layer && row < rows; row++)
+            memcpy(taps->states + (row * taps->num_taps + tap) * size, states + row * size, size * sizeof(float));
+}
+
+/* Bytes of the largest part of any layer. */
+static int64_t largest_part(const Decoder *decoder, int64_t rows) {
+    int64_t largest = 0;
+    for (int64_t i = 0; i < decoder->num_layers; i++) {
+        const int64_t mixer = part_bytes(&decoder->layers[i].mixer, rows);
+        const int64_t mlp = part_bytes(&decoder->layers[i].mlp, rows);
+        if (mixer > largest) largest = mixer;
+        if (mlp > largest) largest = mlp;
+    }
+    return largest;
+}
+
+/* Stores the new tokens; logits [sum of num_logits, vocab] of each span's last ones, and taps unless that is NULL. 0 if
+ * there is no memory, or a block is not the cache's, and then nothing has happened. */
+int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, float *logits) {
     static _Thread_local Arena arena;
     const int64_t rows = sum_of(new->num_tokens, new->num_spans), size = decoder->hidden_size;
     const int64_t num_logits = sum_of(new->num_logits, new->num_spans);
-    const DecoderLayer *shape = decoder->layers;
-    const int64_t width = shape->qkv->out_features, attended_width = shape->output->in_features;
-    const int64_t mlp = shape->down->in_features;
-    const size_t integers = 2 * arena_size(rows, sizeof(int64_t))
-        + arena_size(new->num_spans + 1, sizeof(int64_t));
-    const size_t vectors = 2 * arena_size(rows * size, sizeof(float))
-        + arena_size(rows * width, sizeof(float)) + arena_size(rows * attended_width, sizeof(float))
-        + 3 * arena_size(rows * mlp, sizeof(float));
+    const size_t integers = 2 * arena_size(rows, sizeof(int64_t)) + arena_size(new->num_spans + 1, sizeof(int64_t));
+    const size_t vectors = 2 * arena_size(rows * size, sizeof(float)) + largest_part(decoder, rows);
     if (!has_blocks(decoder, new) || !arena_reserve(&arena, integers + vectors)) return 0;
     int64_t *slots = arena_alloc(&arena, rows, sizeof(int64_t));
     int64_t *angle = arena_alloc(&arena, rows, sizeof(int64_t));
@@ -121,24 +152,18 @@ int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits) {
     const Spans spans = find_places(decoder, new, rows, slots, angle, first_token);
     float *hidden = arena_alloc(&arena, rows * size, sizeof(float));
     float *normed = arena_alloc(&arena, rows * size, sizeof(float));
-    float *qkv = arena_alloc(&arena, rows * width, sizeof(float));
-    float *attended = arena_alloc(&arena, rows * attended_width, sizeof(float));
-    float *gate_up = arena_alloc(&arena, 2 * rows * mlp, sizeof(float));
-    float *gated = arena_alloc(&arena, rows * mlp, sizeof(float));
+    const Pass pass = { &spans, hidden, normed, rows, size, &arena };
 
     for (int64_t span = 0, row = 0; span < new->num_spans; span++)
         for (int64_t i = 0; i < new->num_tokens[span]; i++, row++)
             embed(hidden + row * size, decoder, new->token_ids[row], new->num_stored[span] + i);
     for (int64_t i = 0; i < decoder->num_layers; i++) {
-        const DecoderLayer *layer = &decoder->layers[i];
-        rms_norm(normed, hidden, layer->input_norm, NULL, rows, size, layer->input_eps);
-        multiply(layer->qkv, qkv, normed, NULL, rows);
-        attend(&spans, layer->attention, qkv, attended);
-        add(hidden, layer->output, attended, layer->output_norm, layer->output_eps, normed, rows);
-        rms_norm(normed, hidden, layer->mlp_norm, NULL, rows, size, layer->mlp_eps);
-        multiply(layer->gate_up, gate_up, normed, NULL, rows);
-        gate(gated, gate_up, layer->activation, rows, mlp);
-        add(hidden, layer->down, gated, layer->down_norm, layer->down_eps, normed, rows);
+        if (!run_layer(&pass, &decoder->layers[i])) return 0;
+        give(taps, i, hidden, rows, size);
+    }
+    if (taps) {
+        rms_norm(normed, hidden, decoder->norm, NULL, rows, size, decoder->norm_eps);
+        give(taps, decoder->num_layers, normed, rows, size);
     }
     gather(normed, hidden, new, size);
     rms_norm(normed, normed, decoder->norm, NULL, num_logits, size, decoder->norm_eps);

@@ -1,32 +1,38 @@
-"""A whole pass of a Llama-shaped decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
+"""A whole pass of a decoder as one call of C (``decoder.c``), for a few tokens of each sequence.
 
-The same functions as the calls one by one (``native_run``, ``linear``), in the same order: the same bits.
+The structures in C are made from the same description as what Python runs through. The functions are those
+that are called one by one elsewhere (``native_run``, ``linear``), in the same order, and so are the bits.
 Long prompt chunks go the other way, where they are cut.
 """
 
 from array import array
 from collections.abc import Sequence
-from ctypes import addressof, byref
+from ctypes import Structure, addressof, byref
 from typing import Any
 
 import torch
 
-from truedraft.engine.layers.parts import ACTIVATIONS, Norm
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, DecoderWeights, GatedMlp, Mixer, Mlp
+from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings, Linear
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.run import ACTIVATIONS
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.pointers import PointerError, address, new, shape_of
-from truedraft.engine.native.library import Decoder, DecoderLayer, NewTokens
+from truedraft.engine.native import library as in_c
+from truedraft.engine.native.library import Decoder, NewTokens, Part, Taps
 from truedraft.engine.native.linear import WEIGHT_TYPES, NativeLinear
 from truedraft.engine.native.native_run import FLOAT, NativeKernels, check_rotary
 from truedraft.engine.native.quantised import QuantisedEmbeddings
 
 INTEGER_BYTES = 8
-Weights = Any  # DecoderWeights, which is made of what is in this package
+# Kinds of parts are numbered as in kernels.h.
+KINDS = {in_c.Attention: 0, in_c.GatedMlp: 1}
 
 
 class PackedTokens:
-    """Spans as C reads them, which sees neither how long a table of blocks is nor what lies before a span.
-    They must be kept as long as ``new`` is used."""
+    """Has spans as C reads them, which sees neither how long a table of blocks is nor what lies before a
+    span. They must be kept as long as ``new`` is used."""
 
     def __init__(self, spans: Sequence[Span], block_size: int) -> None:
         counts, stored, wanted, first_blocks = [], [], [], []
@@ -61,52 +67,35 @@ class PackedTokens:
 
 
 class NativeDecoder:
-    """A ``FastPass`` of ``weights``, all of whose linear layers are ``NativeLinear``s, over ``cache``."""
+    """Is a ``FastPass`` of ``weights``, all of whose linear layers are ``NativeLinear``s, over ``cache``."""
 
-    def __init__(self, kernels: NativeKernels, weights: Weights, cache: KVCache) -> None:
+    def __init__(self, kernels: NativeKernels, weights: DecoderWeights, cache: KVCache) -> None:
         assert weights.rotary.table is not None
         self.library = kernels.library
-        self.vocab_size = weights.head.out_features
+        self.vocab_size = _native(weights.head).out_features
         cos, sin = weights.rotary.table
         angles = kinds, num_angles, rotary_size = shape_of(cos, 3)
         vocab_size, hidden_size, embedding_type, embeddings = _embeddings(weights.embeddings)
+        self.hidden_size = hidden_size
         for layer in weights.layers:
-            _check_sizes(layer, hidden_size, weights.layers[0].down.in_features)
-            check_rotary(layer.attention, kinds, rotary_size)
-        _check_size("head", weights.head, hidden_size, self.vocab_size)
-        attention = [kernels.layer(layer.attention, cache) for layer in weights.layers]
-        in_c = (DecoderLayer * len(attention))(
-            *(
-                DecoderLayer(
-                    qkv=addressof(layer.qkv.struct),
-                    output=addressof(layer.output.struct),
-                    gate_up=addressof(layer.gate_up.struct),
-                    down=addressof(layer.down.struct),
-                    attention=addressof(shape),
-                    activation=ACTIVATIONS.index(layer.activation),
-                    **_norm("input", layer.input_norm, hidden_size),
-                    **_norm("output", layer.output_norm, hidden_size),
-                    **_norm("mlp", layer.mlp_norm, hidden_size),
-                    **_norm("down", layer.down_norm, hidden_size),
-                )
-                for layer, shape in zip(weights.layers, attention, strict=True)
-            )
-        )
-        # Kept as long as C has their addresses, which are checked here, once.
-        self._kept = attention, in_c, weights, cache
+            check_rotary(layer.mixer.shape, kinds, rotary_size)
+        parts = [_Parts(kernels, layer, cache, hidden_size) for layer in weights.layers]
+        layers = (in_c.DecoderLayer * len(parts))(*(each.layer for each in parts))
+        # These are kept as long as C has their addresses, which are checked here, once.
+        self._kept = parts, layers, weights, cache
         self.decoder = Decoder(
-            num_layers=len(attention),
+            num_layers=len(parts),
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             num_blocks=len(cache.keys[0]) // cache.block_size,
             block_size=cache.block_size,
             num_angles=num_angles,
             rotary_size=rotary_size,
-            layers=addressof(in_c),
+            layers=addressof(layers),
             embeddings=embeddings,
             embedding_type=embedding_type,
             norm=address(weights.norm.weight, FLOAT, (hidden_size,)),
-            head=addressof(weights.head.struct),
+            head=_linear("head", weights.head, hidden_size, self.vocab_size),
             cos=address(cos, FLOAT, angles),
             sin=address(sin, FLOAT, angles),
             norm_eps=weights.norm.eps,
@@ -114,8 +103,13 @@ class NativeDecoder:
             softcap=weights.softcap or 0.0,
         )
 
-    def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor | None:
-        """None if a span is too long."""
+    def __call__(
+        self,
+        spans: list[Span],
+        ids_on_device: torch.Tensor | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Returns logits, and states if there are ``taps``; None if a span is too long."""
         if ids_on_device is not None:
             # C reads ids from the spans, and here the host is the device.
             for span, token_id in zip(spans, ids_on_device.tolist(), strict=True):
@@ -123,47 +117,105 @@ class NativeDecoder:
         if not self.holds(spans):
             return None
         packed = PackedTokens(spans, self.decoder.block_size)
-        shape = packed.num_logits, self.vocab_size
-        logits, place = new(shape, FLOAT)
-        if not self.library.decode(byref(self.decoder), byref(packed.new), place):
+        logits, place = new((packed.num_logits, self.vocab_size), FLOAT)
+        states, tapped = (
+            self._taps(taps, sum(len(span.token_ids) for span in spans)) if taps else (None, None)
+        )
+        at_taps = None if tapped is None else byref(tapped)
+        if not self.library.decode(byref(self.decoder), byref(packed.new), at_taps, place):
             raise MemoryError("no memory for a pass of the model, or no such blocks in its cache")
-        return logits
+        return logits, states
+
+    def _taps(self, taps: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, Taps]:
+        """Returns where the states after some layers go, and how C is told."""
+        if not all(0 <= tap <= self.decoder.num_layers for tap in taps):
+            raise PointerError(
+                f"there are {self.decoder.num_layers} layers, and no states after {list(taps)}"
+            )
+        states, place = new((num_tokens, len(taps), self.hidden_size), FLOAT)
+        self._tapped = array("q", taps)
+        layers = address(self._tapped, torch.int64, (len(taps),))
+        return states, Taps(num_taps=len(taps), layers=layers, states=place)
 
     def holds(self, spans: Sequence[Span]) -> bool:
         return all(len(span.token_ids) <= MAX_GROUPED_QUERIES for span in spans)
 
 
+class _Parts:
+    """Keeps what a layer in C points to."""
+
+    def __init__(self, kernels: NativeKernels, layer: DecoderLayer, cache: KVCache, hidden_size: int) -> None:
+        self.mixer = self._mixer(kernels, layer.mixer, cache, hidden_size)
+        self.mlp = _mlp(layer.mlp, hidden_size)
+        self.layer = in_c.DecoderLayer(
+            mixer=_part(self.mixer),
+            mlp=_part(self.mlp),
+            **_norm("mixer_norm", layer.mixer_norm, hidden_size),
+            **_norm("mixer_post_norm", layer.mixer_post_norm, hidden_size),
+            **_norm("mlp_norm", layer.mlp_norm, hidden_size),
+            **_norm("mlp_post_norm", layer.mlp_post_norm, hidden_size),
+        )
+
+    def _mixer(self, kernels: NativeKernels, mixer: Mixer, cache: KVCache, hidden_size: int) -> Structure:
+        match mixer:
+            case Attention(shape=shape):
+                attended = shape.num_heads * shape.head_size
+                width = attended + 2 * shape.num_kv_heads * shape.head_size
+                self.heads = kernels.heads(shape, cache)
+                return in_c.Attention(
+                    qkv=_linear("qkv", mixer.qkv, hidden_size, width),
+                    output=_linear("output", mixer.output, attended, hidden_size),
+                    heads=addressof(self.heads),
+                )
+
+
+def _mlp(mlp: Mlp, hidden_size: int) -> Structure:
+    match mlp:
+        case GatedMlp():
+            size = _native(mlp.down).in_features
+            return in_c.GatedMlp(
+                gate_up=_linear("gate_up", mlp.gate_up, hidden_size, 2 * size),
+                down=_linear("down", mlp.down, size, hidden_size),
+                activation=ACTIVATIONS.index(mlp.activation),
+            )
+
+
+def _part(structure: Structure) -> Part:
+    """Tells C what kind of part a structure is, by its type; the caller keeps it."""
+    return Part(kind=KINDS[type(structure)], data=addressof(structure))
+
+
 def _norm(name: str, norm: Norm | None, size: int) -> dict[str, Any]:
-    """Fields of ``DecoderLayer``."""
+    """Returns fields of ``DecoderLayer``."""
     if norm is None:
         return {}
-    return {f"{name}_norm": address(norm.weight, FLOAT, (size,)), f"{name}_eps": norm.eps}
+    return {name: address(norm.weight, FLOAT, (size,)), f"{name}_eps": norm.eps}
 
 
-def _embeddings(of: torch.Tensor | QuantisedEmbeddings) -> tuple[int, int, int, int]:
+def _embeddings(embeddings: Embeddings) -> tuple[int, int, int, int]:
     """Returns how many there are, of how many numbers, of which type, and where."""
-    if isinstance(of, QuantisedEmbeddings):
-        return len(of.blocks.data), of.blocks.in_features, of.embedding_type, of.address()
-    if of.dtype not in WEIGHT_TYPES:
-        raise PointerError(f"C has no embeddings of the type {of.dtype}")
-    rows, size = shape_of(of, 2)
-    return rows, size, WEIGHT_TYPES[of.dtype], address(of, of.dtype, (rows, size))
+    if isinstance(embeddings, QuantisedEmbeddings):
+        blocks = embeddings.blocks
+        return len(blocks.data), blocks.in_features, embeddings.embedding_type, embeddings.address()
+    if not isinstance(embeddings, DenseEmbeddings) or embeddings.weight.dtype not in WEIGHT_TYPES:
+        raise PointerError(f"C has no embeddings like {embeddings}")
+    weight = embeddings.weight
+    rows, size = shape_of(weight, 2)
+    return rows, size, WEIGHT_TYPES[weight.dtype], address(weight, weight.dtype, (rows, size))
 
 
-def _check_sizes(layer: Any, hidden_size: int, mlp_size: int) -> None:
-    """C makes room for what lies between the linear layers by the sizes of the first one's."""
-    shape = layer.attention
-    attended = shape.num_heads * shape.head_size
-    heads = attended + 2 * shape.num_kv_heads * shape.head_size
-    _check_size("qkv", layer.qkv, hidden_size, heads)
-    _check_size("output", layer.output, attended, hidden_size)
-    _check_size("gate_up", layer.gate_up, hidden_size, 2 * mlp_size)
-    _check_size("down", layer.down, mlp_size, hidden_size)
+def _native(linear: Linear) -> NativeLinear:
+    if not isinstance(linear, NativeLinear):
+        raise PointerError(f"C has no layers like {linear}")
+    return linear
 
 
-def _check_size(name: str, linear: NativeLinear, in_features: int, out_features: int) -> None:
-    if (linear.in_features, linear.out_features) != (in_features, out_features):
+def _linear(name: str, linear: Linear, in_features: int, out_features: int) -> int:
+    """Returns where a layer is that has so many inputs and outputs."""
+    found = _native(linear)
+    if (found.in_features, found.out_features) != (in_features, out_features):
         raise PointerError(
-            f"{name} is a layer of {linear.in_features} inputs and {linear.out_features} outputs, "
+            f"{name} is a layer of {found.in_features} inputs and {found.out_features} outputs, "
             f"not of {in_features} and {out_features}"
         )
+    return addressof(found.struct)

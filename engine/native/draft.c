@@ -9,13 +9,6 @@
 
 #include "rounds.h"
 
-/* probs [vocab] of adjusted logits, by the row's temperature, top-k, top-p and min-p. */
-void process_own(const Row *row, const Scratch *scratch, float *probs, const float *logits) {
-    const Processors own = { &row->temperature, &row->top_k, &row->top_p, &row->min_p };
-    float *cut = scratch->cut ? scratch->cut + this_thread() * scratch->vocab : NULL;
-    process_row(probs, logits, &own, 0, cut, scratch->vocab);
-}
-
 /* The draft model's logits [known] in the target's width: ids that it does not know have probability 0. */
 static float *pad_logits(const Scratch *scratch, float *logits, int64_t known) {
     if (known >= scratch->vocab) return logits;
@@ -43,7 +36,7 @@ static int64_t draw_draft(const Rounds *rounds, const Scratch *scratch, int64_t 
     adjust_logits(sequence, position, logits, vocab);
     /* Drafts are guesses: a draft model without a distribution has a flat one. */
     if (!is_distribution(logits, vocab)) memset(logits, 0, vocab * sizeof(float));
-    process_own(sequence, scratch, probs, logits);
+    process_adjusted(sequence, scratch, probs, logits);
     if (sequence->rule == COUPLED) {
         gumbel_argmax(&id, probs, &sequence->seed, &place, 0, 1, 1, vocab);
     } else {
@@ -110,7 +103,7 @@ static int draft_by_model(const Decoder *model, const Rounds *rounds, Scratch *s
             .num_logits = scratch->ones, .first_block = scratch->span_first_block,
             .token_ids = scratch->token_ids, .blocks = scratch->blocks,
         };
-        if (!decode(model, &new, scratch->draft_logits)) return 0;
+        if (!decode(model, &new, NULL, scratch->draft_logits)) return 0;
         run_task(draw_task, &(DraftDraws){ rounds, scratch, position, known }, num_active,
                  scratch->samples ? num_active * scratch->vocab * WORK_OF_A_DRAW : 0);
         for (int64_t i = 0; i < num_active; i++) {

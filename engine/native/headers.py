@@ -25,32 +25,34 @@ COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 FUNCTION = re.compile(r"^(int64_t|int|void) (\w+)\(([^)]*)\);", re.MULTILINE)
 
 
-def fields_of(struct: str) -> list[tuple[str, Any]]:
-    """``_fields_`` of the structure of that name: pointers are ``c_void_p`` whatever they point at."""
+def fields_of(struct: str, *values: type[ctypes.Structure]) -> list[tuple[str, Any]]:
+    """Returns ``_fields_`` of the structure of that name: pointers are ``c_void_p`` whatever they point at.
+    ``values``: structures that are inside it."""
     (body,) = re.findall(r"typedef struct \{([^}]*)\} " + struct + ";", _code())
-    return [field for line in body.split(";") if line.strip() for field in _declared(line)]
+    types = TYPES | {value.__name__: value for value in values}
+    return [field for line in body.split(";") if line.strip() for field in _declared(line, types)]
 
 
 def declare_functions(library: ctypes.CDLL) -> None:
-    """Give the functions that the headers declare their types of arguments and result."""
+    """Gives the functions that the headers declare their types of arguments and result."""
     for result, name, arguments in FUNCTION.findall(_code()):
         function = getattr(library, name)
         function.restype = TYPES[result]
         function.argtypes = (
             []
             if arguments == "void"
-            else [kind for argument in arguments.split(",") for _, kind in _declared(argument)]
+            else [kind for argument in arguments.split(",") for _, kind in _declared(argument, TYPES)]
         )
 
 
-def _declared(line: str) -> Iterator[tuple[str, Any]]:
-    """Names and types of ``const float *cos, *sin``."""
+def _declared(line: str, types: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields names and types of ``const float *cos, *sin``."""
     first, *others = line.split(",")
     *words, first = first.split()
     (kind,) = set(words) - {"const"}
     for name in (first, *others):
         pointer = "*" in name
-        yield name.strip().lstrip("*"), ctypes.c_void_p if pointer else TYPES[kind]
+        yield name.strip().lstrip("*"), ctypes.c_void_p if pointer else types[kind]
 
 
 def _code() -> str:

@@ -6,12 +6,13 @@
 
 #include <stdint.h>
 
+#include "arena.h"
 #include "threads.h"
 
 /* As in random.py. */
 enum { DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RECOVER_STREAM = 3, NOISE_STREAM = 4 };
 
-/* What weights are kept in. Quantised embeddings add their type in blocks.h. */
+/* What weights are kept in. Quantised embeddings add their type in quantised_blocks.h. */
 enum { FLOAT32, FLOAT16, BFLOAT16, QUANTISED = 16 };
 
 /* Activations of gates. */
@@ -33,6 +34,7 @@ typedef struct {
     const float *cos, *sin;       /* [rotaries, num_angles, rotary_size]; sin is negative in the first half */
 } Spans;
 
+/* How a layer attends, and where its keys and values lie. */
 typedef struct {
     int64_t num_heads, num_kv_heads, head_size;
     int64_t window;               /* keys that a query sees, itself included; 0: all */
@@ -41,9 +43,9 @@ typedef struct {
     float softcap;                /* c makes c tanh(s / c) of each score s; 0: none */
     const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
     float *keys, *values;         /* [slots, num_kv_heads, head_size] */
-} Layer;
+} Heads;
 
-/* 32 columns of quantised weights; ``type`` as in blocks.h. */
+/* 32 columns of quantised weights; ``type`` as in quantised_blocks.h. */
 typedef struct {
     const uint8_t *data;
     int64_t type;
@@ -58,13 +60,29 @@ typedef struct {
     const float *bias;            /* [out_features] or NULL */
 } Linear;
 
+/* What layers are made of: a part's kind says which of the structures below its data is. */
+enum { ATTENTION, GATED_MLP };
+
 typedef struct {
-    const Linear *qkv, *output, *gate_up, *down;
-    const Layer *attention;
+    int64_t kind;
+    const void *data;
+} Part;
+
+typedef struct {
+    const Linear *qkv, *output;
+    const Heads *heads;
+} Attention;
+
+typedef struct {
+    const Linear *gate_up, *down;
     int64_t activation;
-    const float *input_norm, *mlp_norm; /* [hidden_size] */
-    const float *output_norm, *down_norm; /* of what is added to the residual, or NULL */
-    float input_eps, mlp_eps, output_eps, down_eps;
+} GatedMlp;
+
+/* Two parts, each with a norm before it and one of what it adds to the hidden states, or NULL. */
+typedef struct {
+    Part mixer, mlp;
+    const float *mixer_norm, *mixer_post_norm, *mlp_norm, *mlp_post_norm; /* [hidden_size] */
+    float mixer_norm_eps, mixer_post_norm_eps, mlp_norm_eps, mlp_post_norm_eps;
 } DecoderLayer;
 
 /* A decoder and the cache it writes to. */
@@ -80,7 +98,7 @@ typedef struct {
     const Linear *head;
     const float *cos, *sin;       /* as in Spans */
     float norm_eps, embedding_scale;
-    float softcap;                /* of logits, as in Layer */
+    float softcap;                /* of logits, as in Heads */
 } Decoder;
 
 /* What a pass is to store, by span: tokens of one sequence that follow those stored before. */
@@ -91,6 +109,13 @@ typedef struct {
     const int64_t *token_ids;     /* of all spans, one after the other */
     const int64_t *blocks;        /* block ids of all spans */
 } NewTokens;
+
+/* Hidden states that a pass gives in addition to logits. */
+typedef struct {
+    int64_t num_taps;
+    const int64_t *layers;        /* [num_taps] after which; their number: what the last norm makes of the states */
+    float *states;                /* [tokens of the pass, num_taps, hidden_size] */
+} Taps;
 
 /* What a sequence's logits are processed with; [sequences] each. */
 typedef struct {
@@ -108,7 +133,7 @@ void cap(float *x, int64_t rows, int64_t size, float softcap);
 void cap_row(float *x, int64_t size, float softcap);
 
 /* attention.c */
-void attend(const Spans *spans, const Layer *layer, float *qkv, float *out);
+void attend(const Spans *spans, const Heads *layer, float *qkv, float *out);
 
 /* linear.c */
 int64_t panel_size(void);
@@ -118,7 +143,7 @@ void multiply(const Linear *linear, float *out, const float *x, const float *res
 /* quantised.c */
 void multiply_quantised(const Linear *linear, float *out, const float *x, const float *residual, int64_t rows);
 
-/* blocks.c */
+/* quantised_blocks.c */
 int64_t row_bytes(int64_t type, int64_t size);
 int64_t packed_bytes(int64_t type, int64_t in_features);
 void pack_panels(int64_t type, uint8_t *to, const uint8_t *blocks, const int64_t *rows, int64_t num_rows,
@@ -127,8 +152,12 @@ void dequantise_rows(int64_t type, float *to, const uint8_t *blocks, const int64
                      int64_t size);
 void dequantise(int64_t type, float *to, const uint8_t *blocks, int64_t size);
 
+/* parts.c */
+int64_t part_bytes(const Part *part, int64_t rows);
+int run_part(const Part *part, const Spans *spans, float *out, const float *x, const float *residual, Arena *arena);
+
 /* decoder.c */
-int64_t decode(const Decoder *decoder, const NewTokens *new, float *logits);
+int64_t decode(const Decoder *decoder, const NewTokens *new, const Taps *taps, float *logits);
 
 /* sampling.c */
 void process_row(float *probs, const float *logits, const Processors *processors, int64_t sequence, float *scratch,

@@ -34,8 +34,8 @@ class Spans(ctypes.Structure):
     _fields_ = fields_of("Spans")
 
 
-class Layer(ctypes.Structure):
-    _fields_ = fields_of("Layer")
+class Heads(ctypes.Structure):
+    _fields_ = fields_of("Heads")
 
 
 class QuantisedPanel(ctypes.Structure):
@@ -46,8 +46,24 @@ class Linear(ctypes.Structure):
     _fields_ = fields_of("Linear")
 
 
+class Part(ctypes.Structure):
+    _fields_ = fields_of("Part")
+
+
+class Attention(ctypes.Structure):
+    _fields_ = fields_of("Attention")
+
+
+class GatedMlp(ctypes.Structure):
+    _fields_ = fields_of("GatedMlp")
+
+
 class DecoderLayer(ctypes.Structure):
-    _fields_ = fields_of("DecoderLayer")
+    _fields_ = fields_of("DecoderLayer", Part)
+
+
+class Taps(ctypes.Structure):
+    _fields_ = fields_of("Taps")
 
 
 class Decoder(ctypes.Structure):

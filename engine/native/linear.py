@@ -57,11 +57,8 @@ class NativeLinear:
         scale: float | None,
         bf16: bool = False,
     ) -> None:
-        shapes = [shape_of(weight, 2) for weight in weights]
-        self.out_features = sum(rows for rows, _ in shapes)
-        self.in_features = in_features = shapes[0][1]
-        if {size for _, size in shapes} != {in_features} or not all(w.dtype in FLOATS for w in weights):
-            raise PointerError(f"these are not one layer's weights: {[(w.dtype, w.shape) for w in weights]}")
+        self.out_features, in_features = _stacked_shape(weights)
+        self.in_features = in_features
         self.multiply = library.multiply
         panel = library.panel_size()
         self.dtype = torch.bfloat16 if bf16 else torch.float32 if scale is None else torch.float16
@@ -73,11 +70,7 @@ class NativeLinear:
         for weight in weights:
             for part in torch.split(weight, max(panel, CHUNK_WEIGHTS // in_features // panel * panel)):
                 # In its last type first: torch transposes fast where it need not convert.
-                if bf16:
-                    pairs = F.pad(part.bfloat16(), (0, -in_features % PAIRED_INPUTS)).view(torch.int32)
-                    self._store(column, pairs)
-                else:
-                    self._store(column, part.float() if scale is None else (part.float() * scale).half())
+                self._store(column, _in_pairs(part) if bf16 else _scaled(part, scale))
                 column += len(part)
         self.struct = Linear(
             in_features=in_features,
@@ -126,6 +119,23 @@ class NativeLinear:
             rows,
         )
         return out
+
+
+def _stacked_shape(weights: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Returns outputs and inputs of a layer of all ``weights``."""
+    shapes = [shape_of(weight, 2) for weight in weights]
+    if len({size for _, size in shapes}) != 1 or not all(weight.dtype in FLOATS for weight in weights):
+        raise PointerError(f"these are not one layer's weights: {[(w.dtype, w.shape) for w in weights]}")
+    return sum(rows for rows, _ in shapes), shapes[0][1]
+
+
+def _in_pairs(weight: torch.Tensor) -> torch.Tensor:
+    """Returns rows of pairs of bfloat16 numbers."""
+    return F.pad(weight.bfloat16(), (0, -weight.shape[1] % PAIRED_INPUTS)).view(torch.int32)
+
+
+def _scaled(weight: torch.Tensor, scale: float | None) -> torch.Tensor:
+    return weight.float() if scale is None else (weight.float() * scale).half()
 
 
 def _agrees(library: ctypes.CDLL) -> bool:

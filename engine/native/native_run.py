@@ -1,5 +1,4 @@
-"""What a Llama-shaped layer does between its matrix products, in C (``layers.c``,
-``attention.c``): float32 on a CPU."""
+"""The operations of a forward in C (``layers.c``, ``attention.c``), for any number of float32 rows."""
 
 import ctypes
 from ctypes import byref
@@ -8,11 +7,14 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from truedraft.engine.layers.parts import ACTIVATIONS, Activation, AttentionShape, Norm, Rotary
+from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.rotary import Rotary
+from truedraft.engine.layers.run import ACTIVATIONS, Activation, AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
-from truedraft.engine.native.library import Layer, Spans
+from truedraft.engine.native.library import Heads, Spans
 
 # A head fills whole vector registers, up to as many as the kernels keep.
 HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE = 16, 256
@@ -20,32 +22,34 @@ FLOAT, INTEGER = torch.float32, torch.int64
 
 
 def serves(dtype: torch.dtype, device: torch.device, head_size: int) -> bool:
-    """Whether the kernels can run a model like this."""
+    """Tells whether the kernels can run a model like this."""
     fits = head_size % HEAD_SIZE_MULTIPLE == 0 and head_size <= MAX_HEAD_SIZE
     return device.type == "cpu" and dtype == torch.float32 and fits
 
 
 class NativeKernels:
-    """Makes the parts of each forward. Keeps what does not change from one to the next."""
+    """Begins each forward, and keeps what does not change from one to the next."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        # Layers keep addresses in this cache, which were checked when they were made.
+        # Heads keep addresses in this cache, which were checked when they were made.
         self._cache: KVCache | None = None
-        self._layers: dict[int, Layer] = {}
+        self._heads: dict[int, Heads] = {}
 
     def __call__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> "NativeRun":
         return NativeRun(self, batch, cache, rotary)
 
-    def layer(self, shape: AttentionShape, cache: KVCache) -> Layer:
+    def heads(self, shape: AttentionShape, cache: KVCache) -> Heads:
         if cache is not self._cache:
-            self._cache, self._layers = cache, {}
-        if shape.layer not in self._layers:
-            self._layers[shape.layer] = _layer(shape, cache)
-        return self._layers[shape.layer]
+            self._cache, self._heads = cache, {}
+        if shape.layer not in self._heads:
+            self._heads[shape.layer] = _heads(shape, cache)
+        return self._heads[shape.layer]
 
 
 class NativeRun:
+    """Is a ``LayerRun``."""
+
     def __init__(self, kernels: NativeKernels, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
         self.kernels = kernels
         self.batch = batch
@@ -95,6 +99,9 @@ class NativeRun:
             sin=address(sin, FLOAT, angles),
         )
 
+    def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x) if residual is None else linear.add_to(residual, x)
+
     def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x = x.contiguous()
         added = None if residual is None else residual.contiguous()
@@ -115,13 +122,13 @@ class NativeRun:
         tokens, size = self.spans.num_tokens, shape.head_size
         width, attended = (shape.num_heads + 2 * shape.num_kv_heads) * size, shape.num_heads * size
         out = torch.empty(tokens, attended, dtype=FLOAT)
-        layer = self.kernels.layer(shape, self.cache)
+        heads = self.kernels.heads(shape, self.cache)
         check_rotary(shape, *self.rotary)
         if self.num_slots > (stored := len(self.cache.keys[shape.layer])):
             raise PointerError(f"the cache has {stored} slots, not {self.num_slots}")
         self.kernels.library.attend(
             byref(self.spans),
-            byref(layer),
+            byref(heads),
             address(qkv, FLOAT, (tokens, width)),
             address(out, FLOAT, (tokens, attended)),
         )
@@ -153,13 +160,13 @@ def check_rotary(shape: AttentionShape, kinds: int, size: int) -> None:
         raise PointerError(f"{kinds} tables of angles for {size} numbers are none for {shape}")
 
 
-def _layer(shape: AttentionShape, cache: KVCache) -> Layer:
+def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
     heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
     if size % HEAD_SIZE_MULTIPLE or not 0 < size <= MAX_HEAD_SIZE or heads % kv_heads:
         raise PointerError(f"C does not attend with {heads} heads, {kv_heads} of keys, of {size} numbers")
     keys, values, norm = cache.keys[shape.layer], cache.values[shape.layer], shape.norm
     stored = len(keys), kv_heads, size
-    return Layer(
+    return Heads(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=size,

@@ -4,7 +4,7 @@
  * (whose scales are float16; these are float32). Sums of 32 (16 for Q6_K) products are integers, and so exact;
  * they are scaled and summed up in float32, in the order of the inputs, whatever the number of rows.
  *
- * "quantised.py" calls this; all arrays are row-major, and "blocks.h" says what a panel is.
+ * "quantised.py" calls this; all arrays are row-major, and "quantised_blocks.h" says what a panel is.
  */
 
 /* The order of sums is part of what a row is. */
@@ -16,7 +16,7 @@
 
 #include "kernels.h"
 #include "arena.h"
-#include "blocks.h"
+#include "quantised_blocks.h"
 #include "vectors.h"
 
 /* Columns and rows of a product that are summed up together: as many as there are registers for. */

@@ -123,7 +123,7 @@ static int score(const Decoder *target, const Rounds *rounds, Scratch *scratch) 
         .num_logits = scratch->num_scored, .first_block = scratch->first_block,
         .token_ids = scratch->token_ids, .blocks = scratch->blocks,
     };
-    return decode(target, &new, scratch->logits);
+    return decode(target, &new, NULL, scratch->logits);
 }
 
 /* Speculative sampling (Leviathan et al. 2211.17192, algorithm 1), as verify_rejection: whether a draft is
@@ -160,7 +160,7 @@ static int accept(const Rounds *rounds, const Scratch *scratch, int64_t row, int
         return *emitted == draft;
     }
     float *probs = scratch->probs + this_thread() * vocab;
-    process_own(sequence, scratch, probs, logits);
+    process_adjusted(sequence, scratch, probs, logits);
     if (sequence->rule == COUPLED) {
         gumbel_argmax(emitted, probs, &sequence->seed, &place, 0, 1, 1, vocab);
         return *emitted == draft;

@@ -95,10 +95,10 @@ int64_t run_rounds(const Decoder *target, const Decoder *draft_model, const Roun
 void adjust_logits(const Row *row, int64_t position, float *logits, int64_t vocab);
 void count_token(Row *row, int64_t id);
 void uncount_token(Row *row, int64_t id);
+void process_adjusted(const Row *row, const Scratch *scratch, float *probs, const float *logits);
 
 /* draft.c */
 int draft_round(const Decoder *model, const Rounds *rounds, Scratch *scratch);
-void process_own(const Row *row, const Scratch *scratch, float *probs, const float *logits);
 
 /* Whether an id from outside is one of the tokens of a distribution. */
 static inline int is_token(int64_t id, int64_t vocab) { return id >= 0 && id < vocab; }

@@ -12,7 +12,7 @@ from benchmarks.graphs import WITHOUT
 from tests.benchmarks.conftest import Benchmark
 from tests.engine import torch_kernels
 from tests.tape import TapeCapture
-from truedraft.engine.models import llama
+from truedraft.engine.models import agreement
 from truedraft.engine.runtime.cuda import plan as plan_module
 from truedraft.engine.runtime.cuda import shapes
 
@@ -90,7 +90,7 @@ def test_gpu_on_the_cpu(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]
 def test_gpu_with_and_without_graphs(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU tapes stand in for graphs, so that all of it is run."""
     monkeypatch.setattr(plan_module, "make_capture", TapeCapture)
-    monkeypatch.setattr(llama, "find_kernels", lambda *_: torch_kernels)
+    monkeypatch.setattr(agreement, "find_kernels", lambda *_: torch_kernels)
     monkeypatch.setattr(gpu, "read_prompts", lambda _: ["Once upon a time"])
     settings = graphs.settings
     on_tape = {"cuda_graph_seconds": 600, "native_kernels": False, "max_model_len": 128}

@@ -8,8 +8,8 @@ import shutil
 import pytest
 
 from tests.engine.quantised_program import Program, all_products_are_equal_to_the_bit, compile_program
+from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.native.prebuilt import VARIANTS
-from truedraft.engine.native.quantised import TYPES
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 MISSING = [program for program in (COMPILER, EMULATOR) if shutil.which(program) is None]

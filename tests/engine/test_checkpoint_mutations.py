@@ -21,7 +21,7 @@ from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.models import loader
-from truedraft.engine.models.decoder import FAMILIES
+from truedraft.engine.models.families import FAMILIES
 from truedraft.engine.models.loader import load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions

@@ -26,7 +26,7 @@ from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine, save_perturbed, save_random_llama
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.cuda.triton_run import find_kernels, is_right
-from truedraft.engine.layers.parts import AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.messages import Generate, SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.runtime.cuda.capture import CudaCapture

@@ -205,10 +205,7 @@ def test_layers_have_sixteen_bits_and_speculation_changes_no_token(name: str, tm
     module = make(tmp_path, FORMATS[name])
     model = load_model(str(tmp_path), LoadOptions())
     assert isinstance(model, FusedDecoder)
-    linears = [
-        layer for each in model.weights.layers for layer in (each.qkv, each.output, each.gate_up, each.down)
-    ]
-    for linear in [*linears, model.weights.head]:
+    for linear in model.weights.linears:
         assert isinstance(linear, NativeLinear)
         assert linear.dtype == torch.float16
     expected = logits_of(module)

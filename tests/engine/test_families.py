@@ -68,7 +68,7 @@ def engine(folder: str, num_speculative_tokens: int, **config: Any) -> EngineCor
 def _packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small they are here."""
     monkeypatch.setattr(linear, "MIN_NATIVE_WEIGHTS", 0)
-    monkeypatch.setattr(linear, "MIN_ONE_DNN_WEIGHTS", 0)
+    monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from tests.gguf_models import save_gguf
 from tests.models import make_engine, run_engine
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.gguf_file import GgufError, read_gguf
+from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
@@ -32,7 +33,7 @@ from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.native.decoder import NativeDecoder
-from truedraft.engine.native.quantised import TYPES, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear
 from truedraft.engine.runtime.native.runner import NativeRunner
 
 CPU = torch.device("cpu")
@@ -130,7 +131,7 @@ def test_quantised_layers_deviate_by_the_rounding_of_their_inputs(name: str, tmp
     model = load(path)
     weights = model.weights
     assert isinstance(weights.embeddings, QuantisedEmbeddings)
-    assert all(isinstance(layer.qkv, QuantisedLinear) for layer in weights.layers)
+    assert all(isinstance(layer.mixer.qkv, QuantisedLinear) for layer in weights.layers)
     assert isinstance(ModelRunner.build(model, 20, 4).fast_pass, NativeDecoder)
     deviation = (logits_in(model, [len(IDS)]) - expected).square().mean().sqrt() / expected.std()
     assert 0 < deviation < 0.05

@@ -22,10 +22,11 @@ from truedraft.engine.core.needs import Need
 from truedraft.engine.core.sequence import Sequence as Text
 from truedraft.engine.core.step import ScheduledSequence, StepPlan
 from truedraft.engine.layers.attention import ATTENTION_NAME
-from truedraft.engine.memory.kv_cache import LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import ModelFacts
-from truedraft.engine.models.decoder import FusedDecoder, read_module
+from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.fused import describe_module
 from truedraft.engine.models.hf import decoder_only
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.draft_model import DraftModelProposer
@@ -80,9 +81,11 @@ def model(request: pytest.FixtureRequest) -> ModelRunner:
         module = LlamaForCausalLM(config).eval().requires_grad_(False)
     facts = ModelFacts(config, module.generation_config, 0, torch.float32, META)
     if request.param != "the module's own layers":
-        return ModelRunner.build(FusedDecoder(facts, read_module(module, facts)), num_blocks=32, block_size=4)
+        return ModelRunner.build(
+            FusedDecoder(facts, describe_module(module, facts)), num_blocks=32, block_size=4
+        )
     with pytest.MonkeyPatch.context() as patch:  # the probe reads
-        shapes = [LayerShape((2, 8), (2, 8), META)] * 2
+        shapes = [AttentionCache((2, 8), (2, 8), torch.float32, META)] * 2
         patch.setattr(decoder_only, "probe_layers", lambda *_: shapes)
         return ModelRunner.build(decoder_only.DecoderModel(module, facts), num_blocks=32, block_size=4)
 

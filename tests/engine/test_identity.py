@@ -126,5 +126,5 @@ def test_transformers_layers_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], weights: list[str]
 ) -> None:
     monkeypatch.setattr("truedraft.engine.models.linear.MIN_NATIVE_WEIGHTS", 0)
-    monkeypatch.setattr("truedraft.engine.models.linear.MIN_ONE_DNN_WEIGHTS", 0)
+    monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
     assert types(ready(save_family(tmp_path, "OLMo"), **way)) == (weights, "transformers' layers")

@@ -24,23 +24,19 @@ from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
 from transformers.utils.quantization_config import BitNetQuantConfig
 
 from tests.models import make_engine
-from truedraft.engine.layers import parts as layer_parts
+from truedraft.engine.layers import linear as layers_linear
+from truedraft.engine.layers import torch_run
+from truedraft.engine.layers.linear import Linears, OneDnnLinear, TorchLinears
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
-from truedraft.engine.models import linear
 from truedraft.engine.models.base import Model
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.linear import (
-    LinearModule,
-    ModuleLinear,
-    OneDnnLinear,
-    make_linear,
-    replace_linears,
-)
+from truedraft.engine.models.linear import LinearModule, ModuleLinear, join, replace_linears
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import half_scale
+from truedraft.engine.native.linears import NativeLinears
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96,
@@ -152,20 +148,34 @@ def test_same_logits_as_transformers(folder: str, blocks: list[int], native: boo
 
 
 def test_hidden_states_are_transformers(folder: str) -> None:
-    """After the tapped layers, of all tokens; the last layer's come before the last norm in both."""
+    """They come after the tapped layers, and after the last norm, of all tokens; a whole pass in C gives the
+    very bits of its parts."""
     ids = list(range(20))
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         states = module(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states
-    model = make_engine(folder, None).target.model
-    cache = KVCache(model.layers, 8, 4, model.dtype)
-    table = BlockTable()
-    table.block_ids = list(range(8))
-    output = ModelRunner(model, cache, model.fast_pass(cache)).forward([Span(table, ids, 1)], taps=(1, 0))
-    assert output.logits.shape == (1, 96)
-    assert output.hidden is not None
-    for number, expected in enumerate((states[2], states[1])):
-        torch.testing.assert_close(output.hidden[:, number], expected[0], rtol=1e-3, atol=1e-3)
+    outputs = []
+    for native in (True, False):
+        model = make_engine(folder, None, native_kernels=native).target.model
+        cache = KVCache(model.caches, 8, 4)
+        for fast_pass in (model.fast_pass(cache), None):
+            table = BlockTable()
+            table.block_ids = list(range(8))
+            runner = ModelRunner(model, cache, fast_pass)
+            outputs.append(runner.forward([Span(table, ids, 1)], taps=(1, 3, 0, 2)))
+    for output in outputs:
+        assert output.logits.shape == (1, 96)
+        assert output.hidden is not None
+        for number, expected in enumerate((states[2], states[3], states[1])):
+            torch.testing.assert_close(output.hidden[:, number], expected[0], rtol=1e-3, atol=1e-3)
+    fast, in_parts = (output.hidden for output in outputs[:2])
+    assert fast is not None
+    assert in_parts is not None
+    assert torch.equal(fast, in_parts)
+    assert isinstance(model, FusedDecoder)
+    with torch.inference_mode():  # the last norm's input and output
+        normed = model.weights.norm(in_parts[:, 3])
+    torch.testing.assert_close(normed, in_parts[:, 1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -178,7 +188,7 @@ def test_a_wrong_forward_is_noticed_and_not_used(
     model = make_engine(path, None, dtype=dtype).target.model
     assert isinstance(model, FusedDecoder)
     right = logits_in_parts(model, ids, list(range(8)))
-    monkeypatch.setattr(layer_parts, "_rotate", lambda x, cos, sin: x * cos)
+    monkeypatch.setattr(torch_run, "_rotate", lambda x, cos, sin: x * cos)
     model = make_engine(path, None, dtype=dtype, native_kernels=False).target.model
     assert not isinstance(model, FusedDecoder)
     if dtype == "float32":
@@ -195,9 +205,9 @@ def layer_of(dtype: torch.dtype, rows: int, columns: int, bias: bool) -> nn.Line
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 9, 40])
 def test_packed_layers_are_float32_layers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "MIN_PADDED_WEIGHTS", 0)
+    monkeypatch.setattr(layers_linear, "MIN_PADDED_WEIGHTS", 0)
     layer = layer_of(torch.float32, 200, 300, bias=True)
-    packed = make_linear([layer])
+    packed = join([layer], TorchLinears())
     assert type(packed) is OneDnnLinear
     x, residual = torch.randn(rows, 300), torch.randn(rows, 200)
     exact = x.double() @ layer.weight.T.double() + layer.bias.double()
@@ -223,7 +233,7 @@ def test_quantised_layers_stay_in_the_fast_forward(tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"), torch.inference_mode():  # to compile takes a minute
         runner = make_engine(str(tmp_path), None).target
         assert isinstance(runner.model, FusedDecoder)
-        assert all(isinstance(layer.qkv, ModuleLinear) for layer in runner.model.weights.layers)
+        assert all(isinstance(layer.mixer.qkv, ModuleLinear) for layer in runner.model.weights.layers)
         module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         expected = module(input_ids=torch.tensor([ids])).logits[0]
         ours = logits_in_parts(runner.model, ids, list(range(8)))
@@ -236,6 +246,11 @@ def random_like(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return digits[0] | digits[1] << 2 | digits[2] << 4 | digits[3] << 6
     values = torch.randn(tensor.shape) * 0.2
     return values.abs() + 0.5 if "norm" in name or "scale" in name else values
+
+
+def linears(native: bool) -> Linears:
+    library = load_library() if native else None
+    return TorchLinears() if library is None else NativeLinears(library, compact=True)
 
 
 class Doubled(nn.Linear):
@@ -251,7 +266,7 @@ def test_joined_layers_lie_one_after_the_other(kind: type[nn.Linear], native: bo
     layers = [kind(256, rows, bias=True).requires_grad_(False) for rows in (100, 160)]
     x, residual = torch.randn(3, 256), torch.randn(3, 260)
     separate = torch.cat([layer(x) for layer in layers], dim=-1)
-    joined = make_linear(layers, load_library() if native else None)
+    joined = join(layers, linears(native))
     assert isinstance(joined, ModuleLinear) == (kind is Doubled)
     torch.testing.assert_close(joined(x), separate, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joined.add_to(residual, x), residual + separate, rtol=1e-5, atol=1e-5)
@@ -265,7 +280,7 @@ def test_layers_of_any_module_are_replaced(native: bool) -> None:
     module.requires_grad_(False)
     x = torch.randn(2, 3, 100)
     expected = module(x)
-    replace_linears(module, load_library() if native else None, compact_weights=True)
+    replace_linears(module, linears(native))
     assert isinstance(module[0], LinearModule) == native or load_library() is None  # small for oneDNN
     assert isinstance(module[1][0], LinearModule)
     assert type(module[2]) is Doubled

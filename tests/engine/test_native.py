@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.test_llama import CONFIGS, PARTS, logits_in_parts, save
 from tests.models import make_engine
-from truedraft.engine.layers.parts import ACTIVATIONS, AttentionShape, LayerRun, Norm, TorchRun
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.run import ACTIVATIONS, AttentionShape, LayerRun
+from truedraft.engine.layers.torch_run import TorchRun
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.native import compiler, library
 from truedraft.engine.native.native_run import NativeKernels, serves
@@ -90,7 +92,7 @@ def make_batch(rows: list[tuple[int, int]]) -> ForwardBatch:
 
 def make_cache(shape: AttentionShape) -> KVCache:
     heads = shape.num_kv_heads, shape.head_size
-    cache = KVCache([LayerShape(heads, heads, CPU)], NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    cache = KVCache([AttentionCache(heads, heads, torch.float32, CPU)], NUM_BLOCKS, BLOCK_SIZE)
     generator = torch.Generator().manual_seed(7)
     cache.keys[0].normal_(generator=generator)
     cache.values[0].normal_(generator=generator)
@@ -244,7 +246,7 @@ def test_sixteen_bits_are_kept_unless_float32_is_asked_for(
     model = make_engine(str(tmp_path), None, dtype=dtype).target.model
     assert model.dtype == torch.float32
     assert isinstance(model, FusedDecoder)
-    for linear in (model.weights.head, *(layer.qkv for layer in model.weights.layers)):
+    for linear in (model.weights.head, *(layer.mixer.qkv for layer in model.weights.layers)):
         assert isinstance(linear, NativeLinear)
         assert linear.weights.dtype == kept
 

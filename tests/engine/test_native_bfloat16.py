@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.native_pair import make_twins, save_pair
 from tests.engine.test_llama import CONFIGS, logits_in_parts, save
 from tests.models import make_engine, run_engine
+from truedraft.engine.layers.linear import DenseEmbeddings
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.hf.fresh import FreshModel
@@ -90,10 +91,11 @@ def test_models_multiply_in_bfloat16_where_it_is_asked_for(name: str, tmp_path: 
     model = load_model(path, BFLOAT16)
     assert isinstance(model, FusedDecoder)
     assert (model.is_native, model.dtype, model.arithmetic) == (True, torch.float32, torch.bfloat16)
-    for linear in (model.weights.head, *(layer.qkv for layer in model.weights.layers)):
+    for linear in (model.weights.head, *(layer.mixer.qkv for layer in model.weights.layers)):
         assert isinstance(linear, NativeLinear)
         assert linear.dtype == torch.bfloat16
-    assert model.weights.embeddings.dtype == torch.bfloat16
+    assert isinstance(model.weights.embeddings, DenseEmbeddings)
+    assert model.weights.embeddings.weight.dtype == torch.bfloat16
     ids = list(range(40))
     exact = logits_in_parts(load_model(path, LoadOptions()), ids, list(range(16)))
     said = logits_in_parts(model, ids, list(range(16)))

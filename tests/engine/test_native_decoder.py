@@ -9,7 +9,7 @@ from transformers import MistralConfig, PreTrainedConfig
 from tests.engine.test_llama import CONFIGS, SHAPE, save
 from tests.engine.test_native import plant
 from tests.models import make_engine
-from truedraft.engine.layers import parts as layer_parts
+from truedraft.engine.layers import rotary
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import KVCache
@@ -60,7 +60,7 @@ def test_whole_passes_are_their_parts(name: str, threads: int, tmp_path: Path) -
     set_num_threads(threads)
     assert isinstance(runner.fast_pass, NativeDecoder)
     whole = rounds_of(runner)
-    parts = rounds_of(ModelRunner(model, KVCache(model.layers, 40, BLOCK_SIZE, model.dtype)))
+    parts = rounds_of(ModelRunner(model, KVCache(model.caches, 40, BLOCK_SIZE)))
     for ours, theirs in zip(whole, parts, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
@@ -80,7 +80,7 @@ def test_long_spans_go_the_other_way(tmp_path: Path) -> None:
 def test_angles_that_no_table_holds_have_no_whole_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_parts, "MAX_TABLE_POSITIONS", SHAPE["max_position_embeddings"] - 1)
+    monkeypatch.setattr(rotary, "MAX_TABLE_POSITIONS", SHAPE["max_position_embeddings"] - 1)
     runner = make_engine(save(CONFIGS["llama"], tmp_path), None).target
     assert runner.model.is_native
     assert runner.fast_pass is None
@@ -124,13 +124,13 @@ BUGS = {
         "hidden + (end - num_rows) * size",
         "hidden + (end - num_rows - 1) * size",
     ),
-    "forgets the residual": ("llama", "norm ? NULL : rows", "NULL"),
-    "norms with another layer's weights": (
+    "forgets the residual": ("llama", "post_norm ? NULL : hidden", "NULL"),
+    "norms with another branch's weights": (
         "llama",
-        "layer->mlp_norm, NULL",
-        "decoder->layers->mlp_norm, NULL",
+        "layer->mlp_norm, layer->mlp_norm_eps",
+        "layer->mixer_norm, layer->mlp_norm_eps",
     ),
-    "forgets the residual behind a norm": (GEMMA3, "normed, norm, rows,", "normed, norm, NULL,"),
+    "forgets the residual behind a norm": (GEMMA3, "normed, post_norm, hidden,", "normed, post_norm, NULL,"),
     "takes embeddings as they are": (GEMMA3, "*= decoder->embedding_scale", "*= 1.0f"),
     "turns all layers alike": (GEMMA3, "layer->rotary * spans->num_angles + ", ""),
     "gates with a SiLU": (GEMMA3, "activation == SILU", "activation >= SILU"),

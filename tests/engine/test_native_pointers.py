@@ -3,7 +3,6 @@
 AddressSanitizer watches the same test in ``make check-native``.
 """
 
-import copy
 import dataclasses
 import random
 from array import array
@@ -24,10 +23,13 @@ from tests.gguf_blocks import random_blocks
 from tests.models import make_engine
 from truedraft.engine.core.sequence import Sequence
 from truedraft.engine.core.step import StepPlan
-from truedraft.engine.layers.parts import AttentionShape, Norm
+from truedraft.engine.layers.linear import DenseEmbeddings
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.quantised_blocks import QuantisedBlocks
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.memory.batch import ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.memory.pointers import PointerError, address, shape_of
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
@@ -38,7 +40,7 @@ from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.library import load_library
 from truedraft.engine.native.linear import NativeLinear
 from truedraft.engine.native.native_run import NativeKernels
-from truedraft.engine.native.quantised import Blocks, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear, dequantise
 from truedraft.engine.runtime.native.rows import NativeRow
 from truedraft.engine.sampling.processors import SamplingTensors
 from truedraft.engine.sampling.random import Stream
@@ -161,14 +163,14 @@ def quantised_operations() -> dict[str, Operation]:
 
     def multiply(library: Any, given: Tensors) -> list[torch.Tensor]:
         parts = [
-            Blocks(first.type, given["first"].numpy(), size, given["order"].numpy()),
-            Blocks(second.type, given["second"].numpy(), size),
+            QuantisedBlocks(first.type, given["first"].numpy(), size, given["order"].numpy()),
+            QuantisedBlocks(second.type, given["second"].numpy(), size),
         ]
         linear = QuantisedLinear(library, parts, given["bias"])
         return [linear(given["x"]), linear.add_to(given["residual"], given["x"])]
 
     def look_up(library: Any, given: Tensors) -> list[torch.Tensor]:
-        embeddings = QuantisedEmbeddings(library, Blocks(first.type, given["first"].numpy(), size))
+        embeddings = QuantisedEmbeddings(library, QuantisedBlocks(first.type, given["first"].numpy(), size))
         return [embeddings.look_up(given["ids"])]
 
     return {
@@ -201,7 +203,9 @@ def layer_operations() -> dict[str, Operation]:
     }
 
     def parts(library: Any, given: Tensors, batch: ForwardBatch | None = None) -> Any:
-        cache = KVCache([LayerShape((kv_heads, size), (kv_heads, size), CPU)], 8, block_size, torch.float32)
+        cache = KVCache(
+            [AttentionCache((kv_heads, size), (kv_heads, size), torch.float32, CPU)], 8, block_size
+        )
         if batch is not None:
             cache.keys, cache.values = [given["keys"]], [given["values"]]
         batch = batch or ForwardBatch.build(spans, block_size, CPU)
@@ -232,21 +236,25 @@ def layer_operations() -> dict[str, Operation]:
 def decode_operation(folder: Path) -> Operation:
     model = load_model(save(CONFIGS["qwen3"], folder), LoadOptions())
     assert isinstance(model, FusedDecoder)
-    weights, shape = model.weights, model.layers[0]
+    weights, kept = model.weights, model.caches[0]
     assert weights.rotary.table is not None
     table, other = BlockTable(), BlockTable()
     table.block_ids, table.num_computed_tokens = [1, 0], 4
 
     def decode(library: Any, given: Tensors) -> list[torch.Tensor]:
-        cache = KVCache(model.layers, 3, 4, torch.float32)
+        cache = KVCache(model.caches, 3, 4)
         cache.keys[0], cache.values[1] = _copy(given["keys"]), _copy(given["values"])
-        layer = copy.copy(weights.layers[1])
-        layer.attention = dataclasses.replace(layer.attention, norm=Norm(given["heads"], 1e-6))
-        layer.mlp_norm = Norm(given["mlp"], 1e-6)
+        mixer = weights.layers[1].mixer
+        shape = dataclasses.replace(mixer.shape, norm=Norm(given["heads"], 1e-6))
+        layer = dataclasses.replace(
+            weights.layers[1],
+            mixer=dataclasses.replace(mixer, shape=shape),
+            mlp_norm=Norm(given["mlp"], 1e-6),
+        )
         rotary: Any = SimpleNamespace(table=(given["cos"], given["sin"]))
         changed = dataclasses.replace(
             weights,
-            embeddings=given["embeddings"],
+            embeddings=DenseEmbeddings(given["embeddings"]),
             layers=[weights.layers[0], layer],
             norm=Norm(given["norm"], 1e-6),
             rotary=rotary,
@@ -255,19 +263,22 @@ def decode_operation(folder: Path) -> Operation:
         num_logits = int(given.get("num_logits", torch.tensor(1)))
         beside = [Span(other, given["beside"].tolist(), num_logits)] if "beside" in given else []
         spans = [Span(table, [1, 2], 2), *beside]
-        logits = NativeDecoder(NativeKernels(library), changed, cache)(spans)
-        assert logits is not None
-        return [logits]
+        given_back = NativeDecoder(NativeKernels(library), changed, cache)(spans, taps=(1, 2, 0))
+        assert given_back is not None
+        logits, states = given_back
+        assert states is not None
+        return [logits, states]
 
-    head_norm = weights.layers[1].attention.norm
+    head_norm, mlp_norm = weights.layers[1].mixer.shape.norm, weights.layers[1].mlp_norm
     assert head_norm is not None
-    assert isinstance(weights.embeddings, torch.Tensor)
+    assert mlp_norm is not None
+    assert isinstance(weights.embeddings, DenseEmbeddings)
     cos, sin = weights.rotary.table
-    stored = torch.randn(12, *shape.key)
+    stored = torch.randn(12, *kept.key)
     tensors = {
-        "embeddings": weights.embeddings,
+        "embeddings": weights.embeddings.weight,
         "norm": weights.norm.weight,
-        "mlp": weights.layers[1].mlp_norm.weight,
+        "mlp": mlp_norm.weight,
         "heads": head_norm.weight,
         "cos": cos,
         "sin": sin,
@@ -399,7 +410,7 @@ def test_rows_that_there_are_not_are_refused(number: int) -> None:
     order[3] = number
     ordered = dataclasses.replace(blocks, order=order)
     with pytest.raises(PointerError, match="there are 32 rows"):
-        ordered.dequantise(library)
+        dequantise(library, ordered)
     with pytest.raises(PointerError, match="there are 32 rows"):
         QuantisedLinear(library, [ordered], None)
 
@@ -407,19 +418,19 @@ def test_rows_that_there_are_not_are_refused(number: int) -> None:
 @pytest.mark.parametrize(
     "blocks",
     [
-        Blocks(8, np.zeros((3, 34), np.uint8), 31),
-        Blocks(8, np.zeros((3, 34), np.uint8), 64),
-        Blocks(12, np.zeros((3, 144), np.uint8), 128),
-        Blocks(9, np.zeros((3, 34), np.uint8), 32),
-        Blocks(8, np.zeros((3, 68), np.uint8)[:, ::2], 32),
+        QuantisedBlocks(8, np.zeros((3, 34), np.uint8), 31),
+        QuantisedBlocks(8, np.zeros((3, 34), np.uint8), 64),
+        QuantisedBlocks(12, np.zeros((3, 144), np.uint8), 128),
+        QuantisedBlocks(9, np.zeros((3, 34), np.uint8), 32),
+        QuantisedBlocks(8, np.zeros((3, 68), np.uint8)[:, ::2], 32),
     ],
     ids=["no whole block", "two blocks", "half a block", "an unknown type", "every second byte"],
 )
-def test_blocks_of_other_sizes_are_refused(blocks: Blocks) -> None:
+def test_blocks_of_other_sizes_are_refused(blocks: QuantisedBlocks) -> None:
     library = load_library()
     assert library is not None
     with pytest.raises(PointerError):
-        blocks.dequantise(library)
+        dequantise(library, blocks)
     with pytest.raises(PointerError):
         QuantisedLinear(library, [blocks], None)
 
@@ -449,13 +460,13 @@ def test_a_token_without_an_embedding_ends_its_own_sequence_alone(operations: di
     """So does a position without angles: both are read past the end of a table otherwise."""
     decode = operations["decode"].run
     right = operations["decode"].tensors
-    (alone,) = decode(load_library(), right | {"beside": torch.tensor([3])})
+    alone, _ = decode(load_library(), right | {"beside": torch.tensor([3])})
     for token in (-1, 1 << 20, 1 << 40):
-        (logits,) = decode(load_library(), right | {"beside": torch.tensor([token])})
+        logits, _ = decode(load_library(), right | {"beside": torch.tensor([token])})
         assert logits[-1].isnan().all()
         assert torch.equal(logits[:-1], alone[:-1])
     few = {name: right[name][:, :5].contiguous() for name in ("cos", "sin")}
-    (logits,) = decode(load_library(), right | few | {"beside": torch.tensor([3])})
+    logits, _ = decode(load_library(), right | few | {"beside": torch.tensor([3])})
     assert logits.isnan().any(-1).tolist() == [False, True, False]
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.gguf_blocks import dequantised, random_blocks, rounded_inputs
+from truedraft.engine.layers.quantised_blocks import TYPES, QuantisedBlocks
 from truedraft.engine.native.library import load_library
-from truedraft.engine.native.quantised import TYPES, Blocks, QuantisedEmbeddings, QuantisedLinear
+from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear, dequantise
 from truedraft.engine.native.threads import set_num_threads
 
 pytestmark = pytest.mark.usefixtures("needs_compiler")
@@ -31,7 +32,7 @@ def inputs(rows: int, seed: int = 3) -> torch.Tensor:
     return x
 
 
-def layer(*parts: Blocks, bias: torch.Tensor | None = None) -> QuantisedLinear:
+def layer(*parts: QuantisedBlocks, bias: torch.Tensor | None = None) -> QuantisedLinear:
     library = load_library()
     assert library is not None
     return QuantisedLinear(library, parts, bias)
@@ -46,7 +47,7 @@ def test_dequantised_weights_are_those_of_gguf_to_the_bit(name: str) -> None:
     library = load_library()
     assert library is not None
     blocks = random_blocks(name, 37, IN_FEATURES, seed=1)
-    ours = blocks.dequantise(library).numpy()
+    ours = dequantise(library, blocks).numpy()
     assert np.array_equal(ours.view(np.uint32) << 1, dequantised(blocks).view(np.uint32) << 1)  # -0 is 0
     ids = torch.tensor([5, 36, 5, 0])
     found = QuantisedEmbeddings(library, blocks).look_up(ids)
@@ -90,12 +91,12 @@ def test_rows_do_not_depend_on_their_number_or_on_threads(name: str, threads: in
 def test_parts_of_several_types_in_another_order_are_stacked() -> None:
     order = np.random.default_rng(1).permutation(32)
     first = random_blocks("Q4_K", 32, IN_FEATURES, seed=4)
-    first = Blocks(first.type, first.data, IN_FEATURES, order)
+    first = QuantisedBlocks(first.type, first.data, IN_FEATURES, order)
     second = random_blocks("Q6_K", 19, IN_FEATURES, seed=5)
     x = inputs(3)
     both = layer(first, second)(x)
     assert torch.equal(both, torch.cat([layer(first)(x), layer(second)(x)], dim=1))
-    plain = layer(Blocks(first.type, first.data, IN_FEATURES))(x)
+    plain = layer(QuantisedBlocks(first.type, first.data, IN_FEATURES))(x)
     assert torch.equal(both[:, :32], plain[:, torch.from_numpy(order)])
 
 

@@ -19,6 +19,7 @@ from tests.models import make_engine, run_engine, save_perturbed, save_random_ll
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.needs import EVERY_NEED, Need, Needs
 from truedraft.engine.core.step import Round, StepPlan, StepResult
+from truedraft.engine.layers.linear import DenseEmbeddings
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import Failed, Generate, SamplingParams, TokenOutput
 from truedraft.engine.native import compiler, library
@@ -414,9 +415,9 @@ def test_logits_that_are_no_distribution_end_them(params: SamplingParams, last: 
     twins = make_twins(*save_pair(tmp_path))
     for core in twins:
         embeddings = core.target.model.weights.embeddings
-        assert isinstance(embeddings, torch.Tensor)
+        assert isinstance(embeddings, DenseEmbeddings)
         with torch.inference_mode():
-            embeddings[last] = torch.nan  # what follows this token is nothing
+            embeddings.weight[last] = torch.nan  # what follows this token is nothing
     (ours, our_steps), (theirs, their_steps) = (run(core, shortened([params]), PROMPTS[:2]) for core in twins)
     assert ours == theirs
     # After some rounds that were verified.

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.gguf_blocks import dequantised
 from tests.models import make_engine, run_engine, save_random_llama
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
@@ -21,7 +22,7 @@ from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.loader import load_causal_model, load_model
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.packed import open_packed
-from truedraft.engine.native.quantised import TYPES, QuantisedLinear
+from truedraft.engine.native.quantised import QuantisedLinear
 
 GROUP, VOCAB_SIZE = 32, 48
 COMPRESSED = {
@@ -155,7 +156,7 @@ def test_layers_stay_packed_and_speculation_changes_no_token(name: str, tmp_path
     module = make(tmp_path, *CHECKPOINTS[name])
     model = load_model(str(tmp_path), LoadOptions())
     assert isinstance(model, FusedDecoder)
-    assert all(isinstance(layer.gate_up, QuantisedLinear) for layer in model.weights.layers)
+    assert all(isinstance(layer.mlp.gate_up, QuantisedLinear) for layer in model.weights.layers)
     expected = logits_of(module)
     logits = FreshModel(str(tmp_path), LoadOptions()).logits(IDS, VOCAB_SIZE)
     assert 0 < (logits - expected).square().mean().sqrt() < 0.05 * expected.std()

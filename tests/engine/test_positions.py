@@ -20,7 +20,7 @@ from truedraft.engine.commands import check
 from truedraft.engine.commands.check_exactness import GreedyResult
 from truedraft.engine.commands.check_positions import PositionsResult, long_texts
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.layers import parts as layer_parts
+from truedraft.engine.layers import rotary as rotary_module
 from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
@@ -46,7 +46,7 @@ NUM_DRAFTED = 4
 def _packed(monkeypatch: Patch) -> None:
     """Layers are packed, however small they are here."""
     monkeypatch.setattr(linear, "MIN_NATIVE_WEIGHTS", 0)
-    monkeypatch.setattr(linear, "MIN_ONE_DNN_WEIGHTS", 0)
+    monkeypatch.setattr("truedraft.engine.layers.linear.MIN_ONE_DNN_WEIGHTS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def test_a_text_is_the_same_beside_a_longer_one(folder: Folder, family: str) -> 
 def factors_of_the_longest_text(patch: Patch) -> None:
     """Factors are chosen as transformers does it, in each forward."""
     patch.setattr(architecture, "choose_rotary_factors", lambda *_: None)
-    patch.setattr(layer_parts, "MAX_TABLE_POSITIONS", 0)
+    patch.setattr(rotary_module, "MAX_TABLE_POSITIONS", 0)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -230,7 +230,7 @@ def test_the_gate_notices(folder: Folder, monkeypatch: Patch, native: bool) -> N
     factors_of_the_longest_text(monkeypatch)
     reference = load_causal_model(path, options, "eager")
     module = type(model.rotary.module)(config=reference.config)
-    model.rotary = layer_parts.Rotary(module, reference.config, model.rotary.like)
+    model.rotary = rotary_module.Rotary(module, reference.config, model.rotary.like)
     model.weights = replace(model.weights, rotary=model.rotary)
     with pytest.raises(AssertionError):
         gate(model, reference)

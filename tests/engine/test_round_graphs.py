@@ -30,7 +30,7 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.step import Kind
 from truedraft.engine.memory.batch import ForwardBatch, PagedRows
 from truedraft.engine.messages import Failed, Generate, SamplingParams
-from truedraft.engine.models import llama
+from truedraft.engine.models import agreement
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.runtime.cuda import graphs as graphs_module
 from truedraft.engine.runtime.cuda import plan as plan_module
@@ -62,7 +62,7 @@ make_engine = partial(tests.models.make_engine, native_kernels=False, max_num_se
 def taped(monkeypatch: Patch) -> None:
     """Engines on the CPU capture their passes, on tapes."""
     monkeypatch.setattr(plan_module, "make_capture", TapeCapture)
-    monkeypatch.setattr(llama, "find_kernels", lambda *_: torch_kernels)
+    monkeypatch.setattr(agreement, "find_kernels", lambda *_: torch_kernels)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ PARAMS = {
 def pair(models: Models) -> tuple[EngineCore, EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "make_capture", TapeCapture)
-        patch.setattr(llama, "find_kernels", lambda *_: torch_kernels)
+        patch.setattr(agreement, "find_kernels", lambda *_: torch_kernels)
         return engines(models, models.close_draft)
 
 

@@ -17,13 +17,14 @@ from truedraft.engine.commands.check_speed import Costs, Speed
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
+from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.messages import SamplingParams, Verification
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.gguf import open_gguf
 from truedraft.engine.models.hf.fresh import FreshModel
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.models.quantise import LAYER_TYPES, QuantisedCheckpoint
-from truedraft.engine.native.quantised import TYPES, QuantisedLinear
+from truedraft.engine.native.quantised import QuantisedLinear
 from truedraft.engine.runtime.native.runner import NativeRunner
 from truedraft.server.cli.settings_sources import read_options
 
@@ -71,7 +72,7 @@ def layers_of(core: EngineCore, name: str) -> set[int]:
     """The types of the layers' panels."""
     runner = getattr(core, name)
     assert isinstance(runner.model, FusedDecoder)
-    down = [layer.down for layer in runner.model.weights.layers]
+    down = [layer.mlp.down for layer in runner.model.weights.layers]
     return {linear.panels[0].type if isinstance(linear, QuantisedLinear) else -1 for linear in down}
 
 

@@ -16,7 +16,7 @@ from tests.engine.triton_gates import same_as_gathered
 from truedraft.engine.cuda import triton_run
 from truedraft.engine.cuda.triton_run import find_kernels
 from truedraft.engine.layers import attention
-from truedraft.engine.layers.parts import AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 
 ROOT = Path(__file__).parent.parent.parent
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")

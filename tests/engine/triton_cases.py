@@ -23,7 +23,7 @@ from tests.models import make_engine, run_engine
 from tests.tape import TapeCapture
 from truedraft.engine.cuda import kernels, triton_run
 from truedraft.engine.cuda.triton_run import AttendRows, InPlaceAttention, find_kernels
-from truedraft.engine.layers.parts import AttentionShape
+from truedraft.engine.layers.run import AttentionShape
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.runtime.cuda import plan as plan_module

@@ -12,7 +12,7 @@ from truedraft.engine.cuda.triton_run import AttendRows, InPlaceAttention
 from truedraft.engine.layers.attention import AttentionCall, PagedAttention
 from truedraft.engine.memory.batch import MAX_GROUPED_QUERIES, ForwardBatch, Span
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 
 # These are shares of the largest number: rounded weights and results. A GPU's exponentials have 22 good bits.
 TOLERANCES = {torch.float32: 3e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -48,10 +48,10 @@ def same_as_gathered(
     )
     # A view, as the layers make it; some keys matter much more than others.
     query = (4 * torch.randn(len(batch.slots), heads[0] + 3, size)).to(device, dtype)[:, : heads[0]]
-    layer = LayerShape((heads[1], size), (heads[1], size), torch.device(device))
+    layer = (heads[1], size), (heads[1], size)
 
     def attend(used: torch.dtype) -> torch.Tensor:
-        cache = KVCache([layer], num_blocks, block_size, used)
+        cache = KVCache([AttentionCache(*layer, used, torch.device(device))], num_blocks, block_size)
         cache.keys[0].fill_(torch.nan)
         cache.values[0].fill_(torch.nan)
         cache.write(0, slots, old_key.to(used), old_value.to(used))

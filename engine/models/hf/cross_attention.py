@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, EncoderDecoderCache
 
 from truedraft.engine.memory.batch import AttentionGroup, ForwardBatch
-from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 
 ATTENTION_NAME = "truedraft_encoder_decoder"
 
@@ -138,18 +138,23 @@ def _own_mask(module: Any, group: AttentionGroup, dtype: torch.dtype) -> torch.T
 
 
 class CrossProbe:
-    """Records the shapes of each decoder layer's own and cross-attention; attends to nothing."""
+    """Records the shapes of each decoder layer's own and cross-attention; attends to nothing.
+    ``dtype`` is the cache's."""
 
-    def __init__(self) -> None:
-        self.own: dict[int, LayerShape] = {}
-        self.cross: dict[int, LayerShape] = {}
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.own: dict[int, AttentionCache] = {}
+        self.cross: dict[int, AttentionCache] = {}
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         shapes = self.own if call.module.is_causal else self.cross
-        shapes[call.module.layer_idx] = LayerShape(
-            key=(key.shape[0], key.shape[2]), value=(value.shape[0], value.shape[2]), device=key.device
+        shapes[call.module.layer_idx] = AttentionCache(
+            key=(key.shape[0], key.shape[2]),
+            value=(value.shape[0], value.shape[2]),
+            dtype=self.dtype,
+            device=key.device,
         )
         return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
@@ -158,9 +163,9 @@ class StoredElsewhere(EncoderDecoderCache):  # type: ignore[misc]
     """What transformers' decoders take for a cache that is complete: they then compute neither the encoder's
     keys and values again nor keep their own. The real ones are in our ``KVCache``."""
 
-    def __init__(self, layers: list[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layers: list[AttentionCache]) -> None:
         self.self_attention_cache = _PassThrough([])
-        self.cross_attention_cache = _PassThrough([_NoTokens(layer, dtype, device) for layer in layers])
+        self.cross_attention_cache = _PassThrough([_NoTokens(layer) for layer in layers])
         self.is_updated = dict.fromkeys(range(len(layers)), True)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -180,10 +185,11 @@ class _PassThrough:
 class _NoTokens:
     """Keys and values of no tokens [1, heads, 0, size]."""
 
-    def __init__(self, layer: LayerShape, dtype: torch.dtype, device: torch.device) -> None:
-        (key_heads, key_size), (value_heads, value_size) = layer.key, layer.value
-        self.keys = torch.empty(1, key_heads, 0, key_size, dtype=dtype, device=device)
-        self.values = torch.empty(1, value_heads, 0, value_size, dtype=dtype, device=device)
+    def __init__(self, layer: AttentionCache) -> None:
+        self.keys, self.values = (
+            torch.empty(1, heads, 0, size, dtype=layer.dtype, device=layer.device)
+            for heads, size in (layer.key, layer.value)
+        )
 
 
 def attention_forward(

@@ -16,7 +16,6 @@ from truedraft.engine.models.positions import refuse_places
 class DecoderModel(Model):
     def __init__(self, module: Any, facts: ModelFacts) -> None:
         self.module = module
-        self.facts = facts
         self.is_quantised = hasattr(module, "hf_quantizer")
         self.is_spread = len(set(getattr(module, "hf_device_map", {}).values())) > 1
         refuse_places(module)
@@ -26,7 +25,7 @@ class DecoderModel(Model):
         def probe(context: LayerProbe) -> None:
             self._call(zero, zero, zero[0], context)
 
-        super().__init__(facts, probe_layers(module, probe))
+        super().__init__(facts, probe_layers(module, facts.dtype, probe))
 
     def compute(self, batch: ForwardBatch, cache: KVCache, taps: Sequence[int] = ()) -> ForwardOutput:
         context = PagedAttention(batch, cache)

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.memory.batch import ForwardBatch, Span, table_slots
-from truedraft.engine.memory.kv_cache import KVCache, LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.models.base import ForwardOutput, Model, ModelFacts
 from truedraft.engine.models.hf.cross_attention import (
     AttentionContext,
@@ -61,8 +61,9 @@ class EncoderDecoderModel(Model):
         self._no_encoder = BaseModelOutput(
             last_hidden_state=torch.zeros(1, 1, config.d_model, dtype=facts.dtype, device=facts.device)
         )
-        super().__init__(facts, *self._probe_layers(facts.device))
-        self._stored_elsewhere = StoredElsewhere(self.layers, facts.dtype, facts.device)
+        caches, vocab_size = self._probe_layers(facts)
+        super().__init__(facts, caches, vocab_size)
+        self._stored_elsewhere = StoredElsewhere(caches)
 
     @cached_property
     def rules(self) -> GenerationRules:  # type: ignore[override]
@@ -125,10 +126,10 @@ class EncoderDecoderModel(Model):
         return output.logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def _probe_layers(self, device: torch.device) -> tuple[list[LayerShape], int]:
+    def _probe_layers(self, facts: ModelFacts) -> tuple[list[AttentionCache], int]:
         """Ask a one-token forward what each layer would store; the vocabulary is what comes out."""
-        probe = CrossProbe()
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        probe = CrossProbe(facts.dtype)
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=facts.device)
         vocab_size = self._decode(zero, zero, self._no_encoder, probe).shape[-1]
         num_layers = len(probe.own)
         if not num_layers or probe.own != probe.cross or sorted(probe.own) != list(range(num_layers)):

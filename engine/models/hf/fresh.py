@@ -16,7 +16,7 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.base import Model, known_ends
 from truedraft.engine.models.hf.generation_rules import decoder_start_ids, generation_rules
-from truedraft.engine.models.loader import load_causal_model, load_rounding
+from truedraft.engine.models.loader import load_causal_model, load_if_rounded
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.models.options import LoadOptions
 from truedraft.engine.sampling.adjust import History, adjust_logits
@@ -28,7 +28,7 @@ class FreshModel:
     """``served``: the model as the engine has it, if our kernels round its layers' inputs; else None."""
 
     def __init__(self, path: str, options: LoadOptions) -> None:
-        self.served = load_rounding(path, options)
+        self.served = load_if_rounded(path, options)
         self.model: Any = self.served or load_causal_model(
             path, replace(options, device_map=None), attention="eager"
         )

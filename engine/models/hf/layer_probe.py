@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers.attention import ATTENTION_NAME, AttentionCall, attention_forward
-from truedraft.engine.memory.kv_cache import LayerShape
+from truedraft.engine.memory.kv_cache import AttentionCache
 
 PROBE_NAME = "truedraft-probe"
 
@@ -33,17 +33,21 @@ NOT_REPLACEABLE = (
 
 
 class LayerProbe:
-    """Records what every layer stores, and where; attends to nothing."""
+    """Records what every layer stores, and where; attends to nothing. ``dtype`` is the cache's."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, dtype: torch.dtype) -> None:
         self.context = context
-        self.layers: dict[int, LayerShape] = {}
+        self.dtype = dtype
+        self.layers: dict[int, AttentionCache] = {}
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        self.layers[call.layer] = LayerShape(
-            key=(key.shape[1], key.shape[2]), value=(value.shape[1], value.shape[2]), device=key.device
+        self.layers[call.layer] = AttentionCache(
+            key=(key.shape[1], key.shape[2]),
+            value=(value.shape[1], value.shape[2]),
+            dtype=self.dtype,
+            device=key.device,
         )
         return query.new_zeros(*query.shape[:2], value.shape[-1])
 
@@ -60,7 +64,9 @@ class LayerProbe:
             )
 
 
-def probe_layers(model: Any, forward: Callable[[LayerProbe], Any]) -> list[LayerShape]:
+def probe_layers(
+    model: Any, dtype: torch.dtype, forward: Callable[[LayerProbe], Any]
+) -> list[AttentionCache]:
     """The layers' shapes in order, from one ``forward`` with the probe as its attention context.
 
     ``ModelLoadError`` if the model cannot be served: a state that cannot be rolled back, or attention that
@@ -69,7 +75,7 @@ def probe_layers(model: Any, forward: Callable[[LayerProbe], Any]) -> list[Layer
     model_type = model.config.model_type
     if getattr(model, "_is_stateful", False):
         raise ModelLoadError(STATEFUL.format(model_type, "their recurrent layers"))
-    probe = LayerProbe(_context(model.config.get_text_config()))
+    probe = LayerProbe(_context(model.config.get_text_config()), dtype)
     try:
         model.set_attn_implementation(PROBE_NAME)
         forward(probe)

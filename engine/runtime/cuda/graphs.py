@@ -21,7 +21,8 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.host_to_device import on_device
 from truedraft.engine.messages import SamplingParams
-from truedraft.engine.models.decoder import TOLERANCES, FusedDecoder, same_logits
+from truedraft.engine.models.agreement import TOLERANCES, same_logits
+from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
 from truedraft.engine.proposers.draft_model import in_width
 from truedraft.engine.runtime.cuda.capture import Capture
@@ -193,17 +194,19 @@ class ScorePass:
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
 
-    def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> torch.Tensor | None:
+    def __call__(
+        self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, None] | None:
         graphs = self.graphs
         queries = max(len(span.token_ids) for span in spans)
         is_short = queries <= graphs.rows.max_drafts + 1 and all(span.num_logits for span in spans)
-        if ids_on_device is not None or not is_short:
+        if ids_on_device is not None or taps or not is_short:
             return None
         shape = graphs.find_pass(len(spans), queries)
         if shape is None:
             graphs.num_misses += graphs.enabled
             return None
-        return self.run(shape, spans)
+        return self.run(shape, spans), None
 
     def run(self, shape: Shape, spans: list[Span]) -> torch.Tensor:
         assert shape.queries is not None
@@ -227,15 +230,17 @@ class DraftPass:
     def __init__(self, graphs: RoundGraphs) -> None:
         self.graphs = graphs
 
-    def __call__(self, spans: list[Span], ids_on_device: torch.Tensor | None) -> torch.Tensor | None:
+    def __call__(
+        self, spans: list[Span], ids_on_device: torch.Tensor | None, taps: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, None] | None:
         graphs = self.graphs
-        if not all(len(span.token_ids) <= DRAFT_TOKENS and span.num_logits == 1 for span in spans):
+        if taps or not all(len(span.token_ids) <= DRAFT_TOKENS and span.num_logits == 1 for span in spans):
             return None
         shape = graphs.find_pass(len(spans), None)
         if shape is None:
             graphs.num_misses += graphs.enabled
             return None
-        return self.run(shape, spans, ids_on_device)
+        return self.run(shape, spans, ids_on_device), None
 
     def run(self, shape: Shape, spans: list[Span], ids_on_device: torch.Tensor | None = None) -> torch.Tensor:
         graphs, rows = self.graphs, self.graphs.rows

@@ -6,8 +6,8 @@
  * of 32 or 16 inputs in a byte for each column and number within four.
  */
 
-#ifndef TRUEDRAFT_BLOCKS_H
-#define TRUEDRAFT_BLOCKS_H
+#ifndef TRUEDRAFT_QUANTISED_BLOCKS_H
+#define TRUEDRAFT_QUANTISED_BLOCKS_H
 
 #include <stdint.h>
 

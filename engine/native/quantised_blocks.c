@@ -1,4 +1,4 @@
-/* Quantised weights of GGUF files: to float32, bit for bit as the package gguf has it, and to panels ("blocks.h").
+/* Quantised weights of GGUF files: to float32, bit for bit as the package gguf has it, and to panels ("quantised_blocks.h").
  *
  * "quantised.py" calls this.
  */
@@ -11,7 +11,7 @@
 #endif
 
 #include "kernels.h"
-#include "blocks.h"
+#include "quantised_blocks.h"
 #include "vectors.h"
 
 static inline float half_at(const uint8_t *at) {

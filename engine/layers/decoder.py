@@ -1,0 +1,118 @@
+"""What a decoder is made of: layers of two branches each, described once for every backend.
+
+A layer's first branch, the mixer, is how tokens see each other, the second one, the MLP, what becomes of each
+by itself. The descriptions are what torch's operations and Triton's kernels run through (``LayerRun``) and
+what the structures in C are made from (``engine.native.decoder``).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from truedraft.engine.layers.linear import Embeddings, Linear
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.rotary import Rotary
+from truedraft.engine.layers.run import Activation, AttentionShape, LayerRun
+from truedraft.engine.memory.kv_cache import AttentionCache
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Each token looks at those before it. ``qkv`` computes queries, keys and values; ``cache`` is what is
+    kept of each token."""
+
+    shape: AttentionShape
+    qkv: Linear
+    output: Linear
+    cache: AttentionCache
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output
+
+    def __call__(self, x: torch.Tensor, run: LayerRun, residual: torch.Tensor | None) -> torch.Tensor:
+        qkv = run.linear(self.qkv, x)
+        return run.linear(self.output, run.attend(self.shape, qkv), residual)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """Some numbers of each token gate as many others."""
+
+    activation: Activation
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
+    def __call__(self, x: torch.Tensor, run: LayerRun, residual: torch.Tensor | None) -> torch.Tensor:
+        gate_up = run.linear(self.gate_up, x)
+        return run.linear(self.down, run.gate(self.activation, gate_up), residual)
+
+
+Mixer: TypeAlias = Attention  # or what keeps a state instead of keys and values
+Mlp: TypeAlias = GatedMlp  # or experts
+
+
+class Part(Protocol):
+    """A mixer or an MLP: computes ``x`` [tokens, hidden size], and adds ``residual`` if there is one."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]: ...
+
+    def __call__(self, x: torch.Tensor, run: LayerRun, residual: torch.Tensor | None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Norms may stand before each branch, and after it, of what is added to the hidden states."""
+
+    mixer: Mixer
+    mlp: Mlp
+    mixer_norm: Norm | None
+    mlp_norm: Norm | None
+    mixer_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+
+    def __call__(self, hidden: torch.Tensor, run: LayerRun) -> torch.Tensor:
+        """Computes ``hidden`` [tokens, hidden size], which may be overwritten."""
+        hidden = _branch(self.mixer, self.mixer_norm, self.mixer_post_norm, hidden, run)
+        return _branch(self.mlp, self.mlp_norm, self.mlp_post_norm, hidden, run)
+
+
+def _branch(
+    part: Part, norm: Norm | None, post_norm: Norm | None, hidden: torch.Tensor, run: LayerRun
+) -> torch.Tensor:
+    x = hidden if norm is None else run.norm(norm, hidden)
+    if post_norm is None:
+        return part(x, run, hidden)
+    return run.norm(post_norm, part(x, run, None), hidden)
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """A whole decoder. ``softcap`` is of the logits, as in ``AttentionCall``."""
+
+    embeddings: Embeddings
+    layers: list[DecoderLayer]
+    norm: Norm
+    head: Linear
+    rotary: Rotary
+    embedding_scale: float
+    softcap: float | None
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        """Yields all linear layers, the output layer first."""
+        yield self.head
+        for layer in self.layers:
+            yield from (*layer.mixer.linears, *layer.mlp.linears)
+
+    def embed(self, token_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the first hidden states [tokens, hidden size]."""
+        rows = self.embeddings.look_up(token_ids).to(dtype)
+        return rows if self.embedding_scale == 1 else rows * self.embedding_scale

@@ -1,0 +1,50 @@
+"""Rotary positions: the angles of every position, as transformers' module of the model computes them."""
+
+from typing import Any
+
+import torch
+
+MAX_TABLE_POSITIONS = 1 << 17
+
+
+def rotary_kinds(config: Any) -> list[str | None]:
+    """Returns the types of layers that have angles of their own; [None]: all layers have the same."""
+    types = sorted(set(getattr(config, "layer_types", None) or ()))
+    return [kind for kind in types if kind in config.rope_parameters] or [None]
+
+
+class Rotary:
+    """Gives cos and signed sin of every position, from the model's own rotary module, by ``rotary_kinds``.
+
+    Angles are a function of the position alone: ``choose_rotary_factors`` leaves longrope one set of factors,
+    and dynamic frequencies change beyond the context only.
+    """
+
+    def __init__(self, module: Any, config: Any, like: torch.Tensor) -> None:
+        self.module = module
+        self.kinds = rotary_kinds(config)
+        self.like = like
+        # Numbers of a head that are rotated, the first ones.
+        self.size = self.compute(torch.zeros(1, dtype=torch.int64, device=like.device))[0].shape[-1]
+        self.table: tuple[torch.Tensor, torch.Tensor] | None = None
+        num_positions = int(config.max_position_embeddings)
+        if num_positions <= MAX_TABLE_POSITIONS:
+            self.table = self.compute(torch.arange(num_positions, device=like.device))
+        # Dynamic frequencies are looked after by the host, which must not take part in a captured graph.
+        types = module.rope_type.values() if isinstance(module.rope_type, dict) else [module.rope_type]
+        self.needs_host = self.table is None and any("dynamic" in each for each in types)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cos and signed sin [kinds, tokens, ``size``] at ``positions`` [tokens]."""
+        if self.table is None:
+            return self.compute(positions)
+        cos, sin = self.table
+        return cos.index_select(1, positions), sin.index_select(1, positions)
+
+    def compute(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the same without the table."""
+        more = [() if kind is None else (kind,) for kind in self.kinds]
+        found = [self.module(self.like, positions[None], *kind) for kind in more]
+        cos, sin = (torch.cat(parts) for parts in zip(*found, strict=True))
+        half = sin.shape[-1] // 2
+        return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)

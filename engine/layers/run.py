@@ -1,0 +1,63 @@
+"""One forward pass as the layers see it: the operations between their weights, whatever computes them.
+
+``TorchRun`` has torch's operations, ``engine.native.native_run`` kernels in C, for few rows on a CPU, and
+``engine.cuda.triton_run`` kernels in Triton.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+
+from truedraft.engine.layers.attention import AttentionCall
+from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.norm import Norm
+
+# Activations of gates have transformers' names and stand in the order of kernels.h.
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """How one layer attends. ``norm`` is of queries and keys together: weight [heads + kv heads, size];
+    ``rotary`` is the number of its kind of angles."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scaling: float
+    sliding_window: int | None
+    norm: Norm | None
+    rotary: int = 0
+    softcap: float | None = None
+
+    @property
+    def call(self) -> AttentionCall:
+        return AttentionCall(self.layer, self.scaling, self.sliding_window, self.softcap)
+
+
+class LayerRun(Protocol):
+    """Runs one forward's operations; every tensor is [tokens, ...]."""
+
+    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalises ``x``, and adds ``residual`` if there is one."""
+        ...
+
+    def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the layer's output for ``x``, plus ``residual``, which may be overwritten."""
+        ...
+
+    def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
+        """Stores keys and values and attends: ``qkv`` [tokens, (heads + 2 kv heads) * size], which may be
+        overwritten, to [tokens, heads * size]."""
+        ...
+
+    def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+        """Gates [tokens, 2 * size] to [tokens, size]; ``gate_up`` may be overwritten."""
+        ...
+
+    def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
+        """Returns c tanh(logit / c) of each; ``logits`` may be overwritten."""
+        ...

@@ -1,0 +1,62 @@
+"""The operations of a forward with torch, on any device: attention gathers its keys."""
+
+import torch
+import torch.nn.functional as F
+
+from truedraft.engine.layers.attention import PagedAttention
+from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.rotary import Rotary
+from truedraft.engine.layers.run import Activation, AttentionShape
+from truedraft.engine.memory.batch import ForwardBatch
+from truedraft.engine.memory.kv_cache import KVCache
+
+
+class TorchPointwise:
+    """Runs what looks at one token at a time."""
+
+    def norm(self, norm: Norm, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return norm(x) if residual is None else residual + norm(x)
+
+    def linear(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x) if residual is None else linear.add_to(residual, x)
+
+    def split_heads(self, shape: AttentionShape, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Splits ``qkv`` [tokens, (heads + 2 kv heads) * size] into queries and keys, normed where the model
+        norms them, [tokens, heads + kv heads, size], and values [tokens, kv heads, size]."""
+        sizes = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
+        query_key, value = qkv.view(len(qkv), -1, shape.head_size).split_with_sizes(sizes, 1)
+        return query_key if shape.norm is None else self.norm(shape.norm, query_key), value
+
+    def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+    def cap(self, logits: torch.Tensor, softcap: float) -> torch.Tensor:
+        return torch.tanh(logits / softcap) * softcap
+
+
+class TorchRun(TorchPointwise):
+    """Is a ``LayerRun``."""
+
+    def __init__(self, batch: ForwardBatch, cache: KVCache, rotary: Rotary) -> None:
+        self.context = PagedAttention(batch, cache)
+        cos, sin = rotary.angles(batch.positions[0])
+        self.angles = list(zip(cos[:, :, None], sin[:, :, None], strict=True))
+
+    def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
+        query_key, value = self.split_heads(shape, qkv)
+        query_key = _rotate(query_key, *self.angles[shape.rotary])
+        query, key = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
+        attended = self.context.attend(shape.call, query, key, value)
+        return attended.reshape(len(qkv), -1)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates ``x`` [tokens, heads, size], or as many numbers of a head as there are angles: (a, b) to
+    (a cos - b sin, b cos + a sin)."""
+    tokens, heads, size = x.shape
+    if (rotated := cos.shape[-1]) < size:
+        return torch.cat((_rotate(x[..., :rotated].contiguous(), cos, sin), x[..., rotated:]), dim=-1)
+    swapped = x.view(tokens, heads, 2, size // 2).flip(2).view(tokens, heads, size)
+    return torch.addcmul(x * cos, swapped, sin)

@@ -1,0 +1,78 @@
+"""Our layers must agree with transformers': logits of the probe texts are compared when a model is loaded.
+
+A way to compute them that does not agree is not used, and the log says so.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from truedraft.engine.cuda.triton_run import TritonRun, find_kernels
+from truedraft.engine.layers.decoder import DecoderWeights
+from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.linear import ModuleLinear
+from truedraft.engine.models.probe_texts import packed_logits, probe_texts
+from truedraft.engine.native.native_run import NativeKernels
+
+# Largest deviation of a logit, as a share of the largest logit. Tiny random models round to 2e-6, 5e-3 and
+# 4e-2 of it; a wrong mask or position makes 0.3 and more.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 0.15}
+# Largest deviation of quantised layers' logits, in the mean of a text's tokens, as a share of their spread.
+# Rounding inputs to 8 bits makes 0.05 of it in a real model, a wrong mask or position 0.5 and more.
+QUANTISED_TOLERANCE = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def first_that_agrees(
+    facts: ModelFacts,
+    weights: DecoderWeights,
+    library: ctypes.CDLL | None,
+    expected: Sequence[torch.Tensor],
+) -> FusedDecoder | None:
+    """Returns the fastest model of ``weights`` whose logits of the probe texts are the ``expected`` ones;
+    None if none's are. ``library``: the kernels in C, where these made the linear layers."""
+    for name, model in _models(facts, weights, library):
+        if all(map(_comparison(model), packed_logits(model, probe_texts(facts)), expected)):
+            return model
+        logger.warning("%s: the logits differ from those of transformers' layers; it is not used", name)
+    return None
+
+
+def _models(
+    facts: ModelFacts, weights: DecoderWeights, library: ctypes.CDLL | None
+) -> Iterator[tuple[str, FusedDecoder]]:
+    if library is not None:
+        yield "The native kernels", FusedDecoder(facts, weights, NativeKernels(library))
+        return
+    shapes = [layer.mixer.shape for layer in weights.layers]
+    rotates_all = all(shape.head_size == weights.rotary.size for shape in shapes)
+    cuda = find_kernels(shapes, facts.dtype, facts.device) if rotates_all else None
+    if cuda is not None:
+        yield "The CUDA kernels", FusedDecoder(facts, weights, partial(TritonRun, cuda))
+    yield "The short forward", FusedDecoder(facts, weights)
+
+
+def _comparison(model: FusedDecoder) -> Callable[[torch.Tensor, torch.Tensor], bool]:
+    """Returns how its logits are compared."""
+    if model.is_quantised or any(isinstance(linear, ModuleLinear) for linear in model.weights.linears):
+        return roughly_same_logits
+    return partial(same_logits, tolerance=TOLERANCES[model.arithmetic])
+
+
+def same_logits(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
+    """Tells whether logits are equal but for rounding; they themselves are float32."""
+    scale = theirs.abs().max().clamp(min=1e-6)
+    return bool(((ours - theirs).abs().max() <= tolerance * scale).item())
+
+
+def roughly_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Compares logits where our kernels or another quantiser's layers round inputs to 8 bits: sums in another
+    order may be rounded to other numbers, which at times changes a token's logits altogether."""
+    deviations = (ours - theirs).square().mean(-1).sqrt() / theirs.std()
+    return bool((deviations.clamp(max=1).mean() <= QUANTISED_TOLERANCE).item())

@@ -1,0 +1,159 @@
+"""The families that are computed by layers of our own: how transformers' layer becomes a ``DecoderLayer``.
+
+One table says per model type what its modules are called, which norms there are, and which settings count. A
+family of known parts is a row of it. GGUF files go the same way: their tensors have transformers' names by
+then (``gguf``).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from truedraft.engine.layers.decoder import Attention, DecoderLayer, GatedMlp
+from truedraft.engine.layers.linear import Linear
+from truedraft.engine.layers.norm import Norm
+from truedraft.engine.layers.rotary import rotary_kinds
+from truedraft.engine.layers.run import ACTIVATIONS, Activation, AttentionShape
+from truedraft.engine.memory.kv_cache import AttentionCache
+from truedraft.engine.models.base import ModelFacts
+
+Make = Callable[[Sequence[nn.Module]], Linear]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names of a layer's modules, and of settings in the config; the defaults are Llama's. Norms after a
+    branch are of what it adds to the hidden states. ``gguf`` names the architecture in GGUF files."""
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    mixer_norm: str | None = "input_layernorm"
+    mixer_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    # Norms multiply by one more than their weight, in float32 whatever the model's type.
+    norms_add_one: bool = False
+    # Queries and keys are normed, head by head.
+    norms_heads: bool = False
+    # The window stands in the config for all layers, or with each layer; None sees everything.
+    window: Literal["config", "layer"] | None = None
+    activation: str = "hidden_act"
+    scales_embeddings: bool = False
+    score_softcap: str | None = None
+    logit_softcap: str | None = None
+    gguf: str | None = None
+
+
+GEMMA = Family(norms_add_one=True, scales_embeddings=True)
+GEMMA_2 = replace(
+    GEMMA,
+    mixer_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    window="layer",
+    activation="hidden_activation",
+    logit_softcap="final_logit_softcapping",
+)
+FAMILIES: dict[str, Family] = {
+    "llama": Family(gguf="llama"),
+    "qwen2": Family(window="layer", gguf="qwen2"),
+    "qwen3": Family(window="layer", norms_heads=True, gguf="qwen3"),
+    "phi3": Family(qkv=("qkv_proj",), gate_up=("gate_up_proj",), window="config", gguf="phi3"),
+    "gemma": GEMMA,
+    "gemma2": replace(GEMMA_2, score_softcap="attn_logit_softcapping", gguf="gemma2"),
+    "gemma3_text": replace(GEMMA_2, norms_heads=True, gguf="gemma3"),
+    "mistral": Family(window="config"),
+    "seed_oss": Family(),
+}
+
+
+def has_family(module: Any) -> bool:
+    """Tells whether ``module``, with or without weights, has layers as the table says."""
+    config = module.config
+    return (
+        config.model_type in FAMILIES
+        and type(module).__module__.startswith("transformers.models.")
+        and _activation(config) in ACTIVATIONS
+        and not getattr(config, "use_bidirectional_attention", None)
+    )
+
+
+def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> DecoderLayer:
+    """Describes transformers' ``layer``; ``make`` joins linear layers of the same input."""
+    family, attention, mlp = FAMILIES[facts.config.model_type], layer.self_attn, layer.mlp
+
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else make_norm(facts.config, getattr(layer, name))
+
+    shape = _attention_shape(family, attention, index)
+    heads = shape.num_kv_heads, shape.head_size
+    return DecoderLayer(
+        mixer=Attention(
+            shape=shape,
+            qkv=make([getattr(attention, name) for name in family.qkv]),
+            output=make([attention.o_proj]),
+            cache=AttentionCache(heads, heads, facts.dtype, facts.device),
+        ),
+        mlp=GatedMlp(
+            activation=_activation(facts.config),
+            gate_up=make([getattr(mlp, name) for name in family.gate_up]),
+            down=make([mlp.down_proj]),
+        ),
+        mixer_norm=norm(family.mixer_norm),
+        mlp_norm=norm(family.mlp_norm),
+        mixer_post_norm=norm(family.mixer_post_norm),
+        mlp_post_norm=norm(family.mlp_post_norm),
+    )
+
+
+def make_norm(config: Any, module: Any) -> Norm:
+    """Makes ours of a norm of transformers'."""
+    weight = module.weight.detach()
+    if FAMILIES[config.model_type].norms_add_one:
+        return Norm(1 + weight.float(), module.eps)
+    return Norm(weight, module.variance_epsilon)
+
+
+def embedding_scale(module: Any, dtype: torch.dtype) -> float:
+    """Returns what embeddings are multiplied by, rounded as transformers rounds it."""
+    if not FAMILIES[module.config.model_type].scales_embeddings:
+        return 1.0
+    return torch.tensor(module.model.embed_tokens.scalar_embed_scale).to(dtype).item()
+
+
+def logit_softcap(config: Any) -> float | None:
+    name = FAMILIES[config.model_type].logit_softcap
+    softcap: float | None = None if name is None else getattr(config, name)
+    return softcap
+
+
+def _activation(config: Any) -> Activation:
+    name: Activation = getattr(config, FAMILIES[config.model_type].activation)
+    return name
+
+
+def _attention_shape(family: Family, attention: Any, index: int) -> AttentionShape:
+    config = attention.config
+    kinds = rotary_kinds(config)
+    homes = {"config": config, "layer": attention, None: None}
+    return AttentionShape(
+        layer=index,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_size=attention.head_dim,
+        scaling=attention.scaling,
+        sliding_window=getattr(homes[family.window], "sliding_window", None),
+        norm=_head_norm(config, attention) if family.norms_heads else None,
+        rotary=0 if kinds == [None] else kinds.index(attention.layer_type),
+        softcap=None if family.score_softcap is None else getattr(config, family.score_softcap),
+    )
+
+
+def _head_norm(config: Any, attention: Any) -> Norm:
+    query, key = make_norm(config, attention.q_norm), make_norm(config, attention.k_norm)
+    counts = config.num_attention_heads, config.num_key_value_heads
+    weights = [each.weight.expand(count, -1) for each, count in zip((query, key), counts, strict=True)]
+    return Norm(torch.cat(weights), query.eps)

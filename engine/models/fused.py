@@ -1,0 +1,130 @@
+"""The ways to compute a decoder by layers of our own are tried here, the fastest first, until one agrees."""
+
+import ctypes
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from truedraft.engine.layers.decoder import DecoderWeights
+from truedraft.engine.layers.linear import DenseEmbeddings, Linears, TorchLinears
+from truedraft.engine.layers.rotary import Rotary
+from truedraft.engine.models.agreement import first_that_agrees
+from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.checkpoint import Checkpoint
+from truedraft.engine.models.decoder import FusedDecoder
+from truedraft.engine.models.families import decoder_layer, embedding_scale, logit_softcap, make_norm
+from truedraft.engine.models.hf.decoder_only import DecoderModel
+from truedraft.engine.models.linear import join
+from truedraft.engine.models.options import LoadOptions
+from truedraft.engine.models.probe_texts import packed_logits, probe_texts
+from truedraft.engine.models.reader import Reader
+from truedraft.engine.native.library import load_library
+from truedraft.engine.native.linears import NativeLinears
+from truedraft.engine.native.native_run import serves
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """``dtype`` is that of hidden states and caches, ``linears`` makes the linear layers. ``library``: the
+    kernels in C, which then do everything."""
+
+    dtype: torch.dtype
+    linears: Linears
+    library: ctypes.CDLL | None = None
+    bf16_linears: bool = False
+
+
+def load_fused(
+    make_skeleton: Callable[[torch.dtype], Any], checkpoint: Checkpoint, generation: Any, options: LoadOptions
+) -> FusedDecoder | None:
+    """Loads a decoder of one of ``FAMILIES``; ``make_skeleton`` makes transformers' module of that type
+    without weights, all of whose tensors ``checkpoint`` has. None if the logits are not those of
+    transformers' layers in any way, or if it is to be quantised and cannot be."""
+    head_sizes = {layer.self_attn.head_dim for layer in make_skeleton(options.dtype).model.layers}
+    for backend in _backends(options, head_sizes):
+        module = make_skeleton(backend.dtype)
+        facts = ModelFacts(
+            module.config, generation, count(module), backend.dtype, options.device, backend.bf16_linears
+        )
+        weights, expected = Reader(module, checkpoint, facts, backend.linears).read()
+        if not all(logits.isfinite().all() for logits in expected):
+            return None  # transformers' own module fails with words for it
+        model = first_that_agrees(facts, weights, backend.library, expected)
+        if model is not None and (options.quantize == "none" or model.is_quantised):
+            return model
+    return None
+
+
+def fuse_module(decoder: DecoderModel, options: LoadOptions) -> FusedDecoder | None:
+    """Takes the layers of a loaded module, whose linear layers know best how to use their weights: they stay
+    as they are. None if the logits differ."""
+    facts, module = decoder.facts, decoder.module
+    weights, expected = describe_module(module, facts), packed_logits(decoder, probe_texts(facts))
+    library = _kernels(facts.dtype, options, {layer.mixer.shape.head_size for layer in weights.layers})
+    for kernels in (None,) if library is None else (library, None):
+        model = first_that_agrees(facts, weights, kernels, expected)
+        if model is not None:
+            return model
+    return None
+
+
+def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
+    """Describes a loaded module, with its own weights."""
+    linears = TorchLinears()
+    embeddings = module.model.embed_tokens.weight.detach()
+    return DecoderWeights(
+        DenseEmbeddings(embeddings),
+        [
+            decoder_layer(layer, index, facts, lambda modules: join(modules, linears))
+            for index, layer in enumerate(module.model.layers)
+        ],
+        make_norm(module.config, module.model.norm),
+        join([module.lm_head], linears),
+        Rotary(module.model.rotary_emb, module.config, embeddings.to(facts.dtype)),
+        embedding_scale(module, facts.dtype),
+        logit_softcap(module.config),
+    )
+
+
+def multiplies_bfloat16(options: LoadOptions) -> bool:
+    """Tells whether kernels in C multiply in bfloat16, where that is asked for."""
+    if options.dtype != torch.bfloat16 or options.device.type != "cpu" or not options.native_kernels:
+        return False
+    library = load_library()
+    return library is not None and bool(library.multiplies_bfloat16())
+
+
+def _backends(options: LoadOptions, head_sizes: set[int]) -> Iterator[Backend]:
+    """Yields what can be tried, the fastest first. Only kernels in C multiply by quantised weights."""
+    compact = options.compact_weights
+    if multiplies_bfloat16(options):
+        library = _kernels(torch.float32, options, head_sizes)
+        if library is not None:
+            linears = NativeLinears(library, compact, bf16=True)
+            yield Backend(torch.float32, linears, library, bf16_linears=True)
+    elif (library := _kernels(options.dtype, options, head_sizes)) is not None:
+        yield Backend(options.dtype, NativeLinears(library, compact), library)
+    if options.quantize != "none":
+        return
+    if options.dtype == torch.bfloat16 and options.device.type == "cpu":
+        logger.warning(
+            "dtype bfloat16 is left to torch: there are kernels for Llama-shaped models on a processor with "
+            "AVX512-BF16 only. A token's logits may then depend on what is computed with it"
+        )
+    yield Backend(options.dtype, TorchLinears())
+
+
+def _kernels(dtype: torch.dtype, options: LoadOptions, head_sizes: set[int]) -> ctypes.CDLL | None:
+    """Returns the kernels in C, if they serve such a model and can be had."""
+    if not options.native_kernels or not all(serves(dtype, options.device, size) for size in head_sizes):
+        return None
+    return load_library()
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

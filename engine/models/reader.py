@@ -1,0 +1,168 @@
+"""Reads a checkpoint once, layer by layer, and has transformers compute with it on the way.
+
+Loading and checking are one thing here: ``read`` runs transformers' own forward of some short texts over a
+module without weights. Before one of its layers computes, a hook fills it from the checkpoint; after that,
+another makes our layer of the same tensors, and empties it. So each tensor is read once, no more than one
+layer is in memory twice, and in the end there are our weights and the logits that they must give.
+"""
+
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from truedraft.engine.layers.decoder import DecoderLayer, DecoderWeights
+from truedraft.engine.layers.linear import Embeddings, Linears
+from truedraft.engine.layers.rotary import Rotary
+from truedraft.engine.layers.weight import Weight
+from truedraft.engine.memory.huge_pages import trim_heap
+from truedraft.engine.models.base import ModelFacts
+from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
+from truedraft.engine.models.families import decoder_layer, embedding_scale, logit_softcap, make_norm
+from truedraft.engine.models.linear import join
+from truedraft.engine.models.probe_texts import ProbeText, probe_texts
+
+# Rows of the output layer are converted so many at a time.
+HEAD_ROWS = 1 << 13
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Reader:
+    """``skeleton`` is transformers' module on the meta device, all of whose tensors ``checkpoint`` has;
+    ``linears`` makes our layers."""
+
+    def __init__(self, skeleton: Any, checkpoint: Checkpoint, facts: ModelFacts, linears: Linears) -> None:
+        self.skeleton = skeleton
+        self.checkpoint = checkpoint
+        self.facts = facts
+        self.linears = linears
+        self.layers: list[DecoderLayer] = []
+
+    @torch.inference_mode()
+    def read(self) -> tuple[DecoderWeights, list[torch.Tensor]]:
+        """Returns the weights, and the probe texts' logits as ``packed_logits`` gives them."""
+        module, facts = self.skeleton, self.facts
+        stored = self._weight(EMBEDDINGS)
+        embeddings = self.linears.embeddings(stored)
+        rotary = self._rotary_module()
+        self._fill(module.model.norm, "model.norm")
+        texts = [text for group in probe_texts(facts) for text in group]
+        states = self._compute_while_reading(texts, embeddings, rotary)
+        head = stored if module.config.tie_word_embeddings else self._weight(HEAD)
+        softcap = logit_softcap(module.config)
+        logits = self._logits(torch.cat(states), head, softcap)
+        weights = DecoderWeights(
+            embeddings,
+            self.layers,
+            make_norm(module.config, module.model.norm),
+            self.linears.make([head], None),
+            Rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
+            embedding_scale(module, facts.dtype),
+            softcap,
+        )
+        trim_heap()
+        return weights, [*torch.split(logits.float(), [*map(len, states)])]
+
+    def _compute_while_reading(
+        self, texts: list[ProbeText], embeddings: Embeddings, rotary: nn.Module
+    ) -> list[torch.Tensor]:
+        """Runs transformers' layers, whose hooks read the checkpoint's. Returns the last hidden states of
+        each text that are compared."""
+        decoder, facts = self.skeleton.model, self.facts
+        ids = pad_sequence([torch.tensor(text.token_ids) for text in texts], batch_first=True)
+        # What fills up a shorter text stays at its last position.
+        positions = [text.positions(facts.device) for text in texts]
+        positions = [F.pad(each, (0, ids.shape[1] - len(each)), value=int(each[-1])) for each in positions]
+        embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
+        embedded = embedded * embedding_scale(self.skeleton, facts.dtype)
+        decoder.rotary_emb = _EachAlone(rotary)
+        hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
+        states = decoder(
+            inputs_embeds=embedded.view(*ids.shape, -1),
+            position_ids=torch.stack(positions),
+            use_cache=False,
+        ).last_hidden_state
+        for hook in hooks:
+            hook.remove()
+        return [text.compared(rows) for text, rows in zip(texts, states, strict=True)]
+
+    def _rotary_module(self) -> nn.Module:
+        """Makes transformers' module anew: on the meta device the skeleton's has no angles."""
+        module = self.skeleton
+        rotary = type(module.model.rotary_emb)(config=module.config).to(self.facts.device)
+        if (factors := self.checkpoint.rotary_factors()) is not None:
+            rotary.inv_freq /= factors.to(self.facts.device)
+        made: nn.Module = rotary
+        return made
+
+    def _logits(self, states: torch.Tensor, head: Weight, softcap: float | None) -> torch.Tensor:
+        """Multiplies some rows of the output layer at a time: a large vocabulary's are never dequantised
+        together."""
+        parts = [F.linear(states, rows.to(states.dtype)) for rows in self._rows(head)]
+        logits = torch.cat(parts, dim=-1)
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def _rows(self, head: Weight) -> Iterator[torch.Tensor]:
+        if head.blocks is None:
+            yield from torch.split(head.dense(), HEAD_ROWS)
+            return
+        by_id = self.linears.embeddings(head)
+        for ids in torch.split(torch.arange(head.shape[0]), HEAD_ROWS):
+            yield by_id.look_up(ids)
+
+    def _follow(self, layer: nn.Module, index: int) -> tuple[Any, Any]:
+        """Adds the two hooks of a layer."""
+        weights: dict[nn.Module, Weight] = {}
+
+        def before(*_: Any) -> None:
+            weights.update(self._fill(layer, f"model.layers.{index}"))
+
+        def after(*_: Any) -> None:
+            make = partial(join, linears=self.linears, weight_of=weights.__getitem__)
+            self.layers.append(decoder_layer(layer, index, self.facts, make))
+            weights.clear()
+            layer.to("meta")
+            trim_heap()
+
+        return layer.register_forward_pre_hook(before), layer.register_forward_hook(after)
+
+    def _fill(self, module: nn.Module, prefix: str) -> dict[nn.Module, Weight]:
+        """Gives a module its tensors, and returns the weights of its linear layers."""
+        weights = {
+            name: self._weight(f"{prefix}.{name}")
+            for name, parameter in module.named_parameters()
+            if parameter.dim() == 2
+        }
+        others = {name for name, _ in module.named_parameters()} - weights.keys()
+        tensors = {name: weight.dense(self.facts.dtype) for name, weight in weights.items()}
+        tensors |= {name: self._tensor(f"{prefix}.{name}").to(self.facts.dtype) for name in others}
+        module.load_state_dict(tensors, strict=False, assign=True)
+        return {module.get_submodule(name.rpartition(".")[0]): weight for name, weight in weights.items()}
+
+    def _weight(self, name: str) -> Weight:
+        """Returns a matrix, which is read when it is first asked for, and kept as long as the weight is."""
+        rows, columns = self.skeleton.get_parameter(name).shape
+        blocks = self.checkpoint.blocks(name) if self.linears.takes_blocks else None
+        return Weight(name, (rows, columns), cache(partial(self._tensor, name)), blocks)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """Returns a copy, on the device: in the checkpoint's 16 bits if the linear layers take them."""
+        tensor = self.checkpoint.read([name])[name]
+        is_kept = self.linears.takes_halves and tensor.dtype in HALVES
+        return tensor.to(self.facts.device, tensor.dtype if is_kept else self.facts.dtype, copy=True)
+
+
+class _EachAlone(nn.Module):
+    """Computes the angles of each text as of a text by itself."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *kind: str) -> tuple[torch.Tensor, ...]:
+        found = [self.rotary(x, row[None], *kind) for row in position_ids]
+        return tuple(torch.cat(parts) for parts in zip(*found, strict=True))

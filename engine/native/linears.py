@@ -1,0 +1,36 @@
+"""The linear layers that the kernels make of a checkpoint's weights."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from truedraft.engine.layers.linear import DenseEmbeddings, Embeddings
+from truedraft.engine.layers.weight import Weight
+from truedraft.engine.native.linear import NativeLinear, half_scale
+from truedraft.engine.native.quantised import QuantisedEmbeddings, QuantisedLinear, can_stack
+
+
+class NativeLinears:
+    """Makes layers for float32 rows on a CPU. Those that are ``compact`` keep weights in 16 bits where that
+    loses nothing, and quantised blocks as they are; else all are in float32. With ``bf16`` those that are not
+    quantised are in bfloat16, to which their inputs are rounded, too."""
+
+    def __init__(self, library: ctypes.CDLL, compact: bool, bf16: bool = False) -> None:
+        self.library = library
+        self.takes_blocks = compact
+        self.takes_halves = compact or bf16
+        self.bf16 = bf16
+
+    def make(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> NativeLinear:
+        blocks = [weight.blocks for weight in weights if weight.blocks is not None]
+        if self.takes_blocks and len(blocks) == len(weights) and can_stack(blocks):
+            return QuantisedLinear(self.library, blocks, bias)
+        dense = [weight.dense() for weight in weights]
+        scale = half_scale(dense) if self.takes_halves and not self.bf16 else None
+        return NativeLinear(self.library, dense, bias, scale, self.bf16)
+
+    def embeddings(self, weight: Weight) -> Embeddings:
+        if self.takes_blocks and weight.blocks is not None:
+            return QuantisedEmbeddings(self.library, weight.blocks)
+        return DenseEmbeddings(weight.dense(torch.bfloat16 if self.bf16 else None))
