@@ -152,6 +152,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Cohere": ("cohere", {"logit_scale": 0.25}),
     "Cohere 2": ("cohere2", {**SLIDING, "layer_types": INTERLEAVED}),
     "Granite": ("granite", {"residual_multiplier": 0.5, "attention_multiplier": 0.5}),
+    "Granite in C": (
+        "granite",
+        {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0, **IN_C},
+    ),
     "GLM-4": ("glm4", {"head_dim": 8, "partial_rotary_factor": 0.5}),
     "EXAONE 4": ("exaone4", {**SLIDING, "layer_types": INTERLEAVED}),
     "Seed-OSS": ("seed_oss", {"head_dim": 8}),

@@ -46,8 +46,9 @@ class Linears(Protocol):
     takes_halves: bool
     takes_blocks: bool
 
-    def make(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> Linear:
-        """Makes one layer of weights with the same inputs; their outputs lie one after the other."""
+    def make(self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0) -> Linear:
+        """Makes one layer of weights with the same inputs; their outputs lie one after the other.
+        ``multiplier`` is of all of them, with the bias."""
         ...
 
     def embeddings(self, weight: Weight) -> Embeddings: ...
@@ -66,23 +67,28 @@ class DenseEmbeddings:
 class TorchLinear:
     """Multiplies as torch does it: on other devices, in other types, and small weights without kernels."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, multiplier: float = 1.0) -> None:
         self.weight = weight
         self.bias = bias
+        self.multiplier = multiplier
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight, self.bias)
+        return y if self.multiplier == 1 else y * self.multiplier
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if self.bias is None and residual.is_cuda:
-            return residual.addmm_(x, self.weight.t())  # one kernel, and rounded once
-        return residual + F.linear(x, self.weight, self.bias)
+            # One kernel, and rounded once.
+            return residual.addmm_(x, self.weight.t(), alpha=self.multiplier)
+        return residual + self(x)
 
 
 class OneDnnLinear:
     """Keeps float32 weights in oneDNN's layout."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, multiplier: float = 1.0) -> None:
+        if multiplier != 1:
+            weight, bias = weight * multiplier, None if bias is None else bias * multiplier
         self.out_features = weight.shape[0]
         self.min_rows = FASTEST_ROWS if weight.numel() >= MIN_PADDED_WEIGHTS else 0
         self.packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -111,13 +117,13 @@ class TorchLinears:
 
     takes_halves = takes_blocks = False
 
-    def make(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> Linear:
+    def make(self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0) -> Linear:
         dense = [weight.dense() for weight in weights]
         weight = dense[0].contiguous() if len(dense) == 1 else torch.cat(dense)
         is_large = weight.numel() >= MIN_ONE_DNN_WEIGHTS
         if is_large and is_packed(weight) and mkldnn.is_available():  # type: ignore[no-untyped-call]
-            return OneDnnLinear(weight, bias)
-        return TorchLinear(weight, bias)
+            return OneDnnLinear(weight, bias, multiplier)
+        return TorchLinear(weight, bias, multiplier)
 
     def embeddings(self, weight: Weight) -> DenseEmbeddings:
         return DenseEmbeddings(weight.dense())

@@ -20,7 +20,8 @@ from truedraft.engine.layers.run import ACTIVATIONS, Activation, AttentionShape
 from truedraft.engine.memory.kv_cache import AttentionCache
 from truedraft.engine.models.base import ModelFacts
 
-Make = Callable[[Sequence[nn.Module]], Linear]
+# Joins linear layers of the same input, and multiplies their outputs.
+Make = Callable[[Sequence[nn.Module], float], Linear]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,12 @@ class Family:
     # The window stands in the config for all layers, or with each layer; None sees everything.
     window: Literal["config", "layer"] | None = None
     activation: str = "hidden_act"
+    # The embeddings' own module multiplies them, or the decoder does, by a setting.
     scales_embeddings: bool = False
+    embedding_multiplier: str | None = None
+    # What a branch adds to the hidden states is multiplied by one setting, logits are divided by another.
+    residual_multiplier: str | None = None
+    logit_divisor: str | None = None
     score_softcap: str | None = None
     logit_softcap: str | None = None
     gguf: str | None = None
@@ -67,6 +73,11 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": replace(GEMMA_2, norms_heads=True, gguf="gemma3"),
     "mistral": Family(window="config"),
     "seed_oss": Family(),
+    "granite": Family(
+        embedding_multiplier="embedding_multiplier",
+        residual_multiplier="residual_multiplier",
+        logit_divisor="logits_scaling",
+    ),
 }
 
 
@@ -82,8 +93,9 @@ def has_family(module: Any) -> bool:
 
 
 def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> DecoderLayer:
-    """Describes transformers' ``layer``; ``make`` joins linear layers of the same input."""
+    """Describes transformers' ``layer``; ``make`` makes its linear layers."""
     family, attention, mlp = FAMILIES[facts.config.model_type], layer.self_attn, layer.mlp
+    residual = _setting(facts.config, family.residual_multiplier, 1.0)
 
     def norm(name: str | None) -> Norm | None:
         return None if name is None else make_norm(facts.config, getattr(layer, name))
@@ -93,14 +105,14 @@ def decoder_layer(layer: Any, index: int, facts: ModelFacts, make: Make) -> Deco
     return DecoderLayer(
         mixer=Attention(
             shape=shape,
-            qkv=make([getattr(attention, name) for name in family.qkv]),
-            output=make([attention.o_proj]),
+            qkv=make([getattr(attention, name) for name in family.qkv], 1.0),
+            output=make([attention.o_proj], residual),
             cache=AttentionCache(heads, heads, facts.dtype, facts.device),
         ),
         mlp=GatedMlp(
             activation=_activation(facts.config),
-            gate_up=make([getattr(mlp, name) for name in family.gate_up]),
-            down=make([mlp.down_proj]),
+            gate_up=make([getattr(mlp, name) for name in family.gate_up], 1.0),
+            down=make([mlp.down_proj], residual),
         ),
         mixer_norm=norm(family.mixer_norm),
         mlp_norm=norm(family.mlp_norm),
@@ -117,17 +129,31 @@ def make_norm(config: Any, module: Any) -> Norm:
     return Norm(weight, module.variance_epsilon)
 
 
-def embedding_scale(module: Any, dtype: torch.dtype) -> float:
-    """Returns what embeddings are multiplied by, rounded as transformers rounds it."""
+def table_scale(module: Any, dtype: torch.dtype) -> float:
+    """Returns what transformers' module of the embeddings multiplies them by, rounded as it rounds it."""
     if not FAMILIES[module.config.model_type].scales_embeddings:
         return 1.0
     return torch.tensor(module.model.embed_tokens.scalar_embed_scale).to(dtype).item()
+
+
+def embedding_scale(module: Any, dtype: torch.dtype) -> float:
+    """Returns what embeddings are multiplied by before the first layer."""
+    name = FAMILIES[module.config.model_type].embedding_multiplier
+    return table_scale(module, dtype) * _setting(module.config, name, 1.0)
+
+
+def logit_multiplier(config: Any) -> float:
+    return 1 / _setting(config, FAMILIES[config.model_type].logit_divisor, 1.0)
 
 
 def logit_softcap(config: Any) -> float | None:
     name = FAMILIES[config.model_type].logit_softcap
     softcap: float | None = None if name is None else getattr(config, name)
     return softcap
+
+
+def _setting(config: Any, name: str | None, default: float) -> float:
+    return default if name is None else float(getattr(config, name))
 
 
 def _activation(config: Any) -> Activation:

@@ -4,6 +4,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from truedraft.engine.models.agreement import first_that_agrees
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import Checkpoint
 from truedraft.engine.models.decoder import FusedDecoder
-from truedraft.engine.models.families import decoder_layer, embedding_scale, logit_softcap, make_norm
+from truedraft.engine.models.families import (
+    decoder_layer,
+    embedding_scale,
+    logit_multiplier,
+    logit_softcap,
+    make_norm,
+)
 from truedraft.engine.models.hf.decoder_only import DecoderModel
 from truedraft.engine.models.linear import join
 from truedraft.engine.models.options import LoadOptions
@@ -75,16 +82,13 @@ def fuse_module(decoder: DecoderModel, options: LoadOptions) -> FusedDecoder | N
 
 def describe_module(module: Any, facts: ModelFacts) -> DecoderWeights:
     """Describes a loaded module, with its own weights."""
-    linears = TorchLinears()
+    make = partial(join, linears=TorchLinears())
     embeddings = module.model.embed_tokens.weight.detach()
     return DecoderWeights(
         DenseEmbeddings(embeddings),
-        [
-            decoder_layer(layer, index, facts, lambda modules: join(modules, linears))
-            for index, layer in enumerate(module.model.layers)
-        ],
+        [decoder_layer(layer, index, facts, make) for index, layer in enumerate(module.model.layers)],
         make_norm(module.config, module.model.norm),
-        join([module.lm_head], linears),
+        make([module.lm_head], logit_multiplier(module.config)),
         Rotary(module.model.rotary_emb, module.config, embeddings.to(facts.dtype)),
         embedding_scale(module, facts.dtype),
         logit_softcap(module.config),

@@ -18,12 +18,14 @@ class ModuleLinear:
     """Keeps modules of transformers that know best how to use their weights: quantised ones. Their outputs
     lie one after the other."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], multiplier: float = 1.0) -> None:
         self.modules = modules
+        self.multiplier = multiplier
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         outputs = [module(x) for module in self.modules]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return joined if self.multiplier == 1 else joined * self.multiplier
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return residual + self(x)
@@ -37,7 +39,7 @@ class LinearModule(nn.Module):
     def __init__(self, module: nn.Module, linears: Linears) -> None:
         super().__init__()
         self.out_features, self.in_features = weight_of(module).shape
-        self.linear = join([module], linears)
+        self.linear = join([module], 1.0, linears)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.linear(x.reshape(-1, self.in_features))
@@ -53,14 +55,19 @@ def weight_of(module: nn.Module) -> Weight:
 
 
 def join(
-    modules: Sequence[nn.Module], linears: Linears, weight_of: Callable[[nn.Module], Weight] = weight_of
+    modules: Sequence[nn.Module],
+    multiplier: float,
+    linears: Linears,
+    weight_of: Callable[[nn.Module], Weight] = weight_of,
 ) -> Linear:
-    """Makes one layer in place of several of the same input; their outputs lie one after the other."""
+    """Makes one layer in place of several of the same input; their outputs lie one after the other, all times
+    ``multiplier``."""
     if not all(type(module) in (nn.Linear, Conv1D) for module in modules):
-        return ModuleLinear(modules)
+        return ModuleLinear(modules, multiplier)
     biases = [module.bias.detach() for module in modules if isinstance(module.bias, torch.Tensor)]
     assert len(biases) in (0, len(modules))
-    return linears.make([weight_of(module) for module in modules], torch.cat(biases) if biases else None)
+    bias = torch.cat(biases) if biases else None
+    return linears.make([weight_of(module) for module in modules], bias, multiplier)
 
 
 def replace_linears(model: nn.Module, linears: Linears) -> None:

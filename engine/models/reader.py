@@ -22,7 +22,14 @@ from truedraft.engine.layers.weight import Weight
 from truedraft.engine.memory.huge_pages import trim_heap
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.checkpoint import EMBEDDINGS, HEAD, Checkpoint
-from truedraft.engine.models.families import decoder_layer, embedding_scale, logit_softcap, make_norm
+from truedraft.engine.models.families import (
+    decoder_layer,
+    embedding_scale,
+    logit_multiplier,
+    logit_softcap,
+    make_norm,
+    table_scale,
+)
 from truedraft.engine.models.linear import join
 from truedraft.engine.models.probe_texts import ProbeText, probe_texts
 
@@ -53,16 +60,15 @@ class Reader:
         texts = [text for group in probe_texts(facts) for text in group]
         states = self._compute_while_reading(texts, embeddings, rotary)
         head = stored if module.config.tie_word_embeddings else self._weight(HEAD)
-        softcap = logit_softcap(module.config)
-        logits = self._logits(torch.cat(states), head, softcap)
+        logits = self._logits(torch.cat(states), head)
         weights = DecoderWeights(
             embeddings,
             self.layers,
             make_norm(module.config, module.model.norm),
-            self.linears.make([head], None),
+            self.linears.make([head], None, logit_multiplier(module.config)),
             Rotary(rotary, module.config, torch.empty(0, dtype=facts.dtype, device=facts.device)),
             embedding_scale(module, facts.dtype),
-            softcap,
+            logit_softcap(module.config),
         )
         trim_heap()
         return weights, [*torch.split(logits.float(), [*map(len, states)])]
@@ -78,7 +84,7 @@ class Reader:
         positions = [text.positions(facts.device) for text in texts]
         positions = [F.pad(each, (0, ids.shape[1] - len(each)), value=int(each[-1])) for each in positions]
         embedded = embeddings.look_up(ids.flatten().to(facts.device)).to(facts.dtype)
-        embedded = embedded * embedding_scale(self.skeleton, facts.dtype)
+        embedded = embedded * table_scale(self.skeleton, facts.dtype)
         decoder.rotary_emb = _EachAlone(rotary)
         hooks = [hook for index, layer in enumerate(decoder.layers) for hook in self._follow(layer, index)]
         states = decoder(
@@ -99,11 +105,12 @@ class Reader:
         made: nn.Module = rotary
         return made
 
-    def _logits(self, states: torch.Tensor, head: Weight, softcap: float | None) -> torch.Tensor:
+    def _logits(self, states: torch.Tensor, head: Weight) -> torch.Tensor:
         """Multiplies some rows of the output layer at a time: a large vocabulary's are never dequantised
         together."""
         parts = [F.linear(states, rows.to(states.dtype)) for rows in self._rows(head)]
-        logits = torch.cat(parts, dim=-1)
+        logits = torch.cat(parts, dim=-1) * logit_multiplier(self.skeleton.config)
+        softcap = logit_softcap(self.skeleton.config)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def _rows(self, head: Weight) -> Iterator[torch.Tensor]:

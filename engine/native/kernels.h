@@ -56,7 +56,7 @@ typedef struct {
     int64_t in_features, out_features, type;
     const void *weights;          /* [panels, in_features, PANEL], zeros past the last column; in bfloat16
                                    * [panels, pairs of inputs, PANEL, 2]; or QuantisedPanels */
-    float scale;                  /* of all sums: float16 weights are kept near the largest there is */
+    float scale;                  /* of all sums: the layer's own; float16 weights are kept near the largest there is */
     const float *bias;            /* [out_features] or NULL */
 } Linear;
 

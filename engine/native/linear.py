@@ -47,7 +47,8 @@ def linear_library() -> ctypes.CDLL | None:
 class NativeLinear:
     """``weights`` [out features, in features] of any floating type are stacked, panel by panel. ``scale``:
     float16 holds them all without loss times this power of two; None: keep float32. ``bf16``: in bfloat16,
-    to which inputs are rounded, too, if the library ``multiplies_bfloat16``."""
+    to which inputs are rounded, too, if the library ``multiplies_bfloat16``. ``multiplier`` is of all
+    outputs, with the bias."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class NativeLinear:
         bias: torch.Tensor | None,
         scale: float | None,
         bf16: bool = False,
+        multiplier: float = 1.0,
     ) -> None:
         self.out_features, in_features = _stacked_shape(weights)
         self.in_features = in_features
@@ -77,8 +79,8 @@ class NativeLinear:
             out_features=self.out_features,
             type=WEIGHT_TYPES[self.dtype],
             weights=address(self.weights, self.weights.dtype, panels),
-            scale=1.0 if bf16 else 1 / (scale or 1.0),
-            bias=self._keep_bias(bias),
+            scale=multiplier if bf16 or scale is None else multiplier / scale,
+            bias=self._keep_bias(bias, multiplier),
         )
 
     def _store(self, column: int, weight: torch.Tensor) -> None:
@@ -96,9 +98,9 @@ class NativeLinear:
                 self.weights[number, :, offset : offset + taken] = weight[:taken].T
             column, weight = column + taken, weight[taken:]
 
-    def _keep_bias(self, bias: torch.Tensor | None) -> int | None:
+    def _keep_bias(self, bias: torch.Tensor | None, multiplier: float) -> int | None:
         """Keeps the bias in float32 and returns its address."""
-        self.bias = None if bias is None else as_floats(bias)
+        self.bias = None if bias is None else as_floats(bias) * multiplier
         return None if self.bias is None else address(self.bias, torch.float32, (self.out_features,))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -22,13 +22,15 @@ class NativeLinears:
         self.takes_halves = compact or bf16
         self.bf16 = bf16
 
-    def make(self, weights: Sequence[Weight], bias: torch.Tensor | None) -> NativeLinear:
+    def make(
+        self, weights: Sequence[Weight], bias: torch.Tensor | None, multiplier: float = 1.0
+    ) -> NativeLinear:
         blocks = [weight.blocks for weight in weights if weight.blocks is not None]
         if self.takes_blocks and len(blocks) == len(weights) and can_stack(blocks):
-            return QuantisedLinear(self.library, blocks, bias)
+            return QuantisedLinear(self.library, blocks, bias, multiplier)
         dense = [weight.dense() for weight in weights]
         scale = half_scale(dense) if self.takes_halves and not self.bf16 else None
-        return NativeLinear(self.library, dense, bias, scale, self.bf16)
+        return NativeLinear(self.library, dense, bias, scale, self.bf16, multiplier)
 
     def embeddings(self, weight: Weight) -> Embeddings:
         if self.takes_blocks and weight.blocks is not None:

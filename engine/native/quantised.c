@@ -190,7 +190,7 @@ static __attribute__((noinline)) void finish(const Linear *linear, float *out, c
     for (int64_t row = 0; row < rows; row++, sum += TILE) {
         const int64_t at = row * width + column;
         for (int64_t i = 0; i < count; i++) {
-            float value = sum[i];
+            float value = sum[i] * linear->scale;
             if (linear->bias) value += linear->bias[column + i];
             if (residual) value += residual[at + i];
             out[at + i] = value; /* at the very last: it may be what is added */

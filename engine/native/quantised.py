@@ -55,7 +55,11 @@ class QuantisedLinear(NativeLinear):
     multiple of 32 outputs."""
 
     def __init__(
-        self, library: ctypes.CDLL, parts: Sequence[QuantisedBlocks], bias: torch.Tensor | None
+        self,
+        library: ctypes.CDLL,
+        parts: Sequence[QuantisedBlocks],
+        bias: torch.Tensor | None,
+        multiplier: float = 1.0,
     ) -> None:
         self.multiply = library.multiply
         self.out_features = sum(len(part.rows) for part in parts)
@@ -83,8 +87,8 @@ class QuantisedLinear(NativeLinear):
             out_features=self.out_features,
             type=QUANTISED,
             weights=ctypes.addressof(self.panels),
-            scale=1.0,
-            bias=self._keep_bias(bias),
+            scale=multiplier,
+            bias=self._keep_bias(bias, multiplier),
         )
 
 

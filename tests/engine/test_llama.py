@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -84,6 +85,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         rope_parameters=ROPE | {"rope_type": "default", "partial_rotary_factor": 0.75},
         original_max_position_embeddings=128,
         pad_token_id=0,
+    ),
+    "granite": GraniteConfig(
+        **SHAPE,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.4,
+        logits_scaling=2.5,
+        attention_bias=True,
+        mlp_bias=True,
     ),
     "gemma": GemmaConfig(**GEMMA),
     "gemma2": Gemma2Config(
@@ -207,7 +217,7 @@ def layer_of(dtype: torch.dtype, rows: int, columns: int, bias: bool) -> nn.Line
 def test_packed_layers_are_float32_layers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers_linear, "MIN_PADDED_WEIGHTS", 0)
     layer = layer_of(torch.float32, 200, 300, bias=True)
-    packed = join([layer], TorchLinears())
+    packed = join([layer], 1.0, TorchLinears())
     assert type(packed) is OneDnnLinear
     x, residual = torch.randn(rows, 300), torch.randn(rows, 200)
     exact = x.double() @ layer.weight.T.double() + layer.bias.double()
@@ -260,13 +270,16 @@ class Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
+@pytest.mark.parametrize("multiplier", [1.0, 0.3])
 @pytest.mark.parametrize("native", [True, False], ids=["C", "torch"])
 @pytest.mark.parametrize("kind", [nn.Linear, Doubled])
-def test_joined_layers_lie_one_after_the_other(kind: type[nn.Linear], native: bool) -> None:
+def test_joined_layers_lie_one_after_the_other(
+    kind: type[nn.Linear], native: bool, multiplier: float
+) -> None:
     layers = [kind(256, rows, bias=True).requires_grad_(False) for rows in (100, 160)]
     x, residual = torch.randn(3, 256), torch.randn(3, 260)
-    separate = torch.cat([layer(x) for layer in layers], dim=-1)
-    joined = join(layers, linears(native))
+    separate = torch.cat([layer(x) for layer in layers], dim=-1) * multiplier
+    joined = join(layers, multiplier, linears(native))
     assert isinstance(joined, ModuleLinear) == (kind is Doubled)
     torch.testing.assert_close(joined(x), separate, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joined.add_to(residual, x), residual + separate, rtol=1e-5, atol=1e-5)

@@ -32,10 +32,12 @@ def inputs(rows: int, seed: int = 3) -> torch.Tensor:
     return x
 
 
-def layer(*parts: QuantisedBlocks, bias: torch.Tensor | None = None) -> QuantisedLinear:
+def layer(
+    *parts: QuantisedBlocks, bias: torch.Tensor | None = None, multiplier: float = 1.0
+) -> QuantisedLinear:
     library = load_library()
     assert library is not None
-    return QuantisedLinear(library, parts, bias)
+    return QuantisedLinear(library, parts, bias, multiplier)
 
 
 def test_types_are_those_of_ggml() -> None:
@@ -98,6 +100,18 @@ def test_parts_of_several_types_in_another_order_are_stacked() -> None:
     assert torch.equal(both, torch.cat([layer(first)(x), layer(second)(x)], dim=1))
     plain = layer(QuantisedBlocks(first.type, first.data, IN_FEATURES))(x)
     assert torch.equal(both[:, :32], plain[:, torch.from_numpy(order)])
+
+
+def test_outputs_are_multiplied_with_their_bias() -> None:
+    blocks, bias, residual = (
+        random_blocks("Q4_K", 37, IN_FEATURES, seed=1),
+        torch.arange(37.0),
+        torch.ones(3, 37),
+    )
+    x = inputs(3)
+    ours, plain = layer(blocks, bias=bias, multiplier=0.25), layer(blocks, bias=bias)
+    assert torch.equal(ours(x), plain(x) * 0.25)
+    assert torch.equal(ours.add_to(residual, x), residual + plain(x) * 0.25)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
