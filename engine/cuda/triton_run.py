@@ -119,6 +119,7 @@ class TritonRun(TorchPointwise):
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         query_key, value = self.split_heads(shape, qkv)
         keys, values = self.cache.keys[shape.layer], self.cache.values[shape.layer]
+        assert shape.rotary is not None  # as ``serves`` says
         angles = self.angles[shape.rotary]
         self.kernels.rotate_and_store(query_key, value, *angles, self.slots, keys, values)
         return self.attention.attend(shape.call, query_key[:, : shape.num_heads]).view(len(qkv), -1)
@@ -159,13 +160,18 @@ def find_kernels(
 
 
 def serves(shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels are made for such layers on such a device, and triton is installed."""
+    """Tells whether the kernels are made for such layers on such a device, and triton is installed."""
     return (
         _is_fit(device)
         and dtype in TOLERANCES
-        and all(shape.head_size <= MAX_HEAD_SIZE and shape.softcap is None for shape in shapes)
+        and all(_is_served(shape) for shape in shapes)
         and find_spec("triton") is not None
     )
+
+
+def _is_served(shape: AttentionShape) -> bool:
+    has_kernels = shape.softcap is None and shape.whole_norms is None and shape.rotary is not None
+    return has_kernels and shape.head_size <= MAX_HEAD_SIZE
 
 
 def _is_fit(device: torch.device) -> bool:

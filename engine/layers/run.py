@@ -20,8 +20,9 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """How one layer attends. ``norm`` is of queries and keys together: weight [heads + kv heads, size];
-    ``rotary`` is the number of its kind of angles."""
+    """How one layer attends. ``norm`` is of queries and keys together, head by head: weight [heads + kv
+    heads, size]; ``whole_norms`` are of all numbers of a token's queries, and of its keys. ``rotary`` is the
+    number of its kind of angles; None turns nothing."""
 
     layer: int
     num_heads: int
@@ -30,8 +31,9 @@ class AttentionShape:
     scaling: float
     sliding_window: int | None
     norm: Norm | None
-    rotary: int = 0
+    rotary: int | None = 0
     softcap: float | None = None
+    whole_norms: tuple[Norm, Norm] | None = None
 
     @property
     def call(self) -> AttentionCall:

@@ -26,7 +26,13 @@ class TorchPointwise:
         norms them, [tokens, heads + kv heads, size], and values [tokens, kv heads, size]."""
         sizes = shape.num_heads + shape.num_kv_heads, shape.num_kv_heads
         query_key, value = qkv.view(len(qkv), -1, shape.head_size).split_with_sizes(sizes, 1)
-        return query_key if shape.norm is None else self.norm(shape.norm, query_key), value
+        if shape.norm is not None:
+            query_key = self.norm(shape.norm, query_key)
+        if shape.whole_norms is not None:
+            parts = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
+            pairs = zip(shape.whole_norms, parts, strict=True)
+            query_key = torch.cat([self.norm(norm, x.flatten(1)).view_as(x) for norm, x in pairs], 1)
+        return query_key, value
 
     def gate(self, activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=1)
@@ -46,7 +52,8 @@ class TorchRun(TorchPointwise):
 
     def attend(self, shape: AttentionShape, qkv: torch.Tensor) -> torch.Tensor:
         query_key, value = self.split_heads(shape, qkv)
-        query_key = _rotate(query_key, *self.angles[shape.rotary])
+        if shape.rotary is not None:
+            query_key = _rotate(query_key, *self.angles[shape.rotary])
         query, key = query_key.split_with_sizes((shape.num_heads, shape.num_kv_heads), 1)
         attended = self.context.attend(shape.call, query, key, value)
         return attended.reshape(len(qkv), -1)

@@ -37,8 +37,10 @@ class Family:
     mlp_post_norm: str | None = None
     # Norms multiply by one more than their weight, in float32 whatever the model's type.
     norms_add_one: bool = False
-    # Queries and keys are normed, head by head.
-    norms_heads: bool = False
+    # Queries and keys are normed, each head by itself or all together.
+    head_norm: Literal["each", "whole"] | None = None
+    # An attribute of the attention says whether its layer rotates; None: all do.
+    rotates: str | None = None
     # The window stands in the config for all layers, or with each layer; None sees everything.
     window: Literal["config", "layer"] | None = None
     activation: str = "hidden_act"
@@ -66,13 +68,21 @@ GEMMA_2 = replace(
 FAMILIES: dict[str, Family] = {
     "llama": Family(gguf="llama"),
     "qwen2": Family(window="layer", gguf="qwen2"),
-    "qwen3": Family(window="layer", norms_heads=True, gguf="qwen3"),
+    "qwen3": Family(window="layer", head_norm="each", gguf="qwen3"),
     "phi3": Family(qkv=("qkv_proj",), gate_up=("gate_up_proj",), window="config", gguf="phi3"),
     "gemma": GEMMA,
     "gemma2": replace(GEMMA_2, score_softcap="attn_logit_softcapping", gguf="gemma2"),
-    "gemma3_text": replace(GEMMA_2, norms_heads=True, gguf="gemma3"),
+    "gemma3_text": replace(GEMMA_2, head_norm="each", gguf="gemma3"),
     "mistral": Family(window="config"),
     "seed_oss": Family(),
+    "smollm3": Family(window="layer", rotates="use_rope"),
+    "olmo2": Family(
+        mixer_norm=None,
+        mixer_post_norm="post_attention_layernorm",
+        mlp_norm=None,
+        mlp_post_norm="post_feedforward_layernorm",
+        head_norm="whole",
+    ),
     "granite": Family(
         embedding_multiplier="embedding_multiplier",
         residual_multiplier="residual_multiplier",
@@ -163,7 +173,6 @@ def _activation(config: Any) -> Activation:
 
 def _attention_shape(family: Family, attention: Any, index: int) -> AttentionShape:
     config = attention.config
-    kinds = rotary_kinds(config)
     homes = {"config": config, "layer": attention, None: None}
     return AttentionShape(
         layer=index,
@@ -172,14 +181,26 @@ def _attention_shape(family: Family, attention: Any, index: int) -> AttentionSha
         head_size=attention.head_dim,
         scaling=attention.scaling,
         sliding_window=getattr(homes[family.window], "sliding_window", None),
-        norm=_head_norm(config, attention) if family.norms_heads else None,
-        rotary=0 if kinds == [None] else kinds.index(attention.layer_type),
+        norm=_head_norm(config, attention) if family.head_norm == "each" else None,
+        whole_norms=_norms(config, attention) if family.head_norm == "whole" else None,
+        rotary=_rotary(family, attention),
         softcap=None if family.score_softcap is None else getattr(config, family.score_softcap),
     )
 
 
+def _rotary(family: Family, attention: Any) -> int | None:
+    if family.rotates is not None and not getattr(attention, family.rotates):
+        return None
+    kinds = rotary_kinds(attention.config)
+    return 0 if kinds == [None] else kinds.index(attention.layer_type)
+
+
+def _norms(config: Any, attention: Any) -> tuple[Norm, Norm]:
+    return make_norm(config, attention.q_norm), make_norm(config, attention.k_norm)
+
+
 def _head_norm(config: Any, attention: Any) -> Norm:
-    query, key = make_norm(config, attention.q_norm), make_norm(config, attention.k_norm)
+    query, key = _norms(config, attention)
     counts = config.num_attention_heads, config.num_key_value_heads
     weights = [each.weight.expand(count, -1) for each, count in zip((query, key), counts, strict=True)]
     return Norm(torch.cat(weights), query.eps)

@@ -54,13 +54,16 @@ static void place(const Spans *spans, const Heads *layer, float *qkv, int64_t to
     const int64_t size = layer->head_size, rotated = layer->num_heads + layer->num_kv_heads;
     const int64_t rotary_size = spans->rotary_size, to = spans->slots[token];
     const int64_t angle = (layer->rotary * spans->num_angles + spans->angle[token]) * rotary_size;
+    float *keys = qkv + layer->num_heads * size;
+    if (layer->query_norm) norm_row(qkv, qkv, layer->query_norm, NULL, layer->num_heads * size, layer->norm_eps);
+    if (layer->key_norm) norm_row(keys, keys, layer->key_norm, NULL, layer->num_kv_heads * size, layer->norm_eps);
     for (int64_t head = 0; head < rotated; head++) {
         float *x = qkv + head * size;
         if (layer->norm_weight) norm_row(x, x, layer->norm_weight + head * size, NULL, size, layer->norm_eps);
-        rotate(x, spans->cos + angle, spans->sin + angle, rotary_size);
+        if (layer->rotary >= 0) rotate(x, spans->cos + angle, spans->sin + angle, rotary_size);
     }
     const int64_t width = layer->num_kv_heads * size;
-    memcpy(layer->keys + to * width, qkv + layer->num_heads * size, width * sizeof(float));
+    memcpy(layer->keys + to * width, keys, width * sizeof(float));
     memcpy(layer->values + to * width, qkv + rotated * size, width * sizeof(float));
 }
 

@@ -38,10 +38,11 @@ typedef struct {
 typedef struct {
     int64_t num_heads, num_kv_heads, head_size;
     int64_t window;               /* keys that a query sees, itself included; 0: all */
-    int64_t rotary;               /* whose cos and sin */
+    int64_t rotary;               /* whose cos and sin; -1: none */
     float scaling, norm_eps;
     float softcap;                /* c makes c tanh(s / c) of each score s; 0: none */
     const float *norm_weight;     /* [num_heads + num_kv_heads, head_size] or NULL */
+    const float *query_norm, *key_norm; /* of all numbers of a token's queries, and of its keys, or NULL */
     float *keys, *values;         /* [slots, num_kv_heads, head_size] */
 } Heads;
 

@@ -156,6 +156,8 @@ class NativeRun:
 
 def check_rotary(shape: AttentionShape, kinds: int, size: int) -> None:
     """Raises ``PointerError`` unless a layer can use these angles [kinds, positions, size]."""
+    if shape.rotary is None:
+        return
     if shape.rotary >= kinds or size > shape.head_size or size % 2:
         raise PointerError(f"{kinds} tables of angles for {size} numbers are none for {shape}")
 
@@ -165,17 +167,20 @@ def _heads(shape: AttentionShape, cache: KVCache) -> Heads:
     if size % HEAD_SIZE_MULTIPLE or not 0 < size <= MAX_HEAD_SIZE or heads % kv_heads:
         raise PointerError(f"C does not attend with {heads} heads, {kv_heads} of keys, of {size} numbers")
     keys, values, norm = cache.keys[shape.layer], cache.values[shape.layer], shape.norm
+    query_norm, key_norm = shape.whole_norms or (None, None)
     stored = len(keys), kv_heads, size
     return Heads(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=size,
         window=shape.sliding_window or 0,
-        rotary=shape.rotary,
+        rotary=-1 if shape.rotary is None else shape.rotary,
         scaling=shape.scaling,
         softcap=shape.softcap or 0.0,
-        norm_eps=0.0 if norm is None else norm.eps,
+        norm_eps=0.0 if (some := norm or query_norm) is None else some.eps,
         norm_weight=None if norm is None else address(norm.weight, FLOAT, (heads + kv_heads, size)),
+        query_norm=None if query_norm is None else address(query_norm.weight, FLOAT, (heads * size,)),
+        key_norm=None if key_norm is None else address(key_norm.weight, FLOAT, (kv_heads * size,)),
         keys=address(keys, FLOAT, stored),
         values=address(values, FLOAT, stored),
     )

@@ -15,10 +15,12 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizer_bitnet import BitNetHfQuantizer
@@ -86,6 +88,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         original_max_position_embeddings=128,
         pad_token_id=0,
     ),
+    "smollm3, whose second layer turns nothing": SmolLM3Config(
+        **SHAPE, no_rope_layers=[1, 0, 1], pad_token_id=0, eos_token_id=3
+    ),
+    "smollm3 with windows": SmolLM3Config(
+        **SHAPE,
+        no_rope_layers=[0, 1, 1],
+        use_sliding_window=True,
+        sliding_window=6,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        pad_token_id=0,
+        eos_token_id=3,
+    ),
+    "olmo2": Olmo2Config(**SHAPE, pad_token_id=0, eos_token_id=3),
     "granite": GraniteConfig(
         **SHAPE,
         embedding_multiplier=3.0,
