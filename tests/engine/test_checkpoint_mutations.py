@@ -50,7 +50,9 @@ MORE: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     "mistral": {"sliding_window": WINDOW},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "phi3": {"sliding_window": WINDOW},
 }
 BOTH = ("sliding_attention", "full_attention")
@@ -91,6 +93,11 @@ VALUES: dict[str, list[Any]] = {
     "use_bidirectional_attention": [True],
     "original_max_position_embeddings": [8],
     "pretraining_tp": [2],
+    "attention_multiplier": [0.1],
+    "embedding_multiplier": [1.0],
+    "logits_scaling": [0.5],
+    "no_rope_layers": [[0, 1], [1, 1]],
+    "residual_multiplier": [1.0],
 }
 # What other families' configs say, and this one's class does not read.
 STRAY: dict[str, Any] = {
@@ -175,12 +182,15 @@ COUNTS: dict[str, list[tuple[int, int]]] = {
     "gemma": [(15, 15), (2, 12), (0, 12), (4, 8)],
     "gemma2": [(22, 17), (2, 14), (0, 14), (4, 8)],
     "gemma3_text": [(20, 17), (2, 16), (0, 16), (4, 7)],
+    "granite": [(18, 16), (2, 12), (0, 12), (4, 8)],
     "llama": [(15, 16), (2, 12), (0, 12), (4, 8)],
     "mistral": [(16, 14), (2, 12), (0, 12), (4, 8)],
+    "olmo2": [(14, 15), (2, 14), (0, 14), (4, 7)],
     "phi3": [(15, 16), (2, 9), (0, 9), (4, 8)],
     "qwen2": [(16, 17), (2, 15), (0, 15), (4, 8)],
     "qwen3": [(16, 18), (2, 14), (0, 14), (4, 7)],
     "seed_oss": [(15, 16), (2, 15), (0, 15), (4, 8)],
+    "smollm3": [(18, 19), (2, 12), (0, 12), (4, 8)],
 }
 
 

@@ -135,6 +135,9 @@ BUGS = {
     "turns all layers alike": (GEMMA3, "layer->rotary * spans->num_angles + ", ""),
     "gates with a SiLU": (GEMMA3, "activation == SILU", "activation >= SILU"),
     "caps no scores": ("gemma2", "layer->softcap > 0", "0"),
+    "norms no keys": ("olmo2", "if (layer->key_norm)", "if (0)"),
+    "turns no head": ("smollm3 with windows", "layer->rotary >= 0", "layer->rotary > 0"),
+    "multiplies no output": ("granite", "sum[i] * linear->scale", "sum[i]"),
     "caps no logits": ("gemma2", "decoder->softcap > 0", "0"),
 }
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from tests.engine import torch_kernels
 from tests.engine.triton_gates import same_as_gathered
 from truedraft.engine.cuda import triton_run
-from truedraft.engine.cuda.triton_run import find_kernels
+from truedraft.engine.cuda.triton_run import find_kernels, serves
 from truedraft.engine.layers import attention
+from truedraft.engine.layers.norm import Norm
 from truedraft.engine.layers.run import AttentionShape
 
 ROOT = Path(__file__).parent.parent.parent
@@ -86,3 +88,22 @@ def test_what_it_is_not_made_for_is_not_tried(
     shape = AttentionShape(0, 4, 2, size, 0.25, None, None)
     assert find_kernels([shape], dtype, torch.device("cpu")) is None
     assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"softcap": 3.0},
+        {"rotary": None},
+        {"whole_norms": (Norm(torch.ones(64), 1e-6),) * 2},
+        {"head_size": 320},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_one_layer_without_kernels_leaves_all_to_torch(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_run, "_is_fit", lambda device: True)
+    monkeypatch.setattr(triton_run, "find_spec", lambda name: True)
+    assert serves([SHAPE], torch.float32, torch.device("cpu"))
+    assert not serves([SHAPE, replace(SHAPE, **more)], torch.float32, torch.device("cpu"))
