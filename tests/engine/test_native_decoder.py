@@ -137,7 +137,7 @@ BUGS = {
     "caps no scores": ("gemma2", "layer->softcap > 0", "0"),
     "norms no keys": ("olmo2", "if (layer->key_norm)", "if (0)"),
     "turns no head": ("smollm3 with windows", "layer->rotary >= 0", "layer->rotary > 0"),
-    "multiplies no output": ("granite", "sum[i] * linear->scale", "sum[i]"),
+    "multiplies no output": ("granite", "vec value = sum[i] * linear->scale", "vec value = sum[i]"),
     "caps no logits": ("gemma2", "decoder->softcap > 0", "0"),
 }
 
