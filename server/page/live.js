@@ -65,12 +65,12 @@ const CHARTS = [
     idle: "The engine is idle. While it works: drafting, scoring by the target, verifying, and the host's own work.",
   },
   {
-    title: "Time to first token", unit: " ms", format: milliseconds,
+    title: "Time to first token", unit: " ms", sparse: true, format: milliseconds,
     series: [["mean of the last second", "blue", mean("time_to_first_token_seconds")]],
     idle: "No request has begun to answer while this view was open.",
   },
   {
-    title: "Time per token", unit: " ms", format: milliseconds,
+    title: "Time per token", unit: " ms", sparse: true, format: milliseconds,
     series: [["mean of the last second, after the first token", "blue", mean("inter_token_latency_seconds")]],
     idle: "No token has come while this view was open.",
   },
@@ -96,8 +96,8 @@ function colour(name) {
 
 /** A card with a chart, its legend and the newest values. */
 class Chart {
-  constructor({ title, unit, format, series, idle, scale = 1, whole = false, stacked = false, low = 0, top = null }) {
-    Object.assign(this, { unit, format, series, scale, whole, stacked, low, top });
+  constructor({ title, unit, format, series, idle, scale = 1, whole = false, sparse = false, stacked = false, low = 0, top = null }) {
+    Object.assign(this, { unit, format, series, scale, whole, sparse, stacked, low, top });
     this.values = series.map(([name, hue]) => [element("span", { className: `swatch chart-${hue}` }), name, element("b", {}, "–")]);
     this.plot = element("div", { className: "plot" });
     this.idle = element("p", { className: "idle" }, idle);
@@ -127,7 +127,7 @@ class Chart {
       ],
       series: [
         {},
-        ...this.series.map(([, hue]) => ({ stroke: colour(hue), width: 2, fill: this.stacked ? colour(hue) : undefined, spanGaps: true, points: { show: false } })),
+        ...this.series.map(([, hue]) => ({ stroke: colour(hue), width: 2, fill: this.stacked ? colour(hue) : undefined, spanGaps: true, points: { show: this.sparse, size: 6 } })),
       ],
     };
     this.uplot = new uPlot(options, this.data(), this.plot);

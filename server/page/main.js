@@ -85,7 +85,7 @@ const meetServer = () => listModels().then(() => showServer(card));
 let wasReady = null;
 
 async function watchServer() {
-  let state = { status: "unreachable", reason: "the server does not answer" };
+  let state = { status: "unreachable", reason: "The server does not answer." };
   try {
     state = await (await fetch("ready", { cache: "no-store" })).json();
   } catch {
@@ -94,7 +94,7 @@ async function watchServer() {
   byId("dot").className = `dot ${state.status}`;
   const isReady = state.status === "ready";
   if (isReady !== wasReady) {
-    byId("server-text").textContent = isReady ? "Ready" : visible(`${state.status}: ${state.reason}`);
+    byId("server-text").textContent = isReady ? "Ready" : visible(state.reason);
     if (isReady) meetServer();
   }
   wasReady = isReady;

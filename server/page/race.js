@@ -178,15 +178,20 @@ function showPairs(plain, speculative) {
   );
 }
 
+/** The verdict compares the medians that the lanes show; the spread is that of the pairs. */
 function finish(plain, speculative) {
   const ratios = ratiosOf(plain, speculative);
-  const isFaster = median(ratios) >= 1;
-  (isFaster ? speculative : plain).card.classList.add("winner");
-  const ofWinner = isFaster ? ratios : ratios.map((ratio) => 1 / ratio);
-  const spread = ratios.length > 1 ? ` (median of ${ratios.length} pairs; ${Math.min(...ofWinner).toFixed(2)} to ${Math.max(...ofWinner).toFixed(2)})` : " in one pair";
   const texts = new Set([...plain.runs, ...speculative.runs].map((run) => run.text));
   const text = texts.size === 1 ? `Same text in all runs, ${plain.runs[0].tokens} tokens.` : "The texts differ.";
-  say(`${isFaster ? "Speculative" : "Plain"} decoding was ${median(ofWinner).toFixed(2)} times as fast${spread}. ${text}`);
+  const hasDrafted = speculative.runs.some((run) => run.report?.drafted_tokens);
+  const isFaster = speculative.median <= plain.median;
+  const ofWinner = isFaster ? ratios : ratios.map((ratio) => 1 / ratio);
+  const factor = isFaster ? plain.median / speculative.median : speculative.median / plain.median;
+  const spread = ratios.length > 1 ? `, by the medians of ${ratios.length} runs each; pairs range from ${Math.min(...ofWinner).toFixed(2)} to ${Math.max(...ofWinner).toFixed(2)}` : ", in one pair";
+  if (hasDrafted) {
+    (isFaster ? speculative : plain).card.classList.add("winner");
+    say(`${isFaster ? "Speculative" : "Plain"} decoding was ${factor.toFixed(2)} times as fast${spread}. ${text}`);
+  } else say(`The speculative lane drafted nothing, as the server expects no gain from it here: any difference is noise. ${text}`);
   byId("verdict").classList.add("done");
   byId("verdict").classList.toggle("bad", texts.size > 1);
 }
