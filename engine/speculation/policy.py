@@ -435,6 +435,6 @@ def why(best: Best) -> str:
     rows = "one sequence" if num_rows == 1 else f"each of {num_rows} sequences"
     return (
         f"{'on' if best.active.length else 'off, since it would not pay'}: drafting {length:.2g} "
-        f"token{'' if length == 1 else 's'} for {rows} is expected to give {tokens:.2f} times the tokens of a "
-        f"round without drafts in {seconds:.2f} times its time, so {tokens / seconds:.2f} times the speed"
+        f"token{'' if length == 1 else 's'} for {rows} is expected to give {tokens:.2f} times the tokens of "
+        f"a round without drafts in {seconds:.2f} times its time, so {tokens / seconds:.2f} times the speed"
     )

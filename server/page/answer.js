@@ -45,7 +45,7 @@ export class AnswerView {
     this.actions = element("div", { className: "turn-actions" });
     this.footer.append(this.summary, this.figures, this.actions);
     const text = given === null ? [this.said] : [element("span", { className: "given" }, visible(given)), this.said];
-    this.card = element("article", { className: given === null ? "turn assistant" : "turn continued" }, ...text, this.calls, this.footer);
+    this.card = element("article", { className: given === null ? "turn assistant" : "turn continued", ariaLabel: "Answer" }, ...text, this.calls, this.footer);
     if (this.isText) this.markdown = new MarkdownView(this.said);
     else this.tokens = new TokenText(this.said, score);
     this.update(false);

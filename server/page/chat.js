@@ -24,6 +24,7 @@ let running = null; // the request under way: { stop, turn, view }
 let modelName = null;
 
 const mode = () => modes.value;
+const toBottom = () => scrollTo(0, document.documentElement.scrollHeight);
 const isAtBottom = () => innerHeight + scrollY > document.documentElement.scrollHeight - 80;
 
 export function startChat(model) {
@@ -51,7 +52,9 @@ export function startChat(model) {
   views.value = kept("view") ?? "text";
   for (const choice of [...modes, ...views]) choice.addEventListener("change", show);
   addEventListener("pagehide", store);
+  if (!CSS.supports("field-sizing: content")) form.elements.prompt.rows = 3;
   show();
+  if (turns.length) toBottom();
 }
 
 /** Without a chat template there are no chats. */
@@ -61,18 +64,6 @@ export function allowChat(isAllowed) {
   if (isAllowed || mode() === "completion") return;
   modes.value = "completion";
   show();
-}
-
-export function nameModel(name) {
-  form.elements.prompt.dataset.model = visible(name);
-  showMode(mode());
-  namePrompt();
-}
-
-function namePrompt() {
-  const { prompt } = form.elements;
-  prompt.placeholder = mode() === "chat" ? `Message ${prompt.dataset.model ?? ""}` : "Text to continue";
-  prompt.setAttribute("aria-label", mode() === "chat" ? "Message" : "Text to continue");
 }
 
 function store() {
@@ -86,9 +77,11 @@ function show() {
   if (turns !== conversations[mode()]) running?.stop.abort();
   turns = conversations[mode()];
   showMode(mode());
-  namePrompt();
   showPending();
-  if (mode() === "completion") form.elements.prompt.value ||= turns[0]?.content ?? "";
+  byId("new-chat").textContent = mode() === "chat" ? "New chat" : "Clear";
+  const { prompt } = form.elements;
+  prompt.placeholder = prompt.ariaLabel = mode() === "chat" ? "Message" : "Text to continue";
+  if (mode() === "completion") prompt.value ||= turns[0]?.content ?? "";
   transcript.replaceChildren(...(turns.length ? turns.map(cardOf).filter(Boolean) : [emptyState()]));
   showTotals();
   store();
@@ -112,22 +105,22 @@ function viewOf(turn) {
 function finishView(view, turn) {
   view.actions.replaceChildren(
     copyButton(() => turn.content),
-    button("Regenerate", () => regenerate(turns.indexOf(turn)), "quiet"),
+    button("Regenerate", () => regenerate(turns.indexOf(turn)), "quiet changes"),
     button("Code", () => openSnippets(...requestFor(mode(), turns, turns.indexOf(turn), turn.asked)), "quiet"),
   );
   if (turn.calls.length && turn === turns.at(-1)) view.askForResults((results) => sendResults(turn, results));
 }
 
 function userCard(turn) {
-  const card = element("article", { className: "turn user" });
+  const card = element("article", { className: "turn user", ariaLabel: "Your message" });
   const read = () => card.replaceChildren(
     element("p", { className: "bubble" }, visible(turn.content)),
-    element("div", { className: "turn-actions" }, copyButton(() => turn.content), button("Edit", edit, "quiet")),
+    element("div", { className: "turn-actions" }, copyButton(() => turn.content), button("Edit", edit, "quiet changes")),
   );
   const edit = () => {
     const box = element("textarea", { value: turn.content, rows: 3, ariaLabel: "Edited message" });
     const save = () => {
-      if (!box.value.trim()) return;
+      if (running || !box.value.trim()) return;
       turn.content = box.value;
       regenerate(turns.indexOf(turn) + 1);
     };
@@ -194,7 +187,7 @@ async function answer() {
     if (mode() === "completion") transcript.replaceChildren();
     transcript.append(viewOf(running.turn).card);
     running.view.update(true);
-    running.view.card.scrollIntoView({ block: "nearest" });
+    toBottom();
     await receive(path, body);
   } catch (error) {
     problem = error;
@@ -212,7 +205,7 @@ async function receive(path, body) {
     frame = 0;
     const follows = isAtBottom();
     running.view.update(true);
-    if (follows) scrollTo(0, document.documentElement.scrollHeight);
+    if (follows) toBottom();
   };
   try {
     for await (const chunk of chunks(path, body, stop.signal)) {
@@ -243,7 +236,10 @@ function finish(mine, problem) {
     if (turn) mine.splice(mine.indexOf(turn), 1);
     if (mine === turns) show();
   }
-  if (problem && !isStopped && mine === turns) showError(problem);
+  if (problem && !isStopped && mine === turns) {
+    showError(problem);
+    toBottom();
+  }
   showTotals();
   store();
 }

@@ -1,7 +1,7 @@
 // The page's frame: tabs, theme, the server's state, the API key.
 
 import { allowAsking, getJson, onKeyNeeded } from "./api.js";
-import { allowChat, nameModel, startChat } from "./chat.js";
+import { allowChat, startChat } from "./chat.js";
 import { byId, element, visible } from "./elements.js";
 import { follow, redrawLive, startLive } from "./live.js";
 import { raceInChats, startRace } from "./race.js";
@@ -117,7 +117,6 @@ async function fillModels() {
     [card] = models;
     byId("model").replaceChildren(...models.map(({ id }) => element("option", { value: id }, visible(id))));
     byId("model-field").hidden = models.length < 2;
-    nameModel(card.id);
     const hasTemplate = card.max_model_len === null || card.tool_form !== null; // null until it is loaded
     allowChat(hasTemplate);
     raceInChats(hasTemplate);

@@ -69,19 +69,26 @@ class Lane {
     return median(this.runs.map((run) => run.seconds));
   }
 
+  sum(count) {
+    return this.runs.reduce((sum, { report }) => sum + (report?.[count] ?? 0), 0);
+  }
+
+  get drafted() {
+    return this.sum("drafted_tokens");
+  }
+
   /** The watch runs during a run; between runs it has the median of those that are done. */
   show() {
     const isRunning = this.card.classList.contains("running");
-    const { tokens, report, isDone } = this.now;
+    const { tokens, isDone } = this.now;
     const time = this.runs.length && !isRunning ? this.median : this.now.seconds;
     this.watch.textContent = `${time.toFixed(2)} s`;
     this.progress.value = isDone ? 1 : tokens / Number(form.elements.max_tokens.value);
-    const rate = report?.acceptance_rate;
     const times = this.runs.map((run) => run.seconds);
     fillFigures(this.figures, [
       ["tokens", String(tokens)],
       [this.runs.length > 1 && !isRunning ? "tokens/s, median" : "tokens/s", time ? (tokens / time).toFixed(1) : "–"],
-      ["drafts accepted, last run", rate == null ? "–" : percent(rate)],
+      ["drafts accepted, all runs", this.drafted ? percent(this.sum("accepted_tokens") / this.drafted) : "–"],
       ["runs", times.length > 1 ? `${times.length}: ${seconds(Math.min(...times))} to ${seconds(Math.max(...times))}` : String(times.length)],
     ]);
   }
@@ -173,7 +180,7 @@ function showPairs(plain, speculative) {
     return node;
   };
   byId("pairs").replaceChildren(
-    place(element("span", { className: "even" }, "as fast"), 1),
+    place(element("span", { className: "even" }, "equal"), 1),
     ...ratios.map((ratio, pair) => place(element("span", { className: "dot-pair", title: `pair ${pair + 1}: ${ratio.toFixed(2)} times as fast` }), ratio)),
   );
 }
@@ -183,14 +190,15 @@ function finish(plain, speculative) {
   const ratios = ratiosOf(plain, speculative);
   const texts = new Set([...plain.runs, ...speculative.runs].map((run) => run.text));
   const text = texts.size === 1 ? `Same text in all runs, ${plain.runs[0].tokens} tokens.` : "The texts differ.";
-  const hasDrafted = speculative.runs.some((run) => run.report?.drafted_tokens);
   const isFaster = speculative.median <= plain.median;
   const ofWinner = isFaster ? ratios : ratios.map((ratio) => 1 / ratio);
   const factor = isFaster ? plain.median / speculative.median : speculative.median / plain.median;
-  const spread = ratios.length > 1 ? `, by the medians of ${ratios.length} runs each; pairs range from ${Math.min(...ofWinner).toFixed(2)} to ${Math.max(...ofWinner).toFixed(2)}` : ", in one pair";
-  if (hasDrafted) {
-    (isFaster ? speculative : plain).card.classList.add("winner");
-    say(`${isFaster ? "Speculative" : "Plain"} decoding was ${factor.toFixed(2)} times as fast${spread}. ${text}`);
+  const [low, high] = [Math.min(...ofWinner), Math.max(...ofWinner)];
+  const spread = ratios.length > 1 ? `, by the medians of ${ratios.length} runs each; pairs range from ${low.toFixed(2)} to ${high.toFixed(2)}` : ", in one pair";
+  const doubt = low < 1 ? " The pairs disagree: more of them, or more tokens, would tell." : "";
+  if (speculative.drafted) {
+    if (!doubt) (isFaster ? speculative : plain).card.classList.add("winner");
+    say(`${isFaster ? "Speculative" : "Plain"} decoding was ${factor.toFixed(2)} times as fast${spread}.${doubt} ${text}`);
   } else say(`The speculative lane drafted nothing, as the server expects no gain from it here: any difference is noise. ${text}`);
   byId("verdict").classList.add("done");
   byId("verdict").classList.toggle("bad", texts.size > 1);
