@@ -90,6 +90,8 @@ function probability(name, value) {
 }
 
 function showCard(span, more = []) {
+  shown?.classList.remove("shown");
+  span.classList.add("shown");
   shown = span;
   const { token, number, score } = facts.get(span);
   const card = byId("token-card");
@@ -112,6 +114,7 @@ function showCard(span, more = []) {
 
 function hideCard() {
   byId("token-card").hidden = true;
+  shown?.classList.remove("shown");
   shown = null;
   isPinned = false;
 }
