@@ -29,8 +29,9 @@ export const tokensOf = (turn) => [...turn.thoughtTokens, ...turn.tokens];
 
 /** Returns the turns of each mode as the last page in this tab left them. */
 export function storedTurns() {
-  const stored = kept(STORED);
-  return { chat: stored?.chat ?? [], completion: stored?.completion ?? [] };
+  const { chat = [], completion = [] } = kept(STORED) ?? {};
+  for (const turn of [...chat, ...completion]) if (turn.role === "assistant") turn.end ??= "as the page was left";
+  return { chat, completion };
 }
 
 /** Returns false if they are too much to be kept; then what is known of each token goes first. */

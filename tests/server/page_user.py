@@ -40,13 +40,14 @@ def send(browser: Browser, message: str = "Hello") -> None:
     wait_for_answer(browser)
 
 
-def press_button(browser: Browser, name: str, turn: int = -1) -> None:
+def press_button(browser: Browser, name: str, turn: int = -1, *, wait: bool = True) -> None:
     """Clicks a button of a turn by its name; waits for the answer, if one follows."""
     browser.run(
         f"[...[...document.querySelectorAll('.turn')].at({turn}).querySelectorAll('button')]"
         f".find(button => button.textContent === {json.dumps(name)}).click()"
     )
-    wait_for_answer(browser)
+    if wait:
+        wait_for_answer(browser)
 
 
 def texts(browser: Browser, selector: str) -> list[str]:

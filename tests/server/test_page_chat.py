@@ -158,11 +158,18 @@ def test_stop(browser: Browser, start_server: StartServer) -> None:
         browser.press("Escape")
         wait_for_answer(browser)
         assert figures(browser)[0]["ended"] == "stopped by you"
+        press_button(browser, "Regenerate", wait=False)
+        server.worker.at_most(5)
+        browser.wait("document.querySelector('.prose')?.textContent === 'Hello, wörl'")
+        browser.open(f"{server.url}/")  # in the middle of it
+        wait_until_ready(browser)
+        assert turns(browser) == ["Hello", "Hello, wörl"]
+        assert figures(browser)[0]["ended"] == "as the page was left"
         server.worker.go_on()
         server.wait_for_requests(0)
         browser.fill("[name=max_tokens]", "4")
         send(browser, "Go on.")
-        assert "Hello, w<|im_end|>" in last_prompt(server)
+        assert "Hello, wörl<|im_end|>" in last_prompt(server)
 
 
 def test_a_reload_keeps_the_conversation(browser: Browser, server: RunningServer) -> None:
@@ -268,7 +275,7 @@ def test_function_calls_are_shown_and_answered(browser: Browser, speaking: Runni
         press_button(browser, "Send results")
         assert texts(browser, ".result pre") == ["sum 0", "sum 1"]
         assert turns(browser)[-1] == "Both are 3."
-        assert "tool:sum 0" in last_prompt(speaking)
+        assert "tool:sum 0=add;tool:sum 1=add;" in last_prompt(speaking)  # each by its call's id
         assert last_prompt(speaking).count('<tool_call>{"name": "add", "arguments": {"a": 1, "b": ') == 2
         browser.fill("[name=tool_choice]", "none")
         browser.click("#new-chat")
@@ -308,6 +315,9 @@ def test_probabilities_come_when_they_are_asked_for(browser: Browser, server: Ru
         browser.press("Enter")
         browser.wait("document.querySelectorAll('#token-card meter').length >= 5")
         assert texts(browser, "#token-card .chosen span") == ['"l"']
+        browser.press("ArrowRight")
+        browser.press("Enter")
+        browser.wait("document.querySelector('#token-card .chosen span').textContent === '\"o\"'")
         browser.press("Escape")
         assert browser.run("document.querySelector('#token-card').hidden")
         browser.fill("[name=probabilities]", True)
