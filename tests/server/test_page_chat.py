@@ -1,4 +1,4 @@
-"""The chat of the page, in a real browser: what is sent, what is shown, what is kept."""
+"""A real browser chats on the page: the tests see what is sent, what is shown and what is kept."""
 
 import json
 import subprocess
@@ -297,7 +297,7 @@ def test_json_is_asked_for_and_shown(browser: Browser, speaking: RunningServer) 
 
 
 def test_probabilities_come_when_they_are_asked_for(browser: Browser, server: RunningServer) -> None:
-    """By a click: the target's, from the finished text. By the box: both models', while it is generated."""
+    """A click asks the target about the finished text; the box asks both models while it is generated."""
     with page(browser, server):
         browser.fill("[name=max_tokens]", "8")
         send(browser)
