@@ -364,5 +364,7 @@ def _default_model_name(target: str) -> str:
 
 
 def public_name(model: str) -> str:
-    """Returns a model's hub id, or the name of its folder without the path."""
+    """Returns a hub id or a folder's name, without the path; bundled models' names begin with the pair's."""
+    if Path(model).is_relative_to(BUNDLED_PAIR):
+        return f"{BUNDLED_MODEL_NAME}/{Path(model).name}"
     return Path(model).resolve().name if Path(model).exists() or Path(model).is_absolute() else model

@@ -430,9 +430,11 @@ def why(best: Best) -> str:
     if not best.may_draft:
         return "off: no row drafts with the draft model"
     plan = best.active if best.active.length else best.drafting
+    num_rows, length = plan.shape.num_rows, plan.shape.num_drafted / plan.shape.num_rows
+    tokens, seconds = plan.tokens / best.plain.tokens, plan.seconds / best.plain.seconds
+    rows = "one sequence" if num_rows == 1 else f"each of {num_rows} sequences"
     return (
-        f"{'on' if best.active.length else 'off: the best draft does not pay'}: drafting "
-        f"{plan.shape.num_drafted:.3g} tokens for {plan.shape.num_rows} rows is expected to give "
-        f"{plan.tokens / best.plain.tokens:.2f} times the tokens of a plain round in "
-        f"{plan.seconds / best.plain.seconds:.2f} times its time"
+        f"{'on' if best.active.length else 'off, since it would not pay'}: drafting {length:.2g} "
+        f"token{'' if length == 1 else 's'} for {rows} is expected to give {tokens:.2f} times the tokens of "
+        f"a round without drafts in {seconds:.2f} times its time, so {tokens / seconds:.2f} times the speed"
     )

@@ -220,7 +220,7 @@ def _positions(now: Reading, width: int) -> RenderableType:
         filled = round(min(1.0, one["rate"]) * bar_width)
         bar = Text("█" * filled, "green").append("░" * (bar_width - filled), "dim")
         bars.add_row(
-            f"{one['position']:>2}", bar, f"{one['rate']:4.0%}", Text(f"of {one['drafted']:,}", "dim")
+            f"{one['position'] + 1:>2}", bar, f"{one['rate']:4.0%}", Text(f"of {one['drafted']:,}", "dim")
         )
     return bars
 

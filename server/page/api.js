@@ -1,6 +1,9 @@
 // Requests to this server. Paths are relative to the page, so that a proxy may serve it below a path.
 
 let apiKey = ""; // in memory only: a reload forgets it
+
+export const hasKey = () => apiKey !== "";
+
 let askForKey = async () => false;
 let isDeclined = false; // the question was closed without a key: requests that run by themselves ask no more
 
@@ -11,7 +14,7 @@ export class ApiError extends Error {
   }
 }
 
-/** A person wants something that may need a key. */
+/** Says that a person wants something that may need a key. */
 export function allowAsking() {
   isDeclined = false;
 }
@@ -64,9 +67,18 @@ function post(path, body, signal) {
   return send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-/** The chunks of a stream, or the whole answer as the only one. */
+export async function postJson(path, body) {
+  return (await post(path, body)).json();
+}
+
+/**
+ * Yields the chunks of a stream, or the whole answer as the only one. Before them, where the server left out
+ * fields of the request, comes a chunk with their names.
+ */
 export async function* chunks(path, body, signal) {
   const response = await post(path, body, signal);
+  const ignored = response.headers.get("x-truedraft-ignored");
+  if (ignored) yield { choices: [], ignored: ignored.split(",").map((name) => name.trim()) };
   if (!body.stream) {
     yield await response.json();
     return;

@@ -9,7 +9,33 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
-/** Fill a definition list with [term, value] pairs. */
+export function button(text, act, className = "") {
+  const made = element("button", { type: "button", className }, text);
+  made.addEventListener("click", act);
+  return made;
+}
+
+/** A button that copies what `read` returns and says so. */
+export function copyButton(read, className = "quiet") {
+  const made = button("Copy", async () => {
+    made.textContent = (await copy(read())) ? "Copied" : "Not allowed";
+    setTimeout(() => (made.textContent = "Copy"), 1500);
+  }, className);
+  return made;
+}
+
+async function copy(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text).then(() => true, () => false);
+  // Over plain HTTP from another machine browsers offer the old way only.
+  const carrier = element("textarea", { value: text, className: "hidden" });
+  (document.querySelector("dialog[open]") ?? document.body).append(carrier);
+  carrier.select();
+  const isCopied = document.execCommand("copy");
+  carrier.remove();
+  return isCopied;
+}
+
+/** Fills a definition list with [term, value] pairs. */
 export function fillFigures(list, pairs) {
   list.replaceChildren(
     ...pairs.map(([term, value]) => element("div", {}, element("dt", {}, term), element("dd", {}, value))),
@@ -22,7 +48,9 @@ export function seconds(value) {
 
 export const percent = (share) => `${Math.round(share * 100)} %`;
 
-/** Control characters and what turns the direction of text, as signs that can be seen. */
+export const plural = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+
+/** Shows control characters, and those that turn the direction of text, as signs that can be seen. */
 export function visible(text) {
   return text.replace(
     /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g,
@@ -35,7 +63,7 @@ export function visible(text) {
   );
 }
 
-/** Numbers of a form as numbers; what is left empty is left out. */
+/** Returns the numbers of a form; what is left empty is left out. */
 export function numbers(form, names) {
   const found = {};
   for (const name of names) {
@@ -43,4 +71,23 @@ export function numbers(form, names) {
     if (value !== "") found[name] = Number(value);
   }
   return found;
+}
+
+/** Reads what `keep` kept in this tab; a reload finds it, another tab does not. */
+export function kept(name) {
+  try {
+    return JSON.parse(sessionStorage.getItem(name));
+  } catch {
+    return null;
+  }
+}
+
+/** Returns whether there was room for it. */
+export function keep(name, value) {
+  try {
+    sessionStorage.setItem(name, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
 }

@@ -1,7 +1,7 @@
 // Live charts of /metrics and /speculation, read once a second while they are looked at.
 
-import { getJson, getText } from "./api.js";
-import { byId, element, fillFigures, percent, visible } from "./elements.js";
+import { chunks, getJson, getText } from "./api.js";
+import { byId, element, fillFigures, visible } from "./elements.js";
 import { parseMetrics } from "./metrics.js";
 
 const INTERVAL = 1000;
@@ -15,14 +15,15 @@ let following = null; // the loop that reads; null while the view is closed
 
 const share = (value) => (value == null ? "–" : `${Math.round(value * 100)} %`);
 const plainNumber = (value) => (value == null ? "–" : value >= 100 ? value.toFixed(0) : value.toFixed(1));
+const rounded = (value) => String(+value.toFixed(2));
 const milliseconds = (value) => (value == null ? "–" : `${value.toFixed(value < 10 ? 2 : 0)} ms`);
 const factor = (value) => (value == null ? "–" : `${value.toFixed(2)} ×`);
 
-/** Growth per second of what `read` takes from a sample, between it and the one before. */
+/** Returns the growth per second of what `read` takes from a sample, between it and the one before. */
 const rate = (read) => (now, before) =>
   before ? Math.max(0, read(now.metrics) - read(before.metrics)) / (now.time - before.time) : null;
 
-/** Mean of what a histogram has observed between two samples, in milliseconds. */
+/** Returns the mean of what a histogram has observed between two samples, in milliseconds. */
 const mean = (histogram) => (now, before) => {
   const grown = (part) => now.metrics.total(`${histogram}_${part}`) - before.metrics.total(`${histogram}_${part}`);
   return before && grown("count") > 0 ? (1000 * grown("sum")) / grown("count") : null;
@@ -30,39 +31,60 @@ const mean = (histogram) => (now, before) => {
 
 const phaseRate = (phase) => rate((m) => m.perWorker(m.by("phase_seconds_total", "phase")[phase] ?? 0));
 
+// `unit`: what stands after the numbers of the axis; `idle`: what is said while all values are zero or unknown.
 const CHARTS = [
-  { title: "Tokens per second", format: plainNumber, series: [["generated", "green", rate((m) => m.total("generation_tokens_total"))]] },
   {
-    title: "Speed-up over plain decoding", format: factor, low: 1,
+    title: "Tokens per second", unit: "/s", format: (value) => (value == null ? "–" : `${plainNumber(value)}/s`),
+    series: [["generated, all requests", "green", rate((m) => m.total("generation_tokens_total"))]],
+    idle: "No tokens now. Write something in Chat, or send a test request with the button above.",
+  },
+  {
+    title: "Speed-up over plain decoding", unit: " ×", format: factor, low: 1,
     series: [
       ["predicted", "blue", (now) => now.speculation?.speedup.predicted],
       ["achieved", "green", (now) => now.speculation?.speedup.achieved],
     ],
+    idle: "Not measured yet. With an automatic draft length it is, as soon as requests have run.",
   },
-  { title: "Draft length", format: plainNumber, series: [["tokens a round", "green", ({ metrics }) => metrics.perWorker(metrics.total("num_speculative_tokens"))]] },
   {
-    title: "Requests", format: (value) => (value == null ? "–" : String(value)),
+    title: "Draft length", unit: "", format: plainNumber,
+    series: [["tokens per sequence and round", "green", ({ metrics }) => metrics.perWorker(metrics.total("num_speculative_tokens"))]],
+    idle: "Nothing drafts now: speculation is off, or no request is running.",
+  },
+  {
+    title: "Requests", unit: "", whole: true, format: (value) => (value == null ? "–" : String(value)),
     series: [
       ["running", "green", (now) => now.metrics.total("num_requests_running")],
       ["waiting", "orange", (now) => now.metrics.total("num_requests_waiting")],
     ],
+    idle: "No request is running or waiting.",
   },
   {
-    title: "Time by phase", format: share, stacked: true, top: 1,
+    title: "Share of time by phase", unit: " %", scale: 100, format: share, stacked: true, top: 1,
     series: PHASES.map((phase, place) => [phase, ["green", "blue", "violet", "grey"][place], phaseRate(phase)]),
+    idle: "The engine is idle. While it works: drafting, scoring by the target, verifying, and the host's own work.",
   },
-  { title: "Time to first token", format: milliseconds, series: [["mean", "blue", mean("time_to_first_token_seconds")]] },
-  { title: "Time per token", format: milliseconds, series: [["mean, after the first", "blue", mean("inter_token_latency_seconds")]] },
   {
-    title: "Cache in use", format: share, top: 1,
+    title: "Time to first token", unit: " ms", sparse: true, format: milliseconds,
+    series: [["mean of the last second", "blue", mean("time_to_first_token_seconds")]],
+    idle: "No request has begun to answer while this view was open.",
+  },
+  {
+    title: "Time per token", unit: " ms", sparse: true, format: milliseconds,
+    series: [["mean of the last second, after the first token", "blue", mean("inter_token_latency_seconds")]],
+    idle: "No token has come while this view was open.",
+  },
+  {
+    title: "Cache in use", unit: " %", scale: 100, format: share, top: 1,
     series: [
       ["target", "blue", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").target)],
       ["draft", "green", ({ metrics }) => metrics.perWorker(metrics.by("kv_cache_usage_perc", "model").draft)],
     ],
+    idle: "No running sequence holds blocks of the cache.",
   },
 ];
 
-/** A custom property's colour as a canvas understands it: of the theme that is shown. */
+/** Returns a custom property's colour as a canvas understands it, in the theme that is shown. */
 function colour(name) {
   const probe = element("span");
   probe.style.color = `var(--${name})`;
@@ -74,16 +96,17 @@ function colour(name) {
 
 /** A card with a chart, its legend and the newest values. */
 class Chart {
-  constructor({ title, format, series, stacked = false, low = 0, top = null }) {
-    Object.assign(this, { format, series, stacked, low, top });
+  constructor({ title, unit, format, series, idle, scale = 1, whole = false, sparse = false, stacked = false, low = 0, top = null }) {
+    Object.assign(this, { unit, format, series, scale, whole, sparse, stacked, low, top });
     this.values = series.map(([name, hue]) => [element("span", { className: `swatch chart-${hue}` }), name, element("b", {}, "–")]);
     this.plot = element("div", { className: "plot" });
+    this.idle = element("p", { className: "idle" }, idle);
     this.card = element(
       "article",
       { className: "card chart" },
       element("h2", {}, title),
       element("ul", { className: "legend" }, ...this.values.map((parts) => element("li", {}, parts[0], `${parts[1]} `, parts[2]))),
-      this.plot,
+      element("div", { className: "plot-area" }, this.plot, this.idle),
     );
   }
 
@@ -97,14 +120,14 @@ class Chart {
       legend: { show: false },
       cursor: { show: false },
       padding: [8, 16, 0, 0],
-      scales: { x: { time: false, range: (_, min) => [Math.min(-30, min ?? 0), 0] }, y: { range: (_, min, max) => [0, Math.max(this.top ?? 0, this.low * 1.2, (max ?? 0) * 1.1, 0.1)] } },
+      scales: { x: { time: false, range: (_, min) => [Math.min(-30, min ?? 0), 0] }, y: { range: (_, min, max) => [0, Math.max(this.top ?? 0, this.low * 1.2, (max ?? 0) * 1.1, this.whole ? 1 : 0.1)] } },
       axes: [
         { ...axis, size: 24, values: clock },
-        { ...axis, size: 44, values: (_, values) => values.map((value) => (this.top === 1 ? percent(value) : String(+value.toFixed(2)))) },
+        { ...axis, size: 52, incrs: this.whole ? [1, 2, 5, 10, 20, 50, 100, 200, 500] : undefined, values: (_, values) => values.map((value) => rounded(value * this.scale) + this.unit) },
       ],
       series: [
         {},
-        ...this.series.map(([, hue]) => ({ stroke: colour(hue), width: 2, fill: this.stacked ? colour(hue) : undefined, spanGaps: true, points: { show: false } })),
+        ...this.series.map(([, hue]) => ({ stroke: colour(hue), width: 2, fill: this.stacked ? colour(hue) : undefined, spanGaps: true, points: { show: this.sparse, size: 6 } })),
       ],
     };
     this.uplot = new uPlot(options, this.data(), this.plot);
@@ -115,6 +138,7 @@ class Chart {
     const times = history.map((sample) => Math.round((sample.time - last) * 100) / 100);
     const columns = this.series.map(([, , read]) => history.map((sample, place) => read(sample, history[place - 1]) ?? null));
     this.newest = columns.map((column) => column.at(-1) ?? null);
+    this.card.classList.toggle("is-idle", columns.every((column) => column.every((value) => !value)));
     if (this.stacked) {
       // The first series is drawn first and must reach highest: each has those after it below itself.
       for (let place = columns.length - 2; place >= 0; place -= 1) {
@@ -134,14 +158,14 @@ class Chart {
   }
 }
 
-/** Bars: of the tokens drafted at each position, the share that was accepted. */
+/** Bars show which share of the tokens drafted at each position was accepted. Positions count from 1. */
 class Positions {
   constructor() {
     this.bars = element("div", { className: "bars" });
     this.card = element(
       "article",
       { className: "card chart" },
-      element("h2", {}, "Acceptance by position in the draft, %"),
+      element("h2", {}, "Drafts accepted, by position in the draft, %"),
       element(
         "ul",
         { className: "legend" },
@@ -163,35 +187,49 @@ class Positions {
         const all = (accepted[position] ?? 0) / drafted[position];
         const recentlyDrafted = drafted[position] - (draftedBefore[position] ?? 0);
         const recent = recentlyDrafted ? ((accepted[position] ?? 0) - (acceptedBefore[position] ?? 0)) / recentlyDrafted : null;
-        const bar = element("div", { className: "bar", title: `position ${position}: ${share(recent)} recently, ${share(all)} since the start` });
+        const bar = element("div", { className: "bar", title: `token ${position + 1} of a draft: ${share(recent)} recently, ${share(all)} since the start` });
         const fill = element("div", { className: "fill" });
         const mark = element("div", { className: "mark" });
         fill.style.height = `${(recent ?? 0) * 100}%`;
         mark.style.bottom = `${all * 100}%`;
         bar.append(fill, mark);
-        return element("div", { className: "column" }, element("b", {}, String(Math.round((recent ?? all) * 100))), bar, element("span", {}, String(position)));
+        return element("div", { className: "column" }, element("b", {}, String(Math.round((recent ?? all) * 100))), bar, element("span", {}, String(position + 1)));
       }),
     );
-    if (!positions.length) this.bars.replaceChildren(element("p", { className: "empty" }, "Nothing has been drafted yet."));
+    if (!positions.length) this.bars.replaceChildren(element("p", { className: "empty" }, "Nothing has been drafted yet. Bars come with the first request that speculation pays for."));
   }
 
   draw() {}
   resize() {}
 }
 
-export function startLive() {
+export function startLive(modelName) {
   charts = [new Chart(CHARTS[0]), new Positions(), ...CHARTS.slice(1).map((description) => new Chart(description))];
   byId("charts").append(...charts.map((chart) => chart.card));
   addEventListener("resize", () => charts.forEach((chart) => chart.resize()));
   document.addEventListener("visibilitychange", follow);
+  byId("test-request").addEventListener("click", () => sendTestRequest(modelName));
 }
 
-/** The colours have changed. */
+/** Gives an idle server something to draw. */
+async function sendTestRequest(modelName) {
+  byId("test-request").disabled = true;
+  try {
+    const body = { model: await modelName(), prompt: "Once upon a time", max_tokens: 300, temperature: 0, ignore_eos: true, stream: true };
+    for await (const _ of chunks("v1/completions", body)); // the charts show what it does
+  } catch (error) {
+    byId("why").textContent = visible(error.message);
+  } finally {
+    byId("test-request").disabled = false;
+  }
+}
+
+/** Draws anew after the colours have changed. */
 export function redrawLive() {
   if (!byId("live").hidden) charts.forEach((chart) => chart.draw());
 }
 
-/** Read while the view is open and the window is seen, and at no other time. */
+/** Reads while the view is open and the window is seen, and at no other time. */
 export function follow() {
   const isSeen = !byId("live").hidden && !document.hidden;
   if (isSeen && following === null) {
@@ -219,11 +257,13 @@ async function read(loop) {
 function show() {
   const { metrics, speculation } = history.at(-1);
   for (const chart of charts) chart.update();
-  byId("why").textContent = visible(`Speculation ${speculation.why}.`.replace(/\.\.$/, "."));
+  byId("why").textContent = speculation.on === null
+    ? "Nothing has run yet. After the first request this line says whether speculation is on, and why."
+    : visible(`Speculation is ${speculation.why}.`);
   const drafted = metrics.total("spec_decode_num_draft_tokens_total");
   fillFigures(byId("now"), [
-    ["tokens generated", metrics.total("generation_tokens_total").toLocaleString("en")],
-    ["requests finished", metrics.total("request_success_total").toLocaleString("en")],
+    ["tokens", metrics.total("generation_tokens_total").toLocaleString("en")],
+    ["requests answered", metrics.total("request_success_total").toLocaleString("en")],
     ["drafts accepted", drafted ? share(metrics.total("spec_decode_num_accepted_tokens_total") / drafted) : "–"],
     ["prefix cache hits", metrics.total("prefix_cache_queries_total") ? share(metrics.total("prefix_cache_hits_total") / metrics.total("prefix_cache_queries_total")) : "–"],
     ["errors", String(metrics.total("request_errors_total"))],

@@ -1,13 +1,16 @@
 // The page's frame: tabs, theme, the server's state, the API key.
 
 import { allowAsking, getJson, onKeyNeeded } from "./api.js";
+import { allowChat, startChat } from "./chat.js";
 import { byId, element, visible } from "./elements.js";
 import { follow, redrawLive, startLive } from "./live.js";
-import { startPlayground } from "./playground.js";
-import { startRace } from "./race.js";
+import { raceInChats, startRace } from "./race.js";
+import { showServer, startAbout } from "./server.js";
+import { startSettings } from "./settings.js";
+import { startSnippets } from "./snippets.js";
 import { watchTokens } from "./tokens.js";
 
-const VIEWS = ["playground", "race", "live"];
+const VIEWS = ["chat", "race", "live"];
 const THEMES = ["system", "light", "dark"];
 const SLOWLY = 10_000;
 const QUICKLY = 1000;
@@ -36,7 +39,7 @@ function startTabs() {
     });
   }
   const asked = location.hash.slice(2);
-  open(VIEWS.includes(asked) ? asked : "playground");
+  open(VIEWS.includes(asked) ? asked : "chat");
 }
 
 function startTheme() {
@@ -56,7 +59,7 @@ function startTheme() {
   show(THEMES.includes(kept) ? kept : "system");
 }
 
-/** Ask for the key in a dialog; resolves to "" if it is closed without one. */
+/** Asks for the key in a dialog; resolves to "" if it is closed without one. */
 function askForKey(wasRefused) {
   const dialog = byId("key-dialog");
   byId("key-error").hidden = !wasRefused;
@@ -77,38 +80,46 @@ function askForKey(wasRefused) {
   });
 }
 
+const meetServer = () => listModels().then(() => showServer(card));
+
+let wasReady = null;
+
 async function watchServer() {
-  let state = { status: "unreachable", reason: "the server does not answer" };
+  let state = { status: "unreachable", reason: "The server does not answer." };
   try {
     state = await (await fetch("ready", { cache: "no-store" })).json();
   } catch {
     // It may come back.
   }
   byId("dot").className = `dot ${state.status}`;
-  let text = state.status === "ready" ? "Ready" : `${state.status}: ${state.reason}`;
-  if (state.status === "ready") {
-    const version = await getJson("version").catch(() => null);
-    if (version) text = `${version.model} · ${version.draft ? `${version.draft} drafts for ${version.target}` : version.target} · ${[version.device, version.dtype, version.forward].filter(Boolean).join(", ")}`;
-    if (!byId("model").length) listModels();
+  const isReady = state.status === "ready";
+  if (isReady !== wasReady) {
+    byId("server-text").textContent = isReady ? "Ready" : visible(state.reason);
+    if (isReady) meetServer();
   }
-  byId("server-text").textContent = visible(text);
-  setTimeout(watchServer, state.status === "ready" ? SLOWLY : QUICKLY);
+  wasReady = isReady;
+  setTimeout(watchServer, isReady ? SLOWLY : QUICKLY);
 }
 
 let listing = null;
+let card = null; // what the server says of the model
 
-/** Fill in the names that requests may use, once. */
+/** Fills in the names that requests may use, until the model is loaded, which tells all about it. */
 function listModels() {
   listing ??= fillModels().finally(() => (listing = null));
   return listing;
 }
 
 async function fillModels() {
-  if (byId("model").length) return;
+  if (card?.max_model_len != null) return;
   try {
     const models = (await getJson("v1/models")).data;
+    [card] = models;
     byId("model").replaceChildren(...models.map(({ id }) => element("option", { value: id }, visible(id))));
     byId("model-field").hidden = models.length < 2;
+    const hasTemplate = card.max_model_len === null || card.tool_form !== null; // null until it is loaded
+    allowChat(hasTemplate);
+    raceInChats(hasTemplate);
   } catch {
     // Without a key there is nothing to choose from; the request itself will say so.
   }
@@ -122,13 +133,16 @@ async function modelName() {
 onKeyNeeded(askForKey);
 byId("key-button").addEventListener("click", () => {
   allowAsking();
-  listModels();
+  meetServer();
 });
 document.addEventListener("submit", allowAsking, { capture: true });
 watchTokens();
-startPlayground(modelName);
+startSettings();
+startSnippets();
+startAbout();
+startChat(modelName);
 startRace(modelName);
-startLive();
+startLive(modelName);
 startTheme();
 startTabs();
 watchServer();

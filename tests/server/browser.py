@@ -81,12 +81,23 @@ class Browser:
     def click(self, selector: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def fill(self, selector: str, value: str) -> None:
-        self.run(f"document.querySelector({json.dumps(selector)}).value = {json.dumps(value)}")
+    def fill(self, selector: str, value: str | bool) -> None:
+        """Sets a field as a person would, so that the page hears of it."""
+        field = f"document.querySelector({json.dumps(selector)})"
+        self.run(f"{field}.{'checked' if isinstance(value, bool) else 'value'} = {json.dumps(value)}")
+        for event in ("input", "change"):
+            self.run(f"{field}.dispatchEvent(new Event('{event}', {{bubbles: true}}))")
 
-    def press(self, key: str) -> None:
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key)
+    def type(self, text: str) -> None:
+        """Types into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """Enter also writes, as on a real keyboard, unless the page prevents it."""
+        enter = {"text": "\r", "windowsVirtualKeyCode": 13} if key == "Enter" else {}
+        modifiers = 8 if shift else 0
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, modifiers=modifiers, **enter)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, modifiers=modifiers)
 
     def look(self, *, width: int = 1280, height: int = 860, theme: str = "light") -> None:
         """The size of the window, and the colours that its user prefers."""

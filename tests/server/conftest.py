@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.browser import Browser, open_browser
 from tests.server.running import RunningServer, run_server
 from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.server.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,6 +44,12 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 def start_server(model_folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> StartServer:
     """Start a server of one's own: ``with start_server("--once", port=...) as server``."""
     return partial(run_server, model_folder, tokenizer, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

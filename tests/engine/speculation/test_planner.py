@@ -32,7 +32,7 @@ from truedraft.engine.speculation import lookups
 from truedraft.engine.speculation.acceptance import Acceptance
 from truedraft.engine.speculation.costs import MAX_LENGTH, MIXED, Costs, PassCosts, Shape
 from truedraft.engine.speculation.planner import Option, SpeculationPlanner
-from truedraft.engine.speculation.policy import FEW_ROUNDS, Batch, Choice, Policy, Timing
+from truedraft.engine.speculation.policy import FEW_ROUNDS, Batch, Best, Choice, Plan, Policy, Timing, why
 
 PACKED, GPU = MACHINES[0], MACHINES[4]
 ACCEPTANCES = (0.1, 0.5, 0.8, 0.95)
@@ -288,6 +288,22 @@ def test_looking_up_for_many_rows_of_a_small_model_must_pay() -> None:
     Simulation(SMALL, planner, always(0.0), lambda _: 16, **options).run(2.0)  # type: ignore[arg-type]
     assert planner.state()["on"] is False
     assert "looking up n-grams takes 0.05 ms, more than the" in str(planner.state()["why"])
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "length", "said"),
+    [
+        (3, 1, "drafting 1 token for each of 3 sequences is expected to give 1.70 times"),
+        (1, 2, "drafting 2 tokens for one sequence is expected to give 1.70 times"),
+    ],
+)
+def test_the_reason_counts_what_each_sequence_drafts(num_rows: int, length: int, said: str) -> None:
+    """The round's shape has the sum over all rows."""
+    plain = Plan(Shape(num_rows, 0), 0, 1.0, 1.0)
+    drafting = Plan(Shape(num_rows, length, num_rows * length), length, 1.7, 1.52)
+    assert said in why(Best(drafting, drafting, plain))
+    assert why(Best(drafting, drafting, plain)).endswith("in 1.52 times its time, so 1.12 times the speed")
+    assert why(Best(plain, drafting, plain)).startswith("off, since it would not pay: drafting ")
 
 
 def test_the_report_says_why_ngrams_draft_or_not() -> None:

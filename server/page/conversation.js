@@ -1,0 +1,109 @@
+// What has been said in this tab, and the request that goes on with it. Knows nothing of how it is shown.
+//
+// A turn is { role: "user" | "tool", content } or an answer: what `newAnswer` returns.
+
+import { keep, kept } from "./elements.js";
+
+const STORED = "conversations";
+
+/** `asked`: the request's fields and the system prompt that the answer came from. */
+export function newAnswer(asked) {
+  return {
+    role: "assistant",
+    asked,
+    content: "",
+    thoughts: "", // its reasoning, as the server reads it
+    calls: [], // { id, name, arguments }
+    thoughtTokens: [],
+    tokens: [],
+    numTokens: 0,
+    ignored: [], // fields of the request that the server left out
+    report: null, // the server's account of the speculation
+    first: null, // seconds until the first token
+    seconds: 0,
+    end: null, // why it ended
+  };
+}
+
+export const tokensOf = (turn) => [...turn.thoughtTokens, ...turn.tokens];
+
+/** Returns the turns of each mode as the last page in this tab left them. */
+export function storedTurns() {
+  const { chat = [], completion = [] } = kept(STORED) ?? {};
+  for (const turn of [...chat, ...completion]) if (turn.role === "assistant") turn.end ??= "as the page was left";
+  return { chat, completion };
+}
+
+/** Returns false if they are too much to be kept; then what is known of each token goes first. */
+export function storeTurns(turns) {
+  if (keep(STORED, turns)) return true;
+  const withoutTokens = (name, value) => (name === "tokens" || name === "thoughtTokens" ? [] : value);
+  return keep(STORED, JSON.parse(JSON.stringify(turns, withoutTokens)));
+}
+
+/** Returns path and body of the request that answers the turns before `end`. */
+export function requestFor(mode, turns, end, { system, ...fields }) {
+  const before = turns.slice(0, end);
+  if (mode === "completion") return ["v1/completions", { ...fields, prompt: before.at(-1).content }];
+  const { model, ...others } = fields;
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...before.map(asMessage)];
+  return ["v1/chat/completions", { model, messages, ...others }];
+}
+
+function asMessage(turn) {
+  const message = { role: turn.role, content: turn.content };
+  if (turn.thoughts) message.reasoning_content = turn.thoughts;
+  if (turn.role === "tool") message.tool_call_id = turn.callId;
+  if (turn.calls?.length) {
+    message.tool_calls = turn.calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } }));
+  }
+  return message;
+}
+
+/** Adds what a choice of the answer, or of a chunk of it, brings. */
+export function addChoice(turn, choice, waiting) {
+  const part = choice.delta ?? choice.message ?? { content: choice.text };
+  const wasAnswering = turn.content !== "" || turn.calls.length > 0;
+  turn.thoughts += part.reasoning_content ?? "";
+  for (const [place, call] of (part.tool_calls ?? []).entries()) addCall(turn.calls, call, call.index ?? place);
+  waiting.push(...(choice.origins ?? []));
+  turn.numTokens += choice.origins?.length ?? 0;
+  placeTokens(turn, part.content ?? "", waiting, wasAnswering || Boolean(part.tool_calls?.length), choice.finish_reason !== null);
+  turn.content += part.content ?? "";
+  if (choice.finish_reason) turn.end = choice.finish_reason;
+  if (choice.stop_reason !== undefined) turn.stopReason = choice.stop_reason;
+}
+
+function addCall(calls, part, place) {
+  const call = (calls[place] ??= { id: "", name: "", arguments: "" });
+  call.id += part.id ?? "";
+  call.name += part.function.name ?? "";
+  call.arguments += part.function.arguments ?? "";
+}
+
+/**
+ * Moves tokens to the reasoning or to the answer. `waiting` are those of which it is not known yet what they are:
+ * where reasoning ends within a piece, the last tokens that have the content's length are the answer's.
+ */
+function placeTokens(turn, content, waiting, isAnswering, isLast) {
+  if (!turn.thoughts && !isAnswering && !content && !isLast) return;
+  let numThoughts = turn.thoughts ? waiting.length : 0;
+  if (isAnswering) numThoughts = 0;
+  else if (turn.thoughts) {
+    for (let length = 0; numThoughts && length < content.length; ) length += waiting[--numThoughts].text.length;
+  }
+  turn.thoughtTokens.push(...waiting.splice(0, numThoughts));
+  turn.tokens.push(...waiting.splice(0));
+}
+
+/** Returns the sums over all answers, from the same figures that stand below each. */
+export function totals(turns) {
+  const sum = { answers: 0, tokens: 0, drafted: 0, accepted: 0 };
+  for (const turn of turns.filter(({ role }) => role === "assistant")) {
+    sum.answers += 1;
+    sum.tokens += turn.numTokens;
+    sum.drafted += turn.report?.drafted_tokens ?? 0;
+    sum.accepted += turn.report?.accepted_tokens ?? 0;
+  }
+  return sum;
+}

@@ -1,0 +1,101 @@
+"""Acts on the page as a person does, for its tests: sends messages, reads answers and their figures."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.server.browser import Browser
+from tests.server.running import RunningServer
+
+
+@contextmanager
+def page(browser: Browser, server: RunningServer, view: str = "chat") -> Iterator[None]:
+    """Opens the page anew, ready for use. At the end nothing may have been refused or thrown."""
+    browser.problems.clear()
+    browser.look()
+    forget = "location.origin === 'null' || sessionStorage.clear()"  # what an earlier test's page kept
+    script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=forget)
+    browser.open(f"{server.url}/#/{view}")
+    browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
+    wait_until_ready(browser)
+    yield
+    assert not browser.problems, browser.problems
+
+
+def wait_until_ready(browser: Browser) -> None:
+    browser.wait("document.getElementById('model').length > 0")
+    browser.wait("document.getElementById('server-text').textContent.includes(' \\u00b7 ')")
+
+
+def wait_for_answer(browser: Browser) -> None:
+    browser.wait("document.querySelector('#stop').hidden")
+
+
+def send(browser: Browser, message: str = "Hello") -> None:
+    """Sends with Enter; returns when the answer is complete."""
+    browser.fill("#prompt", message)
+    browser.run("document.querySelector('#prompt').focus()")
+    browser.press("Enter")
+    wait_for_answer(browser)
+
+
+def press_button(browser: Browser, name: str, turn: int = -1, *, wait: bool = True) -> None:
+    """Clicks a button of a turn by its name; waits for the answer, if one follows."""
+    browser.run(
+        f"[...[...document.querySelectorAll('.turn')].at({turn}).querySelectorAll('button')]"
+        f".find(button => button.textContent === {json.dumps(name)}).click()"
+    )
+    if wait:
+        wait_for_answer(browser)
+
+
+def texts(browser: Browser, selector: str) -> list[str]:
+    return list(
+        browser.run(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.textContent)")
+    )
+
+
+def turns(browser: Browser) -> list[str]:
+    """Returns what has been said, in order."""
+    return texts(browser, ".bubble, .turn .prose")
+
+
+def tokens(browser: Browser) -> list[str]:
+    """Returns the texts of the tokens of the last answer."""
+    browser.click("[name=view][value=tokens]")
+    return list(
+        browser.run(
+            "[...[...document.querySelectorAll('.turn .text')].at(-1).querySelectorAll('.token')]"
+            ".map(token => token.textContent)"
+        )
+    )
+
+
+def figures(browser: Browser) -> list[dict[str, str]]:
+    """Returns the figures below each answer."""
+    return list(
+        browser.run(
+            "[...document.querySelectorAll('.turn .figures')].map(list => Object.fromEntries("
+            "[...list.children].map(pair => [...pair.children].map(part => part.textContent))))"
+        )
+    )
+
+
+def legends(browser: Browser) -> list[dict[str, int]]:
+    """Returns how many tokens of each kind each answer has, as its legend says."""
+    browser.click("[name=view][value=tokens]")
+    lines = browser.run(
+        "[...document.querySelectorAll('.turn .summary')].map("
+        "summary => [...summary.querySelectorAll('li')].map(line => line.textContent))"
+    )
+    return [
+        {name: int(count) for name, _, count in (line.rpartition(" ") for line in answer)} for answer in lines
+    ]
+
+
+def last_prompt(server: RunningServer) -> str:
+    """Returns the text that the worker was asked to continue last."""
+    line = server.messages_to_worker("Generate")[-1]
+    ids: Any = json.loads(line.partition("prompt_token_ids=")[2].partition("]")[0] + "]")
+    return str(server.post("/detokenize", {"tokens": ids}).json()["prompt"])
