@@ -178,7 +178,7 @@ def measure_pair(arguments: argparse.Namespace, pair: Pair) -> list[dict[str, An
 
 
 def figures(results: Sequence[dict[str, Any]]) -> list[Figure]:
-    """Returns the time of a round by phase in every variant, and the speed-up beside the formula's."""
+    """Returns the time of a round by phase in every variant, and the speed-up next to the formula's."""
     columns = {
         "draft_ms": "draft, ms",
         "score_ms": "score, ms",

@@ -54,13 +54,13 @@ def _rounded(value: float) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    what: str  # a sentence without its full stop, for the line above a table
-    rows: str  # what the rows are, for the head of the first column
+    what: str  # is the line above a table, without its full stop
+    rows: str  # names the first column
     model: str
     dtype: str
     num_repeats: int
     command: str
-    commit: str  # of the code that was measured
+    commit: str  # names the code that was measured
     date: str
     machine: dict[str, Any]
     figures: list[Figure] = field(default_factory=list)

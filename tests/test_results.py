@@ -39,7 +39,7 @@ MEASURED_HEAD = re.compile(
     r"tokens/s|requests/s|\bms\b|\bus\b|µs|microseconds|milliseconds|speed-up|speedup|times (?:plain|as)"
     r"|measured|acceptance|accepted|rounds per token|wall time|latency"
 )
-# The same for a whole table, by the paragraph above it.
+# A paragraph above a table says the same of all its columns.
 MEASURED_TABLE = re.compile(r"tokens per second|medians|milliseconds of|microseconds of")
 # Settings, definitions and examples that look like measurements.
 NOT_MEASURED = {
@@ -231,7 +231,7 @@ ELSEWHERE = {"attacks", "connections", "gpu-http", "gpu-rounds", "hostile-reques
 
 
 def test_one_command_measures_all_results(tmp_path: Path) -> None:
-    """Those of a GPU and of attacks have commands of their own."""
+    """A GPU and attacks have commands of their own."""
     arguments = argparse.Namespace(
         llama_cpp_bin=tmp_path, llama_cpp_src=tmp_path, smollm2=tmp_path / measure_all.SMOLLM2, work=tmp_path
     )
