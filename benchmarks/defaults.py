@@ -9,7 +9,8 @@ chosen by the other cycles, so that none is the best because it was lucky in thi
 
 ``--before CHECKOUT`` starts a second server from another checkout and measures its ``default`` and ``none``
 in the same alternation. ``--apart`` adds controls for sharing a server: one that only ever serves
-``default``, and one that has ``num_speculative_tokens`` 0.
+``default``, and one that has ``num_speculative_tokens`` 0. With ``--no-draft``, or a ``--target`` alone,
+``default`` and the fixed lengths draft with n-grams.
 """
 
 import argparse
@@ -41,9 +42,10 @@ from benchmarks.common import (
 )
 from benchmarks.http_load import LoadError
 from benchmarks.online import ROOT, Server, running_server, until_ready
-from benchmarks.pairs import BUNDLED, Pair, add_pair_options, prompt_ids, resolve_pair
+from benchmarks.pairs import BUNDLED, Pair, add_pair_options, chat_prompt_ids, prompt_ids, resolve_pair
 from benchmarks.plots import panels
 from benchmarks.request_mix import requests
+from benchmarks.result_file import Figure, record
 from truedraft.engine.process.worker import keep_loaded
 from truedraft.loadtest.client import BenchmarkError
 from truedraft.loadtest.command import find_model
@@ -69,7 +71,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.set_defaults(acceptance=0.85)
     add = parser.add_argument
     add("--clients", type=int, nargs="+", default=[1, 4, 16, 32])
-    add("--lengths", type=int, nargs="+", help="fixed ones (default 1 2 3 5 8 if synthetic, else 1 2 3 4)")
+    add("--no-draft", action="store_true", help="the target alone, which drafts with n-grams")
+    add("--chats", choices=["questions", "edits"], help="prompts through the target's chat template")
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        help="fixed ones (default 1 2 3 5 8 if synthetic, 4 without a draft model, else 1 2 3 4)",
+    )
     add("--blocks", type=int, default=6, help="of each variant: cycles (default %(default)s)")
     add("--seconds", type=float, default=8.0, help="of a block that count (default %(default)s)")
     add("--ramp-up", type=float, default=1.0, help="seconds of a block before those (default %(default)s)")
@@ -95,6 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--apart", action="store_true", help="'default' and 'none' on servers of their own too")
     add("--save", type=Path, metavar="FILE.json", help="write everything there, and a picture next to it")
+    add("--result", metavar="NAME", help="write benchmarks/results/NAME.json; of one pair")
     return parser.parse_args()
 
 
@@ -131,9 +141,9 @@ class Block(NamedTuple):
 Blocks = dict[str, list[Block]]
 
 
-def speculation(length: int) -> dict[str, Any]:
+def speculation(length: int, method: str = "draft_model") -> dict[str, Any]:
     """The field of a request that drafts ``length`` tokens in every round, whatever the policy thinks."""
-    options = {"method": "draft_model", "num_speculative_tokens": length} if length else {"method": "none"}
+    options = {"method": method, "num_speculative_tokens": length} if length else {"method": "none"}
     return {"speculation": options}
 
 
@@ -204,8 +214,11 @@ async def measure(
 
 async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each number of clients."""
-    lengths = arguments.lengths or ([1, 2, 3, 5, 8] if pair.is_synthetic else [1, 2, 3, 4])
-    models = {"target": pair.target, "draft": pair.draft}
+    method = "ngram" if pair.draft is None else "draft_model"
+    lengths = arguments.lengths or (
+        [4] if pair.draft is None else [1, 2, 3, 5, 8] if pair.is_synthetic else [1, 2, 3, 4]
+    )
+    models = {"target": pair.target} | ({} if pair.draft is None else {"draft": pair.draft})
     variants: list[Variant] = []
     async with new_session("none", timeout=60.0) as session:
         with ExitStack() as stack:
@@ -219,7 +232,7 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
                 model = await find_model(session, server.base_url)
                 variants.extend(Variant(name, server, model, fields) for name, fields in named.items())
 
-            fixed = {f"k={length}": speculation(length) for length in sorted(set(lengths) - {0})}
+            fixed = {f"k={length}": speculation(length, method) for length in sorted(set(lengths) - {0})}
             await serve({DEFAULT: {}, NONE: speculation(0), **fixed})
             if arguments.before is not None:
                 await serve({BEFORE + DEFAULT: {}, BEFORE + NONE: speculation(0)}, arguments.before)
@@ -227,7 +240,10 @@ async def measure_pair(pair: Pair, arguments: argparse.Namespace) -> list[dict[s
                 await serve({APART + DEFAULT: {}})
                 await serve({APART + NONE: speculation(0)}, num_speculative_tokens=0)
             watched = process_ids({variant.server for variant in variants})
-            prompts = prompt_ids(pair, NUM_PROMPTS, arguments.prompt_length)
+            if arguments.chats:
+                prompts = chat_prompt_ids(pair, NUM_PROMPTS, arguments.chats)
+            else:
+                prompts = prompt_ids(pair, NUM_PROMPTS, arguments.prompt_length)
             bench = Bench(session, prompts, watched)
             keep_loaded()
             rows = []
@@ -340,15 +356,62 @@ def draw(figure: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     panels(figure, by_pair, "clients", "multiple of plain decoding", highlight=DEFAULT)
 
 
+def figures(rows: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Returns tokens per second by number of clients, and what default settings gain within each cycle."""
+    found = []
+    for row in rows:
+        speeds = {
+            name: [block["num_tokens"] / block["seconds"] for block in blocks]
+            for name, blocks in row["blocks"].items()
+        }
+        fixed = [speeds[name] for name in speeds if name == NONE or name.startswith("k=")]
+        clients = str(row["clients"])
+        found += [
+            Figure.of(clients, "default, tokens/s", speeds[DEFAULT]),
+            Figure.of(clients, "no drafts, tokens/s", speeds[NONE]),
+            Figure.of_ratios(clients, "default : no drafts", speeds[DEFAULT], speeds[NONE]),
+            Figure.of_ratios(
+                clients, "default : best fixed length", speeds[DEFAULT], best_by_other_cycles(fixed)
+            ),
+        ]
+    return found
+
+
+def write_result(
+    arguments: argparse.Namespace, pair: Pair, rows: Sequence[Mapping[str, Any]], facts: Any
+) -> None:
+    others = [block["others"] for row in rows for blocks in row["blocks"].values() for block in blocks]
+    prompts = {"questions": "questions", "edits": "edits of programs"}.get(
+        arguments.chats, "openings of texts"
+    )
+    method = "n-grams, no draft model" if pair.draft is None else "draft model"
+    name = Path(pair.target).name.split(".")[0] if pair.name == "named" else f"{pair.name} pair"
+    record(
+        arguments.result,
+        what=f"Through HTTP, requests of 32 to 256 tokens that come and go, {prompts}",
+        rows="clients",
+        model=f"{name}, {method}",
+        dtype="float32" if pair.is_synthetic else "the file's own weights",
+        num_repeats=arguments.blocks,
+        machine={**facts, "others": round(statistics.median(others), 3)},
+        figures=figures(rows),
+    )
+
+
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.result and len(arguments.pair) > 1:
+        raise SystemExit("--result: of one pair")
     busy = warn_if_busy()
     rows: list[dict[str, Any]] = []
     try:
         with tempfile.TemporaryDirectory() as temporary:
             work = arguments.work or Path(temporary)
             for name in ["named"] if arguments.target else arguments.pair:
-                rows += asyncio.run(measure_pair(resolve_pair(arguments, name, work), arguments))
+                pair = resolve_pair(arguments, name, work)
+                if arguments.no_draft:
+                    pair = pair._replace(draft=None)
+                rows += asyncio.run(measure_pair(pair, arguments))
     except (BenchmarkError, LoadError, aiohttp.ClientError) as error:
         raise SystemExit(f"benchmarks.defaults: error: {error}") from error
     facts = {**machine(), "busy": busy}
@@ -360,6 +423,7 @@ def main() -> None:
         {"machine": facts, "arguments": settings, "results": rows},
         lambda figure: draw(figure, rows),
     )
+    write_result(arguments, pair, rows, facts)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One forward pass, each way it can be computed: python -m benchmarks.forward
 
 Batches of rows x new tokens, each row over as many cached tokens, interleaved; medians in milliseconds. The
-ways: transformers' layers over our cache with linear layers in C; the short forward with torch's operations;
+ways: transformers' layers over our cache with linear layers in C; the fused forward with torch's operations;
 the same with the kernels in C; and of those the linear layers alone. ``--compile`` adds transformers' own
 module as it is and through torch.compile, one row of each length, with the seconds that compiling takes.
 """
@@ -26,6 +26,7 @@ from benchmarks.common import (
     warn_if_busy,
     write_json,
 )
+from benchmarks.result_file import Figure, record
 from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.layers.decoder import DecoderWeights
 from truedraft.engine.memory.batch import Span
@@ -53,18 +54,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--save", type=Path, help="write PATH.json")
+    parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
 
 
 def ways_of(folder: str, num_slots: int) -> dict[str, ModelRunner]:
     ways = {}
-    for name in ("layers of transformers", "short, torch", "short, C"):
+    for name in ("transformers' layers", "fused, torch", "fused, C"):
         model: Model
-        if name == "layers of transformers":
+        if name == "transformers' layers":
             model = load_decoder(folder, LoadOptions())
         else:
-            model = load_model(folder, LoadOptions(native_kernels=name == "short, C"))
-            if not isinstance(model, FusedDecoder) or model.is_native != (name == "short, C"):
+            model = load_model(folder, LoadOptions(native_kernels=name == "fused, C"))
+            if not isinstance(model, FusedDecoder) or model.is_native != (name == "fused, C"):
                 raise SystemExit(f"{folder} does not run as: {name}")
         ways[name] = ModelRunner.build(model, -(-num_slots // BLOCK_SIZE), BLOCK_SIZE)
     return ways
@@ -157,6 +159,23 @@ def main() -> None:
             for queries in lengths
         ]
         print_table(compiled, "transformers' own module, milliseconds")
+    record(
+        arguments.result,
+        what=f"One forward pass of rows x new tokens, each row over {arguments.cached} cached ones",
+        rows="layers",
+        model="bundled target"
+        if Path(arguments.model) == BUNDLED_PAIR / "target"
+        else Path(arguments.model).name,
+        dtype=f"{arguments.threads} thread{'s' * (arguments.threads > 1)}",
+        num_repeats=arguments.repeats,
+        machine=facts,
+        figures=[
+            Figure(name, f"{row['rows x tokens']}, ms", float(f"{value:.4g}"))
+            for row in rows
+            for name, value in row.items()
+            if name != "rows x tokens"
+        ],
+    )
     if arguments.save:
         write_json(arguments.save.with_suffix(".json"), {"facts": facts, "rows": rows, "compiled": compiled})
 

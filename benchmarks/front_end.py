@@ -25,6 +25,7 @@ import psutil
 from benchmarks.common import machine, note, print_table, warn_if_busy, write_json
 from benchmarks.http_load import LoadError, post, run_load
 from benchmarks.online import ROOT, Server, running_server, until_ready
+from benchmarks.result_file import Figure, record
 from truedraft.loadtest.client import BenchmarkError
 from truedraft.loadtest.generator import new_session
 
@@ -50,6 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--baseline", type=Path, help="another checkout, run in alternation with this one")
     parser.add_argument("--json", type=Path, help="also write everything here")
+    parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
 
 
@@ -159,6 +161,18 @@ def table(runs: dict[str, list[dict[str, Cost]]]) -> list[dict[str, Any]]:
     return rows
 
 
+def figures(runs: list[dict[str, Cost]]) -> list[Figure]:
+    """Returns the rates and costs of each scenario, over the repeats."""
+    return [
+        figure
+        for scenario in runs[0]
+        for figure in (
+            Figure.of(scenario, "per second", [run[scenario].per_second for run in runs]),
+            Figure.of(scenario, "CPU time of each, µs", [run[scenario].unit_microseconds for run in runs]),
+        )
+    ]
+
+
 def main() -> None:
     arguments = parse_arguments()
     about = machine() | {"busy": warn_if_busy()}
@@ -173,6 +187,16 @@ def main() -> None:
     write_json(
         arguments.json,
         {"machine": about, "arguments": {k: str(v) for k, v in vars(arguments).items()}, "results": rows},
+    )
+    record(
+        arguments.result,
+        what="Front end, load generator and a worker that answers at once on the same processors",
+        rows="load",
+        model="bundled tokenizer, no model",
+        dtype=f"{arguments.tokens_per_round} token a chunk",
+        num_repeats=arguments.repeats,
+        machine=about,
+        figures=figures(runs["this"]),
     )
 
 

@@ -35,6 +35,7 @@ from benchmarks.contestants.transformers_generate import GENERATE, TransformersG
 from benchmarks.engine_runs import Variants, decode_params, run_engine
 from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
 from benchmarks.plots import stacked
+from benchmarks.result_file import Figure, record
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.engine import EngineCore
@@ -62,6 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="5 or more for numbers worth reporting")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG next to it")
+    parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json; one pair")
     arguments = parser.parse_args()
     if arguments.num_speculative_tokens != "auto":
         arguments.num_speculative_tokens = int(arguments.num_speculative_tokens)
@@ -175,6 +177,31 @@ def measure_pair(arguments: argparse.Namespace, pair: Pair) -> list[dict[str, An
     return results
 
 
+def figures(results: Sequence[dict[str, Any]]) -> list[Figure]:
+    """Returns the time of a round by phase in every variant, and the speed-up next to the formula's."""
+    columns = {
+        "draft_ms": "draft, ms",
+        "score_ms": "score, ms",
+        "verify_ms": "verify, ms",
+        "host_ms": "host, ms",
+        "tokens_a_round": "tokens a round",
+        "achieved": "speed-up",
+        "predicted": "formula",
+    }
+    several = len({result["temperature"] for result in results}) > 1
+    return [
+        Figure(
+            row["variant"] + (f", temperature {result['temperature']:g}" if several else ""),
+            title,
+            float(f"{row[name]:.4g}"),
+        )
+        for result in results
+        for row in result["phases"]
+        for name, title in columns.items()
+        if row[name] is not None
+    ]
+
+
 def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     print_facts(document["machine"])
     print(
@@ -209,6 +236,17 @@ def main() -> None:
     ]
     parts = ("draft", "score", "verify", "host")
     save(arguments.save, document, lambda figure: stacked(figure, rows, parts, "Where a round's time goes"))
+    first = document["results"][0]
+    record(
+        arguments.result,
+        what=f"Rounds of the engine, {arguments.num_speculative_tokens} draft tokens a round",
+        rows="decoding",
+        model=f"{first['pair']} pair, {first['threads']} thread{'s' * (first['threads'] > 1)}",
+        dtype="the file's own weights" if arguments.dtype == "auto" else arguments.dtype,
+        num_repeats=arguments.repeats,
+        machine=document["machine"] | {"others": first["others"]},
+        figures=figures(document["results"]),
+    )
 
 
 if __name__ == "__main__":

@@ -6,10 +6,22 @@ from typing import NamedTuple
 
 from benchmarks import synthetic_pair as synthetic
 from benchmarks.common import note, read_prompts
+from benchmarks.edits import read_edits
 from truedraft.engine.config import BUNDLED_PAIR
 from truedraft.engine.proposers.translated.pairing import load_tokenizer
 
 BUNDLED = "bundled"
+SELF_DRAFTS = ("self:int4", "self:int8")
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Explain how a bicycle stays upright.",
+    "What is the difference between a virus and a bacterium?",
+    "Give me a recipe for pancakes.",
+    "How do I learn to play the guitar?",
+    "Describe the water cycle in simple words.",
+    "What should I see in Rome in two days?",
+    "Write a short letter to a friend who has moved away.",
+)
 
 
 class Pair(NamedTuple):
@@ -22,6 +34,16 @@ class Pair(NamedTuple):
     @property
     def is_synthetic(self) -> bool:
         return self.name in synthetic.PAIRS
+
+    @property
+    def is_gguf(self) -> bool:
+        """Tells whether the target is one GGUF file."""
+        return self.target.lower().endswith(".gguf")
+
+    @property
+    def draft_file(self) -> str | None:
+        """Names the draft, unless it is the target's own weights."""
+        return None if self.draft in SELF_DRAFTS else self.draft
 
 
 def add_pair_options(parser: argparse.ArgumentParser, default: str, *, several: bool = False) -> None:
@@ -67,3 +89,20 @@ def prompt_ids(
         raise SystemExit(f"{pair.target} has no tokenizer")
     texts = read_prompts(file)
     return [list(tokenizer.encode(texts[i % len(texts)])) for i in range(number)]
+
+
+def chat_prompt_ids(pair: Pair, number: int, kind: str) -> list[list[int]]:
+    """Returns ``number`` prompts through the target's chat template: ``questions``, or ``edits`` of small
+    programs, whose answers repeat most of the prompt."""
+    tokenizer = load_tokenizer(pair.target)
+    if tokenizer is None or not tokenizer.chat_template:
+        raise SystemExit(f"{pair.target} has no chat template")
+    if kind == "edits":
+        texts = [f"{edit.instruction}\n```python\n{edit.input}```" for edit in read_edits(None, number)]
+    else:
+        texts = [QUESTIONS[i % len(QUESTIONS)] for i in range(number)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    return [
+        list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+        for chat in chats
+    ]

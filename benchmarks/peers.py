@@ -6,9 +6,9 @@ A, B, C, ... Greedy, exactly ``--max-tokens`` tokens for each prompt, one prompt
 are compared token by token. llama.cpp joins in when its binaries are named (``--llama-cpp-bin build/bin
 --llama-cpp-src llama.cpp``), OpenVINO and vLLM when environments are (``--openvino-python venv/bin/python``,
 ``--vllm-python``); see benchmarks/README.md. With ``--gguf Q4_0`` Truedraft and llama.cpp run from one
-quantised file, with ``--quantize int8`` Truedraft and OpenVINO quantise one checkpoint; ``--prompt-length 512
---max-tokens 1`` compares prompts. ``--dtype bfloat16``: arithmetic of Truedraft, transformers and OpenVINO,
-with ``--gguf BF16`` llama.cpp's too.
+quantised file, with ``--target FILE.gguf`` from that one, with ``--quantize int8`` Truedraft and OpenVINO
+quantise one checkpoint; ``--prompt-length 512 --max-tokens 1`` compares prompts. ``--dtype bfloat16``:
+arithmetic of Truedraft, transformers and OpenVINO, with ``--gguf BF16`` llama.cpp's too.
 """
 
 import argparse
@@ -43,8 +43,9 @@ from benchmarks.contestants import (
     truedraft,
     vllm_cpu,
 )
-from benchmarks.pairs import Pair, add_pair_options, prompt_ids, resolve_pair
+from benchmarks.pairs import BUNDLED, Pair, add_pair_options, chat_prompt_ids, prompt_ids, resolve_pair
 from benchmarks.plots import bars
+from benchmarks.result_file import Figure, record
 from truedraft.engine.native.threads import set_num_threads
 
 # What is compared with what; those that ran are printed.
@@ -54,6 +55,8 @@ RATIOS = [
     (truedraft.PLAIN, openvino_pipeline.PLAIN),
     (truedraft.PLAIN, vllm_cpu.PLAIN),
     (truedraft.SPECULATIVE, truedraft.PLAIN),
+    (truedraft.DEFAULT, truedraft.PLAIN),
+    (truedraft.DEFAULT, llama_cpp.PLAIN),
     (truedraft.SPECULATIVE, transformers_generate.GENERATE),
     (truedraft.SPECULATIVE, transformers_generate.ASSISTED),
     (truedraft.SPECULATIVE, llama_cpp.PLAIN),
@@ -73,7 +76,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-speculative-tokens", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contestant")
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--auto", action="store_true", help="a variant that decides itself what to draft")
     parser.add_argument("--num-prompts", type=int, default=1, help="prompts of one run")
+    parser.add_argument(
+        "--chats", choices=["questions", "edits"], help="prompts through the target's chat template"
+    )
     parser.add_argument(
         "--concurrency", type=int, default=1, help="of them at a time; above 1 transformers is left out"
     )
@@ -96,6 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--prepare", action="store_true", help="make the files in --work and stop")
     parser.add_argument("--save", type=Path, help="write JSON to this file, and a PNG next to it")
+    parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
 
 
@@ -106,10 +114,12 @@ def kept_name(folder: str) -> str:
 
 
 def gguf_files(arguments: argparse.Namespace, pair: Pair, work: Path) -> list[Path | None]:
+    if pair.is_gguf:
+        return [Path(pair.target), pair.draft_file and Path(pair.draft_file)]
     if arguments.llama_cpp_src is None:
         raise SystemExit("--llama-cpp-bin needs --llama-cpp-src, for the converter")
     files: list[Path | None] = []
-    for folder, kind in ((pair.target, arguments.gguf), (pair.draft, arguments.gguf and DRAFT_TYPE)):
+    for folder, kind in ((pair.target, arguments.gguf), (pair.draft_file, arguments.gguf and DRAFT_TYPE)):
         file = None
         if folder is not None:
             to = work / "gguf" / f"{kept_name(folder)}.gguf"
@@ -153,13 +163,17 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
     if arguments.vllm_python and (arguments.gguf or arguments.quantize):
         raise SystemExit("--vllm-python runs in float32 only: no --gguf, no --quantize")
     pair = resolve_pair(arguments, arguments.pair, work)
+    if pair.is_gguf and (arguments.gguf or arguments.quantize or arguments.openvino_python):
+        raise SystemExit(
+            f"{pair.target} is quantised already: no --gguf, no --quantize, no --openvino-python"
+        )
     k, threads, concurrency = arguments.num_speculative_tokens, arguments.threads, arguments.concurrency
     gguf = gguf_files(arguments, pair, work) if arguments.llama_cpp_bin else None
     exported = openvino_folders(arguments, pair, work) if arguments.openvino_python else None
     if arguments.prepare:
         raise SystemExit(f"Prepared {work}")
     set_num_threads(threads)
-    is_float32 = not (arguments.gguf or arguments.quantize)
+    is_float32 = not (arguments.gguf or arguments.quantize or pair.is_gguf)
     dtype = arguments.dtype or ("float32" if is_float32 else "auto")
     target, draft = gguf if gguf and arguments.gguf else (pair.target, pair.draft)
     ours = truedraft.Truedraft(
@@ -169,9 +183,13 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         threads,
         "cpu",
         dtype,
+        auto=arguments.auto,
         quantize=arguments.quantize or "none",
     )
-    prompts = prompt_ids(pair, arguments.num_prompts, arguments.prompt_length)
+    if arguments.chats:
+        prompts = chat_prompt_ids(pair, arguments.num_prompts, arguments.chats)
+    else:
+        prompts = prompt_ids(pair, arguments.num_prompts, arguments.prompt_length)
     variants = ours.variants(prompts, arguments.max_tokens, concurrency)
     model: Any | None = None
     if not arguments.no_transformers and is_float32 and concurrency == 1:
@@ -186,7 +204,7 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
         answered = {token for row in variants[truedraft.PLAIN]().token_ids for token in row}
         unsaid = max(set(range(ours.core.target.vocab_size)) - answered)
         # In float32 all keep float32 in their caches; a quantised file is run as llama.cpp does best.
-        cache_type = "f16" if arguments.gguf else "f32"
+        cache_type = "f32" if is_float32 else "f16"
         servers = [
             stack.enter_context(
                 closing(
@@ -254,9 +272,8 @@ def measure(arguments: argparse.Namespace, work: Path, stack: ExitStack) -> dict
 
 def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
     print_facts(document["machine"])
-    kind = " ".join(filter(None, (arguments.gguf, arguments.quantize, arguments.dtype))) or "float32"
     print(
-        f"{arguments.target or arguments.pair} pair, {kind}, "
+        f"{arguments.target or arguments.pair} pair, {numbers_of(arguments)}, "
         f"greedy, {arguments.concurrency} at a time, {arguments.num_speculative_tokens} drafts a round; "
         f"{arguments.num_prompts} prompts x "
         f"{arguments.max_tokens} tokens a run, medians of {arguments.repeats} interleaved runs"
@@ -271,6 +288,32 @@ def show(document: dict[str, Any], arguments: argparse.Namespace) -> None:
         print_table(document["misses"], "Answers unlike the reference's, with the top-2 margin")
 
 
+def numbers_of(arguments: argparse.Namespace) -> str:
+    """Names the types of weights and arithmetic."""
+    target = Path(arguments.target or "")
+    in_file = target.stem.rpartition(".")[2] if target.suffix.lower() == ".gguf" else None
+    return " ".join(filter(None, (arguments.gguf, arguments.quantize, in_file, arguments.dtype))) or "float32"
+
+
+def model_name(arguments: argparse.Namespace) -> str:
+    if arguments.target:
+        return Path(arguments.target).name.split(".")[0]
+    return "bundled pair" if arguments.pair == BUNDLED else f"{arguments.pair.upper()} pair"
+
+
+def figures(speeds: dict[str, list[float]]) -> list[Figure]:
+    """Returns tokens per second of each program, and how many times as fast the best way of Truedraft is."""
+    ours = next(
+        name for name in (truedraft.DEFAULT, truedraft.SPECULATIVE, truedraft.PLAIN) if name in speeds
+    )
+    rows = []
+    for name, repeats in speeds.items():
+        rows.append(Figure.of(name, "tokens/s", repeats))
+        if name != ours:
+            rows.append(Figure.of_ratios(name, f"{ours}, times as fast", speeds[ours], repeats))
+    return rows
+
+
 def main() -> None:
     arguments = parse_arguments()
     with ExitStack() as stack:
@@ -279,6 +322,22 @@ def main() -> None:
         document = measure(arguments, work, stack)
     show(document, arguments)
     save(arguments.save, document, lambda figure: bars(figure, document["results"], "Tokens per second"))
+    prompts = {"questions": "answers to questions", "edits": "edits of programs"}.get(
+        arguments.chats, "texts"
+    )
+    if arguments.num_prompts == 1:
+        prompts = "text"
+    streams = "One greedy stream" if arguments.concurrency == 1 else f"{arguments.concurrency} greedy streams"
+    record(
+        arguments.result,
+        what=f"{streams}, {arguments.num_prompts} {prompts} a run, {arguments.max_tokens} tokens each",
+        rows="program",
+        model=model_name(arguments) + (f", {arguments.chats}" if arguments.chats else ""),
+        dtype=numbers_of(arguments),
+        num_repeats=arguments.repeats,
+        machine=document["machine"],
+        figures=figures(document["tokens_per_second"]),
+    )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,19 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.common import Run, interleave, machine, median_ratio, print_table, warn_if_busy, write_json
+from benchmarks.common import (
+    CpuWatch,
+    Run,
+    interleave,
+    machine,
+    median_ratio,
+    print_table,
+    warn_if_busy,
+    warn_of_others,
+    write_json,
+)
 from benchmarks.edits import Edit, read_edits
+from benchmarks.result_file import Figure, record
 from benchmarks.scripted_target import ScriptedEngine, total
 from benchmarks.synthetic_pair import Shape
 from truedraft.engine.messages import SamplingParams
@@ -39,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write everything here too")
+    parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
     return parser.parse_args()
 
 
@@ -65,7 +77,8 @@ def main() -> None:
     shape = Shape(args.hidden, args.layers, heads, heads // 2, args.hidden * 21 // 8)
     engine = ScriptedEngine(shape, num_speculative_tokens="auto")
     edits = read_edits(args.prompts, args.num_prompts)
-    rows = []
+    rows, figures = [], []
+    watch = CpuWatch()
     for temperature in (0.0, 1.0):
         base = SamplingParams(max_tokens=1, temperature=temperature, seed=1, ignore_eos=True)
         variants: dict[str, Callable[[], Run]] = {
@@ -76,6 +89,12 @@ def main() -> None:
         expected = runs["none"][0].token_ids
         for name, repeats in runs.items():
             first = repeats[0]
+            kind = f"temperature {temperature:g}"
+            speeds, plain = ([run.tokens_per_second for run in some] for some in (repeats, runs["none"]))
+            figures += [
+                Figure.of_ratios(name, f"times plain, {kind}", speeds, plain),
+                Figure(name, f"rounds per token, {kind}", round(first.num_rounds / first.num_tokens, 3)),
+            ]
             rows.append(
                 {
                     "variant": name,
@@ -93,6 +112,16 @@ def main() -> None:
     where = machine() | {"hidden": args.hidden, "layers": args.layers, "busy": busy}
     print_table(rows, f"{len(edits)} edits, scripted target, {where}")
     write_json(args.json, {"machine": where, "rows": rows})
+    record(
+        args.result,
+        what=f"{len(edits)} edits of programs by a target that makes exactly these",
+        rows="drafts",
+        model=f"random weights, hidden size {args.hidden}, {args.layers} layers",
+        dtype="float32",
+        num_repeats=args.repeats,
+        machine=where | {"others": warn_of_others(watch)},
+        figures=figures,
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What structured outputs cost and what forced tokens give, on the bundled pair, in one process.
 
-    python -m benchmarks.structured_outputs
+    python -m benchmarks.structured_outputs [--result NAME]
 
 First one stream: the same requests with all drafts, with forced tokens only, without drafts, and
 unconstrained; for a schema of which much is forced, one of long strings, and free text before a tool call.
@@ -8,6 +8,7 @@ Then 16 streams: the free ones' speed with and without a constrained one among t
 vocabulary.
 """
 
+import argparse
 import json
 import random
 import statistics
@@ -19,6 +20,8 @@ from llguidance import LLMatcher, LLTokenizer
 from msgspec import structs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from benchmarks.common import CpuWatch, machine, warn_of_others
+from benchmarks.result_file import Figure, record
 from truedraft.engine.llm import LLM
 from truedraft.engine.messages import Failed, Generate, SamplingParams
 from truedraft.engine.sampling.grammar import Grammars
@@ -70,11 +73,11 @@ LONG = 480
 WIDE = 131_072
 
 
-def one_stream(llm: LLM, params: SamplingParams) -> tuple[float, float]:
+def one_stream(llm: LLM, params: SamplingParams, num_requests: int) -> tuple[float, float]:
     """Rounds and milliseconds per token."""
     num_tokens = num_rounds = 0
     started = time.perf_counter()
-    for seed in range(NUM_REQUESTS):
+    for seed in range(num_requests):
         (completion,) = llm.generate(PROMPT, structs.replace(params, seed=seed))
         num_tokens += len(completion.token_ids)
         num_rounds += completion.num_rounds
@@ -141,6 +144,12 @@ def mask_microseconds(tokenizer: LLTokenizer, source: str) -> tuple[float, float
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="of a run")
+    parser.add_argument("--repeats", type=int, default=REPETITIONS)
+    parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
+    arguments = parser.parse_args()
+    watch = CpuWatch()
     llm = LLM()
     constrained = {
         "schema": SamplingParams(max_tokens=200, grammar=grammar(SCHEMA)),
@@ -158,17 +167,37 @@ def main() -> None:
         "free, no drafts": SamplingParams(max_tokens=60, method="none"),
     }
     for params in ways.values():
-        one_stream(llm, params)
-    found = {name: [one_stream(llm, params) for _ in range(REPETITIONS)] for name, params in ways.items()}
+        one_stream(llm, params, 1)
+    found = {
+        name: [one_stream(llm, params, arguments.requests) for _ in range(arguments.repeats)]
+        for name, params in ways.items()
+    }
     for name, results in found.items():
         rounds, milliseconds = (statistics.median(column) for column in zip(*results, strict=True))
         print(f"{name:28} {rounds:.2f} rounds and {milliseconds:.2f} ms a token")
     alone, beside = [], []
-    for _ in range(REPETITIONS):
+    for _ in range(arguments.repeats):
         alone.append(free_streams(llm, is_constrained=False))
         beside.append(free_streams(llm, is_constrained=True))
     print(f"16 free streams: {statistics.median(alone):.1f} tokens/s each")
     print(f"15 free ones beside a constrained one: {statistics.median(beside):.1f} tokens/s each")
+    record(
+        arguments.result,
+        what=f"One stream, {arguments.requests} requests a run",
+        rows="output, drafts",
+        model="bundled pair",
+        dtype="the file's own weights",
+        num_repeats=arguments.repeats,
+        machine=machine() | {"others": warn_of_others(watch)},
+        figures=[
+            figure
+            for name, results in found.items()
+            for figure in (
+                Figure.of(name, "rounds per token", [rounds for rounds, _ in results]),
+                Figure.of(name, "ms per token", [milliseconds for _, milliseconds in results]),
+            )
+        ],
+    )
     tokenizer = wide_tokenizer()
     for name, source in (("any object", grammar({"type": "object"})), ("the schema", grammar(SCHEMA))):
         median, slowest = mask_microseconds(tokenizer, source)

@@ -21,14 +21,17 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.common import (
     STORY_OPENINGS,
+    CpuWatch,
     Run,
     interleave,
     machine,
     median_ratio,
     print_table,
     warn_if_busy,
+    warn_of_others,
 )
 from benchmarks.engine_runs import use_phases
+from benchmarks.result_file import Figure, record
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import BUNDLED_PAIR, EngineConfig
 from truedraft.engine.core.engine import EngineCore
@@ -93,9 +96,9 @@ class Engine:
             return
         forward = proposer.model.forward
 
-        def timed_forward(spans: list[Span]) -> Any:
+        def timed_forward(spans: list[Span], *others: Any) -> Any:
             started = time.perf_counter()
-            output = forward(spans)
+            output = forward(spans, *others)
             self.forward_seconds += time.perf_counter() - started
             return output
 
@@ -124,7 +127,8 @@ class Engine:
         return 1000 * (self.core.stats.phase_seconds["draft"] - self.forward_seconds) / self.num_rounds
 
 
-def compare(drafts: dict[str, str | None], args: argparse.Namespace, temperature: float) -> None:
+def compare(drafts: dict[str, str | None], args: argparse.Namespace, temperature: float) -> list[Figure]:
+    """Prints a table; returns its acceptance and its ratios to plain decoding."""
     engines = {name: Engine(draft, args.num_speculative_tokens) for name, draft in drafts.items()}
     tokenizer = load_tokenizer(TARGET)
     assert tokenizer is not None
@@ -156,9 +160,20 @@ def compare(drafts: dict[str, str | None], args: argparse.Namespace, temperature
             }
         )
     print_table(rows, f"temperature {temperature:g}, {args.concurrency} at a time")
+    plain = [run.tokens_per_second for run in runs["none"]]
+    figures = []
+    for name in drafts.keys() - {"none"}:
+        repeats = runs[name]
+        accepted = [run.num_accepted_tokens / run.num_draft_tokens for run in repeats]
+        speeds = [run.tokens_per_second for run in repeats]
+        figures += [
+            Figure.of(name, f"accepted, temperature {temperature:g}", accepted),
+            Figure.of_ratios(name, f"times plain, temperature {temperature:g}", speeds, plain),
+        ]
+    return sorted(figures, key=lambda figure: list(drafts).index(figure.row))
 
 
-def host_cost(draft: str) -> None:
+def host_cost(draft: str, text_lengths: Sequence[int]) -> None:
     """Times a round's translation, without any model: new text in, the draft's ids out, drafted text back."""
     target, other = (load_tokenizer(path) for path in (TARGET, draft))
     assert target is not None
@@ -168,7 +183,7 @@ def host_cost(draft: str) -> None:
     story = " ".join(STORY_OPENINGS)
     ids = target_tokenizer.encode(story * 200).ids
     rows = []
-    for length in TEXT_LENGTHS:
+    for length in text_lengths:
         target_text, draft_text = TargetText(target_tokenizer, {}), DraftText(draft_tokenizer)
         started = time.perf_counter()
         draft_text.append(target_text.extend(ids[:length]))
@@ -199,6 +214,10 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--text-lengths", type=int, nargs="*", default=TEXT_LENGTHS, help="of translation alone, in tokens"
+    )
+    parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
     args = parser.parse_args()
     warn_if_busy()
     print(machine())
@@ -206,9 +225,21 @@ def main() -> None:
         shuffled = save_shuffled(Path(folder) / "shuffled", 0)
         finer = save_shuffled(Path(folder) / "finer", args.merges_removed)
         drafts = {"none": None, "as ids": DRAFT, "as text": shuffled, "as text, cut finer": finer}
-        for temperature in (0.0, 1.0):
-            compare(drafts, args, temperature)
-        host_cost(finer)
+        watch = CpuWatch()
+        figures = [figure for temperature in (0.0, 1.0) for figure in compare(drafts, args, temperature)]
+        others = warn_of_others(watch)
+        if args.text_lengths:
+            host_cost(finer, args.text_lengths)
+    record(
+        args.result,
+        what=f"{args.concurrency} stream, {args.num_speculative_tokens} draft tokens a round",
+        rows="drafts",
+        model="bundled pair",
+        dtype="the file's own weights",
+        num_repeats=args.repeats,
+        machine=machine() | {"others": others},
+        figures=figures,
+    )
 
 
 if __name__ == "__main__":

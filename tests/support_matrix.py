@@ -247,7 +247,7 @@ target (chi-square, {samples} seeds) |
 | equal | values as in a fresh forward of the final text, within 0.0001 |
 | repeatable | the same tokens again with the same seed and the same draft, alone or in a batch; with \
 another draft they may be others |
-| as alone | each choice says what a request for it alone would say, with the seed derived for it |
+| as alone | each choice has the text that a request for it alone would get, with the seed derived for it |
 | verified | an offline replay confirms every decision |
 
 Every parameter works with every proposer and every rule.

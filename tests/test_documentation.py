@@ -21,7 +21,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 100
 
 
 @pytest.mark.parametrize("page", PAGES)

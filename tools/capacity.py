@@ -1,6 +1,7 @@
 """Computes how many replicas a load needs, how long its requests take, and the memory of each replica.
 
 python -m tools.capacity --throughput 1:1500 4:2000 16:2100 --tokens 128 --rate 40 --latency 0.5
+python -m tools.capacity --result http-bundled --tokens 128 --rate 40 --latency 0.5
 
 A server is a queue that all of its requests share: with n of them running it finishes X(n) / tokens requests
 a second, X being the measured tokens per second of n streams. Arrivals are Poisson. See docs/scaling.md.
@@ -10,6 +11,8 @@ import argparse
 import math
 from dataclasses import dataclass
 from itertools import accumulate
+
+from benchmarks import result_file
 
 MAX_RUNNING = 10_000
 LIBRARIES_GB = 1.0
@@ -43,6 +46,12 @@ class Load:
     running: float  # requests at a time, on average
     running_at_most: int  # requests at a time, 99 % of the time
     latency: float  # seconds of a whole request, on average; infinite where the load is too much
+
+
+def throughput(result: str, column: str) -> dict[int, float]:
+    """Returns the tokens per second by streams of one column of a file in benchmarks/results."""
+    figures = result_file.load(result).figures
+    return {int(figure.row): figure.median for figure in figures if figure.column == column}
 
 
 def speedup(acceptance: float, draft_length: float, draft_cost: float, score_cost: float) -> float:
@@ -84,7 +93,11 @@ def replicas(server: Server, tokens: float, rate: float, latency: float, utilisa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--throughput", nargs="+", required=True, metavar="STREAMS:TOKENS_PER_SECOND")
+    measured = parser.add_mutually_exclusive_group(required=True)
+    measured.add_argument("--throughput", nargs="+", metavar="STREAMS:TOKENS_PER_SECOND")
+    measured.add_argument(
+        "--result", metavar="NAME", help="a file of benchmarks/results with throughput by clients"
+    )
     parser.add_argument("--tokens", type=float, required=True, help="output tokens of a request, on average")
     parser.add_argument("--rate", type=float, required=True, help="requests per second, of all clients")
     parser.add_argument(
@@ -112,8 +125,11 @@ def main() -> None:
     if options.speculation:
         factor = speedup(*options.speculation)
         print(f"speed-up     {factor:.2f} of plain decoding")
-    points = (point.split(":") for point in options.throughput)
-    server = Server({int(n): float(x) * factor for n, x in points}, options.prompt_seconds)
+    if options.result:
+        points = throughput(options.result, "default, tokens/s")
+    else:
+        points = {int(n): float(x) for n, x in (point.split(":") for point in options.throughput)}
+    server = Server({n: x * factor for n, x in points.items()}, options.prompt_seconds)
     needed = replicas(server, options.tokens, options.rate, options.latency, options.utilisation)
     load = predict(server, options.tokens, options.rate / needed)
     print(f"replicas     {needed}")

@@ -1,8 +1,9 @@
 """Run ``truedraft generate --compare`` in a pseudo-terminal and save what it printed as an SVG picture.
 
-python -m tools.terminal_capture [--prompt TEXT] [--output docs/images/generate-compare.svg]
+python -m tools.terminal_capture --result generate-compare [--prompt TEXT] [--output FILE.svg]
 
-The picture is the command's real output, colours included. Numbers in it are this machine's.
+The picture is the command's real output, colours included. Its numbers are recorded in
+benchmarks/results/generate-compare.json, as those of every page are.
 """
 
 import argparse
@@ -16,9 +17,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from benchmarks.common import machine
+from benchmarks.result_file import Figure, record
+
 WIDTH = 100
 # A progress bar hides the cursor while it moves, and is erased at its end.
 PROGRESS = re.compile(r"\x1b\[\?25l.*?\x1b\[\?25h(\r?\x1b\[1A\x1b\[2K)?", re.DOTALL)
+SPEED = re.compile(r"^(plain|speculative|n-grams) +([\d,.]+)", re.MULTILINE)
+TIMES = re.compile(r"^(speculation|n-grams) .*?([\d.]+) times as fast", re.MULTILINE)
+ESCAPE = re.compile(r"\x1b\[[\d;?]*[a-zA-Z]")
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "generate-compare.svg"
 
 
@@ -44,11 +51,21 @@ def picture(command_line: str, output: str) -> str:
     return console.export_svg(title="truedraft")
 
 
+def figures(output: str) -> list[Figure]:
+    """Returns the numbers that the command printed."""
+    text = ESCAPE.sub("", output)
+    speeds = [Figure(row, "tokens/s", float(number.replace(",", ""))) for row, number in SPEED.findall(text)]
+    rows = {"speculation": "speculative", "n-grams": "n-grams"}
+    times = [Figure(rows[name], "times plain", float(number)) for name, number in TIMES.findall(text)]
+    return speeds + times
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--prompt", default="Once upon a time, there was a clever fox")
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--output", type=Path, default=PICTURE)
+    parser.add_argument("--result", metavar="NAME", help="write benchmarks/results/NAME.json")
     options = parser.parse_args()
 
     arguments = [
@@ -65,6 +82,16 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(picture(shlex.join(["truedraft", *arguments]), output), encoding="utf-8")
     print(f"Wrote {options.output}")
+    record(
+        options.result,
+        what="One greedy stream of truedraft generate --compare",
+        rows="decoding",
+        model="bundled pair",
+        dtype="the file's own weights",
+        num_repeats=5,
+        machine=machine(),
+        figures=figures(output),
+    )
 
 
 if __name__ == "__main__":

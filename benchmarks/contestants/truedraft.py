@@ -1,4 +1,4 @@
-"""Truedraft's own engine, in this process, plain and speculative."""
+"""Runs Truedraft's own engine in this process: plain, speculative, and as it decides for itself."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,11 +12,12 @@ from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.process.worker import keep_loaded
 
-PLAIN, SPECULATIVE = "Truedraft plain", "Truedraft speculative"
+PLAIN, SPECULATIVE, DEFAULT = "Truedraft plain", "Truedraft speculative", "Truedraft default"
 
 
 class Truedraft:
-    """One engine does both: plain decoding is its step with no drafts."""
+    """One engine does all: plain decoding is its step with no drafts. ``auto``: there is a variant that
+    leaves drafting to the engine, with n-grams where there is no draft model."""
 
     def __init__(
         self,
@@ -26,24 +27,28 @@ class Truedraft:
         num_threads: int,
         device: str,
         dtype: str,
+        *,
+        auto: bool = False,
         **others: Any,
     ) -> None:
         # Repeats see the same prompts: what an earlier one computed must not help.
         config = EngineConfig(
             target=target,
             draft=draft,
-            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens="auto" if auto else num_speculative_tokens,
             num_threads=num_threads,
             device=device,
             dtype=dtype,  # type: ignore[arg-type]
             prefix_caching=False,
             **others,
         )
-        self.has_draft = draft is not None
+        self.lengths: dict[str, int | None] = {DEFAULT: None} if auto else {}
+        if draft is not None:
+            self.lengths[SPECULATIVE] = num_speculative_tokens
+        self.lengths[PLAIN] = 0
         self.core = build_engine(config)
         keep_loaded()
         self.num_threads = torch.get_num_threads()
-        self.num_speculative_tokens = num_speculative_tokens
 
     def variants(
         self, prompts: Sequence[list[int]], max_tokens: int, concurrency: int = 1
@@ -56,6 +61,5 @@ class Truedraft:
                 decode_params(max_tokens, num_speculative_tokens=k),
                 concurrency,
             )
-            for name, k in ((PLAIN, 0), (SPECULATIVE, self.num_speculative_tokens))
-            if name == PLAIN or self.has_draft
+            for name, k in self.lengths.items()
         }

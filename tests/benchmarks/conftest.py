@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import result_file
+
 Benchmark = Callable[..., dict[str, Any]]
 
 
@@ -25,3 +27,12 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Benchmark:
         return document
 
     return run
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Puts an empty folder in place of benchmarks/results."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setattr(result_file, "FOLDER", folder)
+    return folder

@@ -1,5 +1,6 @@
 """The llama.cpp contestant runs a stand-in for its programs: what is asked of them, what is made of it."""
 
+import argparse
 import json
 import sys
 from contextlib import closing
@@ -14,6 +15,8 @@ from benchmarks.contestants.llama_cpp import (
     export_gguf,
     quantise_gguf,
 )
+from benchmarks.pairs import Pair
+from benchmarks.peers import gguf_files
 from benchmarks.synthetic_pair import PAIRS, save_pair
 from tests.benchmarks.conftest import Benchmark
 
@@ -132,3 +135,10 @@ def test_failures_say_what_the_programs_said(llama_cpp: Path, tmp_path: Path) ->
         LlamaServer(llama_cpp, tmp_path / "target.gguf", None, 5, 1, 64, 9)
     with pytest.raises(FileNotFoundError, match="no llama-server"):
         LlamaServer(tmp_path, tmp_path / "target.gguf", None, 5, 1, 64, 9)
+
+
+@pytest.mark.parametrize(("draft", "file"), [(None, None), ("self:int8", None), ("d.gguf", Path("d.gguf"))])
+def test_a_gguf_file_is_run_as_it_is(draft: str | None, file: Path | None, tmp_path: Path) -> None:
+    """Needs no converter; the target's own weights are no file for llama.cpp."""
+    pair = Pair("named", "a.GGUF", draft)
+    assert gguf_files(argparse.Namespace(), pair, tmp_path) == [Path("a.GGUF"), file]

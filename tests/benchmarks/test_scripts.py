@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, graphs
+from benchmarks import gpu, graphs, result_file
 from benchmarks.contestants.transformers_generate import ASSISTED, GENERATE
-from benchmarks.contestants.truedraft import PLAIN, SPECULATIVE
+from benchmarks.contestants.truedraft import DEFAULT, PLAIN, SPECULATIVE
 from benchmarks.graphs import WITHOUT
+from benchmarks.result_file import Figure
 from tests.benchmarks.conftest import Benchmark
 from tests.engine import torch_kernels
 from tests.tape import TapeCapture
@@ -151,3 +152,33 @@ def test_defaults_by_turns(benchmark: Benchmark, capsys: pytest.CaptureFixture[s
     assert row["best"] in ("none", "k=2")
     assert "default/before default" in row["ratios"]
     assert "default/best" in capsys.readouterr().out
+
+
+def test_peers_record_a_result_with_ratios(benchmark: Benchmark, results: Path) -> None:
+    document = benchmark(
+        *("peers", "--pair", "tiny", "--threads", 1, "--auto", "--no-transformers", *SMALL),
+        *("--result", "one-stream"),
+    )
+    assert {row["variant"] for row in document["results"]} == {PLAIN, SPECULATIVE, DEFAULT}
+    assert {row["same_text"] for row in document["results"]} == {"1/1"}
+    assert [file.stem for file in results.iterdir()] == ["one-stream"]
+    result = result_file.load("one-stream")
+    assert (result.model, result.dtype, result.num_repeats) == ("TINY pair", "float32", 2)
+    cell = result.cell(PLAIN, f"{DEFAULT}, times as fast")
+    ours, plain = (document["tokens_per_second"][name] for name in (DEFAULT, PLAIN))
+    assert cell == Figure.of_ratios(PLAIN, f"{DEFAULT}, times as fast", ours, plain)
+
+
+def test_defaults_without_a_draft_model_draft_with_ngrams(benchmark: Benchmark, results: Path) -> None:
+    document = benchmark(
+        *("defaults", "--pair", "tiny", "--no-draft", "--clients", 2, "--blocks", 1, "--seconds", 0.4),
+        *("--ramp-up", 0.1, "--warm-up", 0.1, "--retries", 0, "--result", "http"),
+    )
+    (row,) = document["results"]
+    assert set(row["tokens/s"]) == {"default", "none", "k=4"}
+    assert row["drafted per token"]["none"] == 0
+    result = result_file.load("http")
+    assert result.model == "tiny pair, n-grams, no draft model"
+    cell = result.cell("2", "default, tokens/s")
+    assert cell is not None
+    assert cell.median == pytest.approx(row["tokens/s"]["default"], rel=1e-3)

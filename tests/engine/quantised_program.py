@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from tests.gguf_blocks import dequantised, random_blocks, rounded_inputs
+from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.native.compiler import FLAGS
 from truedraft.engine.native.headers import FOLDER
-from truedraft.engine.layers.quantised_blocks import TYPES
 
 IN_FEATURES, OUT_FEATURES, ROWS = 512, 40, 9
 PROGRAM = r"""
@@ -60,7 +60,10 @@ def compile_program(compiler: str, processor: Sequence[str], has_dot_products: b
     main = made.with_name(f"{made.name}.c")
     main.write_text(PROGRAM)
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
-    sources = [*(str(FOLDER / name) for name in ("quantised.c", "quantised_blocks.c", "threads.c")), str(main)]
+    sources = [
+        *(str(FOLDER / name) for name in ("quantised.c", "quantised_blocks.c", "threads.c")),
+        str(main),
+    ]
     command = [
         *compiler.split(),
         *flags,
