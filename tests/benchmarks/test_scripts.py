@@ -97,7 +97,7 @@ def test_gpu_with_and_without_graphs(benchmark: Benchmark, monkeypatch: pytest.M
     on_tape = {"cuda_graph_seconds": 600, "native_kernels": False, "max_model_len": 128}
     monkeypatch.setattr(graphs, "settings", lambda given: settings(given) | on_tape)
     # Some of the passes, the first ones, rather than what some seconds are enough for.
-    monkeypatch.setattr(shapes, "MAX_GRAPHS", 6)
+    monkeypatch.setattr(shapes, "MAX_PASSES", 6)
     arguments = ("gpu", "--device", "cpu", "--shape", "tiny", "--batch", 2, *SMALL, "--cache-memory", "16MiB")
     arguments += ("--no-transformers", "--minutes", 60)
     document = benchmark(*arguments, "--graphs", "both")
