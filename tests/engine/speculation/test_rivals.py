@@ -99,4 +99,4 @@ def test_verdicts_that_are_learned_of_the_other_one_are_caught(monkeypatch: pyte
 
     monkeypatch.setattr(Group, "acceptance", shared)
     with pytest.raises(AssertionError):
-        check_that_the_better_one_drafts(CHEAP, 0.2, 0.8, "head")
+        check_that_the_better_one_drafts(CHEAP, 0.95, 0.3, "draft_model")
