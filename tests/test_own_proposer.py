@@ -42,6 +42,10 @@ def test_the_page_names_every_member() -> None:
 
 
 class Nameless(Proposer):
+    pass
+
+
+class Namesake(Proposer):
     name = "ngram"
 
 
@@ -56,7 +60,9 @@ class TooDeep(Proposer):
 @pytest.mark.parametrize(
     ("proposer", "words"),
     [
-        (Nameless(), "'ngram'"),
+        ([1], "1 is no proposer"),
+        (Nameless(), "have a name"),
+        (Namesake(), "'ngram'"),
         (Lagging(), "set can_lag to False"),
         (TooDeep(), "the target has 16 layers"),
         ([Lagging(), Lagging()], "can_lag"),
