@@ -89,6 +89,8 @@ def build_engine(
     memory = allocate(config, models)
     all_proposers = [*_draft_model(config, models, memory), *proposers]
     for proposer in proposers:
+        if not isinstance(proposer, Proposer) or not getattr(proposer, "name", None):
+            raise ModelLoadError(f"{proposer!r} is no proposer: it must be a Proposer, and have a name")
         proposer.attach(memory.target)
     _check_proposers(all_proposers, models.target)
     runner = make_runner(config, memory, all_proposers)

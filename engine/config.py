@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
+from truedraft.engine.messages import DefaultMethod
+
 BUNDLED_PAIR = Path(__file__).parent / "demo_pair"
 # Drafts that are the target's own weights in fewer bits, by how these are quantised.
 SELF_DRAFTS = {"self:int4": "int4", "self:int8": "int8"}
@@ -105,7 +107,7 @@ class ModelSettings(BaseModel):
 class SpeculationSettings(BaseModel):
     """Speculation"""
 
-    method: Literal["auto", "draft_model", "ngram", "none"] = Field(
+    method: DefaultMethod = Field(
         "auto",
         description="Who drafts. ngram: the text so far, without a model. auto: in each round the "
         "draft model or ngram, whichever is expected to give more tokens per second; "

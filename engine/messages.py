@@ -16,10 +16,12 @@ import msgspec
 
 FinishReason = Literal["stop", "length"]
 Verification = Literal["rejection", "block", "coupled"]
-# The name of the draft model in requests, metrics and settings; nothing else spells it out.
+# The draft model has this name in requests, metrics and settings; no other file spells it out.
 DRAFT_MODEL: Final = "draft_model"
 Source = Literal["draft_model", "ngram", "prediction", "grammar", "none"]
 Method = Literal["auto"] | Source
+# The settings name one of these: predictions and grammars come with requests.
+DefaultMethod = Literal["auto", "draft_model", "ngram", "none"]
 NgramChoice = Literal["most_recent", "most_frequent"]
 
 

@@ -56,7 +56,8 @@ TORCH_FREE = (
 # floor do not know each other. A module next to the rooms is a room of its own.
 FLOORS = {
     "engine": (
-        {"messages", "config", "errors", "machine", "formats"},
+        {"messages", "errors", "machine", "formats"},
+        {"config"},
         {"memory"},
         {"layers", "sampling"},
         {"core", "native", "cuda"},
@@ -262,6 +263,17 @@ def test_addresses_of_numbers_are_taken_in_one_place(path: Path) -> None:
         if isinstance(node, ast.Attribute) and node.attr in ADDRESSES
     }
     assert not wrong or name_of(path) == "engine/memory/pointers.py", f"{name_of(path)} asks for {wrong}"
+
+
+def test_one_file_of_the_engine_spells_out_the_draft_models_name() -> None:
+    """What drafts is asked by its proposer's name; docstrings may show what users write."""
+    spelled = {
+        name_of(path)
+        for path in modules("engine")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value == "draft_model"
+    }
+    assert spelled == {"engine/messages.py"}
 
 
 @every_file_of(*PRODUCT)

@@ -6,6 +6,7 @@ cache of its own. Their acceptance, and what they are told, show every slip.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import Models
 from tests.engine.gates import PROMPTS
+from tests.engine.native_pair import save_pair
 from tests.engine.test_distribution import SIGNIFICANCE, Pair, p_values_of, pair
 from tests.models import make_engine, run_engine
 from truedraft.engine.core.block_pool import BlockPool
@@ -27,6 +29,7 @@ from truedraft.engine.memory.batch import Span
 from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.messages import SamplingParams
 from truedraft.engine.models.model_runner import ModelRunner
+from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.proposers.drawn import drawn_drafts, lengths_of
 from truedraft.engine.runtime import phases
 from truedraft.engine.sampling.sampler import Drafts, Sampler
@@ -244,6 +247,29 @@ GATES = [follower_is_always_right, head_learns, witness_is_told_the_truth]
 @pytest.mark.parametrize("gate", GATES)
 def test_what_proposers_are_told_is_right(models: Models, gate: Callable[[Models], None]) -> None:
     gate(models)
+
+
+@pytest.mark.usefixtures("needs_compiler")
+def test_passes_in_c_tell_the_states_too(tmp_path: Path) -> None:
+    """A target that C runs stays there with taps; only its rounds go by phases."""
+    target = save_pair(tmp_path)[0]
+    witness = Witness(target)
+    core = make_engine(target, None, [witness], method="auto", prefix_caching=False)
+    passes: list[Sequence[int]] = []
+    fast_pass = core.target.fast_pass
+    assert isinstance(fast_pass, NativeDecoder)
+
+    def counted(spans: list[Span], ids: torch.Tensor | None, taps: Sequence[int] = ()) -> Any:
+        found = fast_pass(spans, ids, taps)
+        if found is not None:
+            passes.append(taps)
+        return found
+
+    core.target.fast_pass = counted
+    run_engine(core, PROMPTS[1:4], params_of("coupled", "witness", 1))
+    assert witness.num_seen > 60
+    assert len(passes) > 20
+    assert all(list(taps) == [0, 1] for taps in passes)
 
 
 def told(change: Callable[[Observation, Observation], Observation]) -> Callable[[pytest.MonkeyPatch], None]:

@@ -99,11 +99,23 @@ class NativeRunner:
         if Need.MASK in plan.needs:
             for row, part in zip(rows, plan.rows, strict=True):
                 row.begin_masks(part, max_drafts)
+        rounds = self._call(plan, rows, num_rounds, max_drafts)
+        for number in logits:
+            rows[number].row.logits = None
+        if rounds and Need.MASK in plan.needs:
+            _add_sources(rounds, rows, plan.rows)
+        if rounds and logits:
+            _add_logprobs(rounds, logits, plan.rows)
+        return rounds
+
+    def _call(self, plan: StepPlan, rows: list[NativeRow], num_rounds: int, max_drafts: int) -> list[Round]:
+        """Lets C run the rounds; returns those that it has done."""
         results = _Results(len(rows), num_rounds)
         pointers = array("q", [row.address for row in rows])
+        draft = self.draft if Need.DRAFT_MODEL in plan.needs else None
         num_done = self.target.library.run_rounds(
             byref(self.target.decoder),
-            byref(self.draft.decoder) if self.draft and Need.DRAFT_MODEL in plan.needs else None,
+            None if draft is None else byref(draft.decoder),
             byref(
                 Rounds(
                     *(len(rows), num_rounds, max_drafts, self.max_draft_len, MAX_GROUPED_QUERIES),
@@ -113,21 +125,10 @@ class NativeRunner:
                 )
             ),
         )
-        for number in logits:
-            rows[number].row.logits = None
         if num_done == 0:
             return []
         emitted = [row.commit(part.sequence) for row, part in zip(rows, plan.rows, strict=True)]
-        rounds = results.rounds(emitted, num_done)
-        if Need.MASK in plan.needs:
-            for number, one in enumerate(rounds):
-                one.sources = [
-                    row.sources[number] if row.sources else part.draft.first_source
-                    for row, part in zip(rows, plan.rows, strict=True)
-                ]
-        if logits:
-            _add_logprobs(rounds, logits, plan.rows)
-        return rounds
+        return results.rounds(emitted, num_done)
 
     def _add(self, sequence: Sequence) -> NativeRow:
         table = BlockTable() if self.drafting is None else self.drafting.cache.table(sequence)
@@ -199,21 +200,36 @@ class _Results:
         return rounds
 
 
+def _add_sources(rounds: list[Round], rows: list[NativeRow], parts: list[ScheduledSequence]) -> None:
+    """Says who drafted in each round: rows with masks may have forced tokens in some of them."""
+    for number, one in enumerate(rounds):
+        one.sources = [
+            row.sources[number] if row.sources else part.draft.first_source
+            for row, part in zip(rows, parts, strict=True)
+        ]
+
+
 def _add_logprobs(
     rounds: list[Round], logits: dict[int, torch.Tensor], parts: list[ScheduledSequence]
 ) -> None:
-    """Those of all emitted tokens of rows that keep ``logits``; one call for all that want as many."""
+    """Adds those of all emitted tokens of rows that keep ``logits``; one call for all that want as many."""
     columns: list[list[list[TokenLogprob] | None]] = [[None] * len(parts) for _ in rounds]
-    for num_top in {parts[row].sequence.params.logprobs for row in logits}:
+    wanted = {row: parts[row].sequence.params.logprobs for row in logits}
+    for num_top in set(wanted.values()):
         assert num_top is not None
-        members = [row for row in logits if parts[row].sequence.params.logprobs == num_top]
+        members = [row for row in logits if wanted[row] == num_top]
         places = [(number, row) for row in members for number in range(len(rounds))]
         emitted = [rounds[number].emitted[row] for number, row in places]
-        kept = torch.cat(
-            [logits[row][number, : len(ids)] for (number, row), ids in zip(places, emitted, strict=True)]
-        )
-        found = iter(token_logprobs(kept, [token_id for ids in emitted for token_id in ids], num_top))
+        found = iter(_logprobs_at(places, emitted, logits, num_top))
         for (number, row), ids in zip(places, emitted, strict=True):
             columns[number][row] = [next(found) for _ in ids]
     for one, column in zip(rounds, columns, strict=True):
         one.logprobs = column
+
+
+def _logprobs_at(
+    places: list[tuple[int, int]], emitted: list[list[int]], logits: dict[int, torch.Tensor], num_top: int
+) -> list[TokenLogprob]:
+    """Returns those of what was ``emitted`` at these places, rounds and rows, one after the other."""
+    kept = [logits[row][number, : len(ids)] for (number, row), ids in zip(places, emitted, strict=True)]
+    return token_logprobs(torch.cat(kept), [token_id for ids in emitted for token_id in ids], num_top)

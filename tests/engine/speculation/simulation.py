@@ -202,7 +202,7 @@ class Simulation:
         rounds, true_seconds, expected = self._rounds(plan)
         num_rows = len(plan.rows)
         host = self.machine.host_seconds(num_rows) * self.speed(self.now)
-        result = StepResult(rounds, None, host * self._noise())
+        result = StepResult(rounds, host_seconds=host * self._noise())
         length = sum(sum(one.num_drafted) for one in rounds) / num_rows / len(rounds)
         drafts = [part.draft for part in plan.rows]
         source = max((draft.first_source for draft in drafts if draft.num_first_drafts), default="none")
