@@ -22,7 +22,7 @@ from truedraft.engine.memory.pointers import PointerError
 from truedraft.engine.models.base import ModelFacts
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.models.model_runner import ModelRunner
-from truedraft.engine.native import library
+from truedraft.engine.native import compiler, library
 from truedraft.engine.native.decoder import NativeDecoder
 from truedraft.engine.native.linears import NativeLinears
 from truedraft.engine.native.native_run import NativeKernels
@@ -135,7 +135,7 @@ def test_a_part_without_room_writes_nothing(
     right: str, wrong: str, mlp: int, fresh_library: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Room that is not reserved is not given out, although the memory after its end may be there."""
-    fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
+    fresh_library.setattr(compiler, "SOURCES", plant(compiler.SOURCES, right, wrong, tmp_path))
     sizes = [UNEVEN[0]._replace(mlp=8), UNEVEN[1]._replace(mlp=mlp)]
     with pytest.raises(MemoryError):
         logits_of(decoder(sizes, loaded=True), is_whole=True)
