@@ -260,7 +260,7 @@ def _check_proposers(proposers: Sequence[Proposer], target: Model) -> None:
             raise ModelLoadError(
                 f"proposer {name!r} taps layers, but {kind} models are not fused: none can be"
             )
-        if not all(-num_layers <= tap < num_layers for tap in proposer.taps):
+        if not all(-num_layers <= tap <= num_layers for tap in proposer.taps):
             raise ModelLoadError(
                 f"proposer {name!r} taps {list(proposer.taps)}; the target has {num_layers} layers"
             )

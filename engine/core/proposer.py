@@ -41,9 +41,10 @@ class Proposer:
     """Drafts during a step. Subclasses set ``name`` and write ``propose``; all else has a default.
 
     ``name`` is its method in requests, metrics and traces. ``taps`` are layers of the target whose states
-    ``observe`` is given, negative ones counted from the last. ``can_lag``: it may stay behind while other
-    sources draft or none does, and brings its cache up to date when it drafts. If it cannot, ``observe`` is
-    called after every pass of the target, and every step goes by phases. ``max_len`` is the longest sequence
+    ``observe`` is given, negative ones counted from the last; their number stands for what the last norm
+    makes of the last layer's states. ``can_lag``: it may stay behind while other sources draft or none does,
+    and brings its cache up to date when it drafts. If it cannot, ``observe`` is called after every pass of
+    the target, and every step goes by phases. ``max_len`` is the longest sequence
     that it can draft for. ``need`` is what a row that drafts with it asks of a runner.
     """
 

@@ -38,7 +38,8 @@ class PhaseRunner:
         self._observers = [proposer for proposer in proposers if not proposer.can_lag]
         num_layers = len(target.model.caches)
         self._taps_of = {
-            proposer.name: [tap % num_layers for tap in proposer.taps] for proposer in self._observers
+            proposer.name: [tap % num_layers if tap < 0 else tap for tap in proposer.taps]
+            for proposer in self._observers
         }
         self._taps = sorted({tap for taps in self._taps_of.values() for tap in taps})
         self.backend = backend

@@ -20,6 +20,7 @@ from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.layers import attention
 from truedraft.engine.layers.attention import ATTENTION_NAME, AttentionCall, PagedAttention, attention_forward
+from truedraft.engine.layers.rotary import Rotary
 from truedraft.engine.memory.kv_cache import KVCache
 from truedraft.engine.messages import SamplingParams, Verification
 from truedraft.engine.models import linear
@@ -276,12 +277,13 @@ def default_scaling(patch: Patch) -> None:
 
 
 def positions_from_zero(patch: Patch) -> None:
-    honest = DecoderModel._call
+    honest, angles = DecoderModel._call, Rotary.angles
     patch.setattr(
         DecoderModel,
         "_call",
         lambda self, ids, positions, *others: honest(self, ids, positions - positions.min(), *others),
     )
+    patch.setattr(Rotary, "angles", lambda self, positions: angles(self, positions - positions.min()))
 
 
 def layers_share_a_cache(patch: Patch) -> None:

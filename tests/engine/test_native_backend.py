@@ -304,7 +304,7 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeBackend], None]]] = {
         wide_gumbel_argmax_is_fair,
     ),
     "one noise for all positions": (
-        "of->first_positions[sequence] + position, NOISE_STREAM",
+        "task->first_positions[sequence] + position, NOISE_STREAM",
         "0, NOISE_STREAM",
         joint_distribution(Rule.COUPLED, "plain"),
     ),
@@ -319,8 +319,8 @@ BUGS: dict[str, tuple[str, str, Callable[[NativeBackend], None]]] = {
         joint_distribution(Rule.REJECTION, "top-p"),
     ),
     "recovers from the target": (
-        "= at < of->num_draft[row] ? of->draft",
-        "= 0 ? of->draft",
+        "= at < task->num_draft[row] ? task->draft",
+        "= 0 ? task->draft",
         joint_distribution(Rule.REJECTION, "plain"),
     ),
     "recovers by the draft's number": (

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.quantised_program import Program, all_products_are_equal_to_the_bit, compile_program
+from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.native import library, prebuilt
 from truedraft.engine.native.prebuilt import VARIANTS, best_variant, file_of
-from truedraft.engine.native.quantised import TYPES
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in VARIANTS or library.load_library() is None, reason="needs a C compiler"

@@ -508,8 +508,8 @@ BUGS = {
         "drafts from outside",
     ),
     "coupled draws at the first position": (
-        "gumbel_argmax(emitted, probs, &of->seed, &place,",
-        "gumbel_argmax(emitted, probs, &of->seed, &of->num_tokens,",
+        "gumbel_argmax(emitted, probs, &sequence->seed, &place,",
+        "gumbel_argmax(emitted, probs, &sequence->seed, &sequence->num_tokens,",
         "coupled",
     ),
     "takes rejected drafts for stored": ("= stored < valid ? stored : valid;", "= stored;", "greedy"),
@@ -533,7 +533,7 @@ BUGS = {
         "frequency",
     ),
     "drafts with penalties that forget drafts": (
-        "count_token(of->rounds->rows[row], id);",
+        "count_token(task->rounds->rows[row], id);",
         "",
         "repetition",
     ),
@@ -543,7 +543,7 @@ BUGS = {
         "frequency",
     ),
     "drafts by raw logits": (
-        "adjust_logits(of, position, logits, known);",
+        "adjust_logits(sequence, position, logits, known);",
         "",
         "all penalties",
     ),
@@ -558,10 +558,10 @@ BUGS = {
         "->num_tokens + position - 1;\n        scratch->span",
         "greedy",
     ),
-    "drafts by another row's logits": ("draft_logits + i * of->known", "draft_logits", "greedy"),
+    "drafts by another row's logits": ("draft_logits + i * task->known", "draft_logits", "greedy"),
     "drafts all tokens at one position": (
-        "place = of->num_tokens + position;\n    int64_t id;",
-        "place = of->num_tokens;\n    int64_t id;",
+        "place = sequence->num_tokens + position;\n    int64_t id;",
+        "place = sequence->num_tokens;\n    int64_t id;",
         "coupled",
     ),
 }

@@ -151,7 +151,7 @@ class Witness(Proposer):
     """Drafts nonsense, and compares what it is told with transformers' own forward of the text so far."""
 
     name = "witness"
-    taps = (1, 0)
+    taps = (1, 2, 0)
     can_lag = False
 
     def __init__(self, target: str) -> None:
@@ -168,9 +168,10 @@ class Witness(Proposer):
             self.texts[seen.sequence] = [*text, seen.next_token]
             states = self.fresh(torch.tensor([text]), output_hidden_states=True).hidden_states
             assert seen.hidden is not None
-            last, first = seen.hidden.unbind(1)
+            last, normed, first = seen.hidden.unbind(1)
             # transformers' last states are after the norm.
-            for ours, theirs in ((self.fresh.model.norm(last), states[2]), (first, states[1])):
+            both = (self.fresh.model.norm(last), states[2]), (normed, states[2]), (first, states[1])
+            for ours, theirs in both:
                 torch.testing.assert_close(ours, theirs[0, seen.first :], atol=1e-4, rtol=1e-4)
             self.num_seen += len(seen.token_ids)
 
