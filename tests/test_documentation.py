@@ -36,6 +36,13 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(target), f"{page} links to {link}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    folders = "benchmarks|configs|deploy|engine|loadtest|server|tests|tools"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+)`", (ROOT / page).read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_queries_use_metrics_that_exist() -> None:
     families = Metrics().exposed.collect()
     names = {

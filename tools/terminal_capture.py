@@ -82,6 +82,8 @@ def main() -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(picture(shlex.join(["truedraft", *arguments]), output), encoding="utf-8")
     print(f"Wrote {options.output}")
+    if not (found := figures(output)):
+        raise SystemExit(f"no speeds in what {truedraft} printed: it has another form now")
     record(
         options.result,
         what="One greedy stream of truedraft generate --compare",
@@ -90,7 +92,7 @@ def main() -> None:
         dtype="the file's own weights",
         num_repeats=5,
         machine=machine(),
-        figures=figures(output),
+        figures=found,
     )
 
 
