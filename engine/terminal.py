@@ -4,12 +4,21 @@ rich decides by the stream: NO_COLOR, TERM and FORCE_COLOR are respected, and a 
 """
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -123,3 +132,35 @@ def stages(total: int) -> Iterator[Stages]:
     shown = out.is_terminal
     with Progress(*columns, console=out, transient=True, refresh_per_second=4, disable=not shown) as progress:
         yield Stages(progress, total)
+
+
+class PromptBar:
+    """A bar of the texts that are done, with the tokens per second of all."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("texts", total=total, speed="")
+        self._num_tokens = 0
+        self._begun = time.perf_counter()
+
+    def advance(self, num_tokens: int, *, is_done: bool) -> None:
+        self._num_tokens += num_tokens
+        seconds = time.perf_counter() - self._begun
+        speed = f"{self._num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        self._progress.update(self._task, advance=int(is_done), speed=speed)
+
+
+@contextmanager
+def prompt_bar(total: int, *, shown: bool) -> Iterator[PromptBar]:
+    """Shown on stderr for several texts if that is a terminal, and gone at the end."""
+    out = console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    shown = shown and total > 1 and out.is_terminal
+    with Progress(*columns, console=out, transient=True, refresh_per_second=4, disable=not shown) as progress:
+        yield PromptBar(progress, total)
