@@ -47,9 +47,9 @@ class LLM:
     """A target and its draft, loaded in this process.
 
     ``target`` is a folder, a GGUF file or a hub id, None the bundled pair. ``proposer`` drafts too: a
-    ``Proposer``, or several. Other keyword arguments are the settings of ``truedraft serve`` that concern
-    models, speculation, batching and caches (``EngineConfig``); an unknown one is a
-    ``pydantic.ValidationError``. Raises ``ModelLoadError``.
+    ``Proposer``, or several. ``begin`` hears the name of each stage of loading. Other keyword arguments are
+    the settings of ``truedraft serve`` that concern models, speculation, batching and caches
+    (``EngineConfig``); an unknown one is a ``pydantic.ValidationError``. Raises ``ModelLoadError``.
 
     Several threads may call it: their requests are decoded together, by whichever of them takes the next
     step. Whatever a call has submitted is aborted when it ends, in whatever way.
@@ -61,13 +61,14 @@ class LLM:
         *,
         draft: str | None = None,
         proposer: Proposer | Sequence[Proposer] = (),
+        begin: Callable[[str], None] = lambda stage: None,
         **settings: Any,
     ) -> None:
         self.config = EngineConfig(
             target=None if target is None else os.fspath(target), draft=draft, **settings
         )
         proposers = [proposer] if isinstance(proposer, Proposer) else proposer
-        self.core = build_engine(self.config, proposers=proposers)
+        self.core = build_engine(self.config, begin, proposers=proposers)
         try:
             self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
         except (OSError, ValueError) as error:

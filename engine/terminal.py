@@ -5,7 +5,7 @@ rich decides by the stream: NO_COLOR, TERM and FORCE_COLOR are respected, and a 
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -25,6 +25,8 @@ from rich.text import Text
 # Wide enough for every table where there is no terminal whose width would count.
 PLAIN_WIDTH = 250
 GAP = 2  # between columns
+# The engine, the target, the draft, caches and costs: without a draft one less.
+NUM_LOADING_STAGES = 4
 # Joiners: without them some emoji and scripts fall apart.
 JOINERS = "\u200c\u200d"
 
@@ -132,6 +134,14 @@ def stages(total: int) -> Iterator[Stages]:
     shown = out.is_terminal
     with Progress(*columns, console=out, transient=True, refresh_per_second=4, disable=not shown) as progress:
         yield Stages(progress, total)
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[str], None]]:
+    """Shows what loading is at. What it yields is called with the name of each stage."""
+    with stages(NUM_LOADING_STAGES) as progress:
+        progress.begin("Loading the engine")
+        yield lambda stage: progress.begin(f"Loading {stage}")
 
 
 class PromptBar:

@@ -24,7 +24,7 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, Completion, SamplingParams
 from truedraft.engine.models.generation_defaults import default_sampling
-from truedraft.engine.terminal import console, printable, stages
+from truedraft.engine.terminal import console, loading_bar, printable
 
 HELP = """\
 /system TEXT  set the system prompt; without TEXT, remove it
@@ -199,9 +199,8 @@ def _figures(completion: Completion, seconds: float) -> str:
 def main(settings: ChatSettings) -> int:
     transformers_logging.disable_progress_bar()
     try:
-        with stages(1) as progress:
-            progress.begin("Loading the models")
-            llm = LLM(**{name: getattr(settings, name) for name in EngineConfig.model_fields})
+        with loading_bar() as begin:
+            llm = LLM(begin=begin, **{name: getattr(settings, name) for name in EngineConfig.model_fields})
         if not llm.chat_template.exists:
             raise ModelLoadError(
                 f"{llm.config.target} has no chat template; continue a text with 'truedraft generate'"

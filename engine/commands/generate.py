@@ -26,7 +26,7 @@ from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.llm import LLM, Completion
 from truedraft.engine.messages import DRAFT_MODEL, SamplingParams, TokenOutput
-from truedraft.engine.terminal import console, printable, stages, table
+from truedraft.engine.terminal import console, loading_bar, printable, stages, table
 from truedraft.engine.text.detokenizer import TextStream
 
 # Each source has its colour; other accepted tokens are green, too.
@@ -93,9 +93,8 @@ def _colours(output: TokenOutput) -> Iterator[str]:
 def main(settings: GenerateSettings) -> int:
     transformers_logging.disable_progress_bar()
     try:
-        with stages(1) as progress:
-            progress.begin("Loading the models")
-            llm = LLM(**{name: getattr(settings, name) for name in EngineConfig.model_fields})
+        with loading_bar() as begin:
+            llm = LLM(begin=begin, **{name: getattr(settings, name) for name in EngineConfig.model_fields})
         _generate(llm, settings)
     except (ModelLoadError, RequestError) as error:
         print(f"truedraft: {error}", file=sys.stderr)
