@@ -1,238 +1,257 @@
 """The engine as a library: text in, text out, no HTTP and no second process.
 
-llm = LLM()  # the bundled pair; or LLM(target=..., draft=...)
+llm = LLM()  # the bundled pair; or LLM("model.gguf"), LLM("folder-or-hub-id", draft="another")
 for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=100)):
     print(completion.text)
 """
 
+import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from operator import index
-from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
+from tokenizers import Tokenizer as FastTokenizer
+
+from truedraft.engine import messages
 from truedraft.engine.build import build_engine
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.proposer import Proposer
-from truedraft.engine.core.ranges import checked
 from truedraft.engine.errors import ModelLoadError
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
-from truedraft.engine.messages import (
-    Failed,
-    FinishReason,
-    Generate,
-    SamplingParams,
-    TokenLogprob,
-    TokenOutput,
-)
+from truedraft.engine.library.chat_template import ChatTemplate, Conversation
+from truedraft.engine.library.completion import Completion, Delta, DeltaReader
+from truedraft.engine.library.params import SamplingParams, checked_params
+from truedraft.engine.library.shared_engine import Answers, RequestFailedError, SharedEngine
+from truedraft.engine.messages import Generate
+from truedraft.engine.terminal import prompt_bar
+from truedraft.engine.text.detokenizer import Detokenizer, TextStream
+from truedraft.engine.text.text_stream import continued, text_stream
+from truedraft.engine.text.vocabulary import Vocabulary
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# The last tokens of a prompt that its completion's text is decoded with.
-TEXT_BEFORE = 16
+__all__ = ["LLM", "Completion", "Delta", "SamplingParams"]
 
+Prompt = str | list[int]
+# Parameters without what concerns the text are the engine's own.
+Params = messages.SamplingParams
 
-@dataclass
-class Completion:
-    """One finished sequence. ``text`` leaves out special tokens, ``token_ids`` does not."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; 0 if nothing was drafted."""
-        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per round: accepted ones plus the recovered or bonus token."""
-        return len(self.token_ids) / max(1, self.num_rounds)
-
-    def add(self, output: TokenOutput) -> None:
-        self.token_ids += output.token_ids
-        self.finish_reason = output.finish_reason
-        self.num_rounds += output.num_rounds
-        self.num_draft_tokens += output.num_draft_tokens
-        self.num_accepted_tokens += output.num_accepted_tokens
-        self.logprobs += output.logprobs or []
-        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+T = TypeVar("T")
+# Returns an item's tokens, and those that its text continues.
+Read = Callable[[T], tuple[list[int], list[int]]]
 
 
 class LLM:
     """A target and its draft, loaded in this process.
 
-    ``proposer`` drafts too: a ``Proposer``, or several. Other
-    keyword arguments are the settings of ``truedraft serve`` that concern models, speculation, batching and
-    caches (``EngineConfig``); an unknown one is a ``pydantic.ValidationError``. Raises ``ModelLoadError``.
+    ``target`` is a folder, a GGUF file or a hub id, None the bundled pair. ``proposer`` drafts too: a
+    ``Proposer``, or several. ``begin`` hears the name of each stage of loading. Other keyword arguments are
+    the settings of ``truedraft serve`` that concern models, speculation, batching and caches
+    (``EngineConfig``); an unknown one is a ``pydantic.ValidationError``. Raises ``ModelLoadError``.
 
     Several threads may call it: their requests are decoded together, by whichever of them takes the next
     step. Whatever a call has submitted is aborted when it ends, in whatever way.
     """
 
-    def __init__(self, *, proposer: Proposer | Sequence[Proposer] = (), **config: Any) -> None:
-        self.config = EngineConfig(**config)
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | None = None,
+        *,
+        draft: str | None = None,
+        proposer: Proposer | Sequence[Proposer] = (),
+        begin: Callable[[str], None] = lambda stage: None,
+        **settings: Any,
+    ) -> None:
+        self.config = EngineConfig(
+            target=None if target is None else os.fspath(target), draft=draft, **settings
+        )
         proposers = [proposer] if isinstance(proposer, Proposer) else proposer
-        self.core = build_engine(self.config, proposers=proposers)
+        self.core = build_engine(self.config, begin, proposers=proposers)
         try:
             self.tokenizer = load_pretrained_tokenizer(str(self.config.target))
         except (OSError, ValueError) as error:
             raise ModelLoadError(str(error)) from error
-        self._request_ids = count()
-        self._lock = Lock()  # guards the engine, the tokenizer and what follows
-        # Each open request's call reads here what has become of it.
-        self._answers: dict[str, deque[TokenOutput | Failed]] = {}
-        self._closed: deque[str] = deque()  # requests that the next one with the lock aborts
+        fast = getattr(self.tokenizer, "backend_tokenizer", None)
+        if fast is None:
+            raise ModelLoadError(f"the tokenizer of {self.config.target} has no fast (tokenizer.json) form")
+        self._fast: FastTokenizer = fast
+        self._vocabulary = Vocabulary(fast)
+        self.chat_template = ChatTemplate(self.tokenizer)
+        self._engine = SharedEngine(self.core)
 
     def generate(
-        self, prompts: str | Sequence[str | list[int]], params: SamplingParams | list[SamplingParams]
+        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params], *, progress: bool = True
     ) -> list[Completion]:
-        """One completion per prompt (text or token ids), all decoded together, in the prompts' order.
+        """Continues prompts (texts or lists of token ids), all decoded together.
 
-        ``params`` are one for all prompts or one for each. Raises ``RequestError`` for parameters that are
-        out of range and for a prompt that does not fit, and names its index; ``ValueError`` where prompts and
+        Returns completions in the prompts' order; where ``params.n`` is above 1, a prompt's ``n`` follow each
+        other. ``params`` are one for all prompts or one for each. A terminal shows a bar while several
+        prompts run, unless ``progress`` is False. Raises ``RequestError`` for parameters that are out of
+        range and for a prompt that does not fit, and names its index; ``ValueError`` where prompts and
         parameters differ in number.
         """
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        params_list = params if isinstance(params, list) else [params] * len(prompts)
-        if len(params_list) != len(prompts):
-            raise ValueError(f"there are {len(prompts)} prompts and {len(params_list)} params")
-        places = {self._new_id(): place for place in range(len(prompts))}
-        completions = [Completion() for _ in prompts]
-        answers: deque[TokenOutput | Failed] = deque()
-        token_ids: list[list[int]] = []  # the prompts'
+        items: Any = [prompts] if isinstance(prompts, str) or _is_token_ids(prompts) else prompts
+        return self._complete(items, params, self._read_prompt, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params | Sequence[Params],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Answers a conversation, or several together, each written out by the model's chat template.
+
+        A conversation is a list of messages (``{"role": ..., "content": ...}``). ``chat_template_kwargs`` are
+        variables for the template. The rest is as for ``generate``.
+        """
+        is_one = len(messages) > 0 and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        read = partial(self._read_conversation, options=chat_template_kwargs or {})
+        return self._complete(conversations, params, read, progress)
+
+    def stream(self, prompt: Prompt, params: Params) -> Iterator[Delta]:
+        """Continues one prompt and yields text as it comes; leaving early aborts it."""
+        with closing(self._deltas([prompt], [params], self._read_prompt)) as deltas:
+            yield from (delta for _, delta in deltas)
+
+    def stream_chat(
+        self,
+        messages: Conversation,
+        params: Params,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[Delta]:
+        """Answers one conversation and yields text as it comes; leaving early aborts it."""
+        read = partial(self._read_conversation, options=chat_template_kwargs or {})
+        with closing(self._deltas([messages], [params], read)) as deltas:
+            yield from (delta for _, delta in deltas)
+
+    def room(self, prompt: Prompt | Conversation) -> int:
+        """Returns how many tokens the model's context leaves after a prompt or a conversation."""
+        with self._engine.lock:
+            if isinstance(prompt, str) or _is_token_ids(prompt):
+                token_ids, _ = self._read_prompt(prompt)  # type: ignore[arg-type]
+            else:
+                token_ids, _ = self._read_conversation(prompt, {})  # type: ignore[arg-type]
+        return self.core.admission.room(len(token_ids))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def speculation(self) -> dict[str, Any]:
+        """Tells how drafts are chosen at the moment and what passes cost, as ``GET /speculation`` does."""
+        return self.core.speculation()
+
+    def text_stream(self, before: Sequence[int] = ()) -> TextStream:
+        """Starts a text that continues the prompt ``before``: a decoder may drop a space before its first
+        token. Where only an encoder reads the prompt, the text begins anew."""
+        stream = text_stream(self._fast, self._vocabulary, skip_special_tokens=True)
+        if self.core.admission.encoder_decoder is not None:
+            return stream
+        return continued(stream, self._fast, before)
+
+    def _complete(
+        self,
+        items: Sequence[T],
+        params: Params | Sequence[Params],
+        read: Read[T],
+        progress: bool,
+    ) -> list[Completion]:
+        params_list = [params] * len(items) if isinstance(params, Params) else list(params)
+        if len(params_list) != len(items):
+            raise ValueError(f"there are {len(items)} prompts and {len(params_list)} params")
+        completions: dict[tuple[int, int], Completion] = {}
+        deltas = self._deltas(items, params_list, read)
+        with closing(deltas), prompt_bar(len(items), shown=progress) as bar:
+            for place, delta in deltas:
+                completion = completions.setdefault((place, delta.index), Completion(index=delta.index))
+                completion.add_delta(delta)
+                bar.advance(len(delta.output.token_ids), is_done=delta.finish_reason is not None)
+        return [completions[key] for key in sorted(completions)]
+
+    def _deltas(
+        self, items: Sequence[T], params_list: Sequence[Params], read: Read[T]
+    ) -> Generator[tuple[int, Delta]]:
+        """Yields what the items' texts gain, each with the item's place."""
+        answers: Answers = deque()
+        places: dict[str, int] = {}
+        readers: dict[tuple[str, int], DeltaReader] = {}
         place = 0
         try:
-            for request_id, place in places.items():
-                token_ids.append(self._submit(request_id, prompts[place], params_list[place], answers))
-            for result in self._results(len(prompts), answers):
-                place = places[result.request_id]
-                completions[place].add(_succeeded(result))
+            for place, (item, asked) in enumerate(zip(items, params_list, strict=True)):
+                params = checked_params(asked)
+                with self._engine.lock:  # guards the tokenizer, too
+                    token_ids, before = read(item)
+                    request = self._request(token_ids, params)
+                places[request.request_id] = place
+                self._engine.submit(request, answers)
+                for number in range(params.n):
+                    readers[request.request_id, number] = self._reader(params, before)
+            for output in self._engine.results(answers) if readers else ():
+                reader = readers.get(output.sequence)
+                if reader is None:
+                    continue  # it was on its way when a stop string was found
+                delta = reader.read(output)
+                if delta.finish_reason is not None:
+                    del readers[output.sequence]
+                    if output.finish_reason is None:
+                        self._engine.abort(*output.sequence)
+                yield places[output.request_id], delta
+                if not readers:
+                    break
         except RequestError as error:
-            where = f"prompt {place}: " if len(prompts) > 1 else ""
+            place = places[error.request_id] if isinstance(error, RequestFailedError) else place
+            where = f"prompt {place}: " if len(items) > 1 else ""
             raise RequestError(error.code, f"{where}{error}") from error
         finally:
-            self._close(places)
-        for prompt_ids, completion in zip(token_ids, completions, strict=True):
-            completion.text = self._text_after(self.text_before(prompt_ids), completion)
-        return completions
+            self._engine.close(places)
 
-    def chat(self, messages: list[dict[str, str]], params: SamplingParams) -> Completion:
-        """The answer to messages (``{"role": ..., "content": ...}``), written out by the chat template."""
-        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        answer = self.generate([prompt], params)[0]
-        answer.text = self.decode(answer.token_ids)  # a message begins anew
-        return answer
+    def _read_prompt(self, prompt: Prompt) -> tuple[list[int], list[int]]:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        return token_ids, token_ids
 
-    def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[TokenOutput]:
-        """The rounds of one prompt as they happen; leaving early aborts it."""
-        request_id = self._new_id()
-        answers: deque[TokenOutput | Failed] = deque()
-        try:
-            self._submit(request_id, prompt, params, answers)
-            yield from map(_succeeded, self._results(1, answers))
-        finally:
-            self._close([request_id])
+    def _read_conversation(
+        self, messages: Conversation, options: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        return self.chat_template.token_ids(messages, options), []
 
-    def decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def text_before(self, prompt_ids: list[int]) -> list[int]:
-        """Returns the tokens that a text goes on with: none where only an encoder reads the prompt."""
-        return [] if self.core.admission.encoder_decoder is not None else prompt_ids[-TEXT_BEFORE:]
-
-    def _text_after(self, before: list[int], completion: Completion) -> str:
-        """Returns how a text goes on: a decoder may drop a space before its first token.
-
-        What is cut inside a character ends before it.
-        """
-        start = len(self.decode(before).rstrip(REPLACEMENT))
-        text = self.decode([*before, *completion.token_ids])[start:]
-        return text.rstrip(REPLACEMENT) if completion.finish_reason == "length" else text
-
-    def _new_id(self) -> str:
-        return f"prompt-{next(self._request_ids)}"
-
-    def _submit(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams,
-        answers: "deque[TokenOutput | Failed]",
-    ) -> list[int]:
-        """Returns the prompt's tokens."""
-        params = checked(params)
-        with self._lock:
-            self._abort_closed()
-            token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-            self._check_room(len(token_ids), params)
-            self._answers[request_id] = answers
-            self.core.add(Generate(request_id=request_id, prompt_token_ids=token_ids, params=params))
-        return token_ids
-
-    def _check_room(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Refuses as the server does: the engine would end the text where the context ends."""
-        room = self.core.admission.room(num_prompt_tokens)
+    def _request(self, token_ids: list[int], params: SamplingParams) -> Generate:
+        """Refuses what does not fit, as the server does: the engine would end the text where the context
+        ends."""
+        room = self.core.admission.room(len(token_ids))
         if 0 < room < params.max_tokens:
             raise RequestError(
                 "context_length_exceeded",
-                f"the prompt has {num_prompt_tokens} tokens, which leaves room for {room} in the model's "
+                f"the prompt has {len(token_ids)} tokens, which leaves room for {room} in the model's "
                 f"context, but max_tokens is {params.max_tokens}",
             )
+        predicted = None
+        if params.prediction is not None:
+            predicted = self.tokenizer.encode(params.prediction, add_special_tokens=False)
+        return Generate(
+            request_id=self._engine.new_id(),
+            prompt_token_ids=token_ids,
+            params=params.for_engine(),
+            n=params.n,
+            prediction_token_ids=predicted,
+        )
 
-    def _results(
-        self, num_open: int, answers: "deque[TokenOutput | Failed]"
-    ) -> Iterator[TokenOutput | Failed]:
-        """Yields what comes of a call's requests until all have ended, whichever call takes the steps."""
-        while num_open:
-            if not answers:
-                with self._lock:
-                    self._abort_closed()
-                    if not answers:
-                        self._step()
-            while answers:
-                result = answers.popleft()
-                num_open -= isinstance(result, Failed) or result.finish_reason is not None
-                yield result
+    def _reader(self, params: SamplingParams, before: list[int]) -> DeltaReader:
+        detokenizer = Detokenizer(
+            self.text_stream(before),
+            params.stop_strings,
+            include_stop_string=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+        return DeltaReader(detokenizer, params.stop_token_ids, include_stop=params.include_stop_str_in_output)
 
-    def _step(self) -> None:
-        """Takes one step for all calls.
 
-        Whatever ends it early, such as Ctrl-C, ends all of them: nothing that it leaves can be trusted.
-        """
-        try:
-            for result in self.core.step():
-                self._answers[result.request_id].append(result)
-        except BaseException as error:
-            self.core.reset()
-            for request_id, answers in self._answers.items():
-                answers.append(Failed(request_id, "interrupted", f"a step was ended by {error!r}"))
-            raise
-
-    def _close(self, request_ids: Iterable[str]) -> None:
-        """The call that has submitted them ends. It may be in the midst of another one's step, where the
-        garbage collector ends a stream: then they are aborted later."""
-        self._closed.extend(request_ids)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._abort_closed()
-            finally:
-                self._lock.release()
-
-    def _abort_closed(self) -> None:
-        if self._closed:
-            request_ids = {self._closed.popleft() for _ in range(len(self._closed))}
-            self.core.abort_all(request_ids)
-            for request_id in request_ids:
-                self._answers.pop(request_id, None)
+def _is_token_ids(prompts: Any) -> bool:
+    return isinstance(prompts, list) and len(prompts) > 0 and isinstance(prompts[0], int)
 
 
 def _token_ids(prompt: Iterable[int]) -> list[int]:
@@ -240,9 +259,3 @@ def _token_ids(prompt: Iterable[int]) -> list[int]:
         return [index(token_id) for token_id in prompt]
     except TypeError as error:
         raise RequestError("invalid_prompt", "a prompt is a text or a list of token ids") from error
-
-
-def _succeeded(result: TokenOutput | Failed) -> TokenOutput:
-    if isinstance(result, Failed):
-        raise RequestError(result.code, result.message)
-    return result

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rich.progress import track
 
-from truedraft.engine.commands.terminal import console, table
+from truedraft.engine.terminal import console, table
 
 T = TypeVar("T")
 

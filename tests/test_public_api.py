@@ -1,14 +1,18 @@
 """``from truedraft import ...``: what the README and docs/python-api.md promise, with the bundled pair."""
 
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import truedraft
 from truedraft import LLM, Completion, RequestError, SamplingParams
+
+PAGE = Path(__file__).parents[1] / "docs" / "python-api.md"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +25,7 @@ def test_version() -> None:
 
 
 def test_the_page_names_every_field() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "python-api.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     fields = [*SamplingParams.__struct_fields__, *Completion.__dataclass_fields__]
     assert [name for name in fields if f"`{name}`" not in page] == []
 
@@ -44,7 +48,7 @@ def test_one_completion_for_each_prompt(llm: LLM) -> None:
 def test_chat_is_the_template_and_generate(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, temperature=0)
     text = "<|im_start|>user\nTell me a story.<|im_end|>\n<|im_start|>assistant\n"
-    answer = llm.chat([{"role": "user", "content": "Tell me a story."}], params)
+    (answer,) = llm.chat([{"role": "user", "content": "Tell me a story."}], params)
     assert answer.token_ids == llm.generate(text, params)[0].token_ids
 
 
@@ -77,3 +81,15 @@ def test_every_public_name_is_found_when_it_is_used() -> None:
     assert set(truedraft.__all__) == set(dir(truedraft))
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         truedraft.Engine  # noqa: B018
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """They build on each other, as on the page."""
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) > 5
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    out = capsys.readouterr().out
+    assert "of the drafted tokens accepted" in out
+    assert "prompt 0: the prompt has" in out

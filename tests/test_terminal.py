@@ -9,12 +9,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from truedraft.engine.commands.terminal import console, table
+from truedraft.engine.terminal import console, table
 from truedraft.loadtest import report
 from truedraft.server.cli.main import main
 
 WIDTHS = (60, 80, 120)
-COMMANDS = ("serve", "generate", "check", "verify-trace", "top", "bench")
+COMMANDS = ("serve", "chat", "generate", "check", "verify-trace", "top", "bench")
 
 
 class Terminal(io.StringIO):

@@ -2,7 +2,7 @@
 
 from truedraft import LLM, SamplingParams
 
-llm = LLM()  # the bundled pair; or LLM(target="path", draft="path")
+llm = LLM()  # the bundled pair; or LLM("model.gguf"), LLM("folder-or-hub-id", draft="another")
 for completion in llm.generate(["Once upon a time"], SamplingParams(max_tokens=100, seed=1)):
     print(completion.text)
 
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from truedraft.engine.core.admission import RequestError
     from truedraft.engine.core.proposer import Observation, Proposer
     from truedraft.engine.errors import ModelLoadError
-    from truedraft.engine.llm import LLM, Completion
-    from truedraft.engine.messages import SamplingParams, TokenOutput
+    from truedraft.engine.llm import LLM, Completion, Delta, SamplingParams
+    from truedraft.engine.messages import TokenOutput
     from truedraft.engine.proposers.drawn import drawn_drafts
     from truedraft.engine.proposers.known import known_drafts
 else:
     HOMES = {
         "LLM": "engine.llm",
         "Completion": "engine.llm",
+        "Delta": "engine.llm",
         "ModelLoadError": "engine.errors",
         "Observation": "engine.core.proposer",
         "Proposer": "engine.core.proposer",
         "RequestError": "engine.core.admission",
-        "SamplingParams": "engine.messages",
+        "SamplingParams": "engine.llm",
         "TokenOutput": "engine.messages",
         "drawn_drafts": "engine.proposers.drawn",
         "known_drafts": "engine.proposers.known",
@@ -50,6 +51,7 @@ __version__ = package_version()
 __all__ = [
     "LLM",
     "Completion",
+    "Delta",
     "ModelLoadError",
     "Observation",
     "Proposer",

@@ -42,7 +42,6 @@ from truedraft.engine.commands.check_report import (
 from truedraft.engine.commands.check_speed import Speed, measure
 from truedraft.engine.commands.check_weights import WeightsResult, check_weights
 from truedraft.engine.commands.options import command_options
-from truedraft.engine.commands.terminal import Stages, stages
 from truedraft.engine.config import SELF_DRAFTS, EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.core.engine import EngineCore
@@ -53,6 +52,7 @@ from truedraft.engine.models.loader import draft_source, load_options
 from truedraft.engine.proposers.draft_model import DraftModelProposer
 from truedraft.engine.proposers.ngram import NgramProposer
 from truedraft.engine.proposers.translated.pairing import TokenizerResult, load_tokenizer, pair_models
+from truedraft.engine.terminal import Stages, stages
 
 EXACT, NOT_EXACT, CANNOT_LOAD = 0, 1, 2
 PROMPTS = [

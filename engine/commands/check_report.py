@@ -11,8 +11,8 @@ from truedraft.engine.commands.check_grammar import GrammarResult
 from truedraft.engine.commands.check_positions import PositionsResult
 from truedraft.engine.commands.check_speed import PAYS_FROM, Speed
 from truedraft.engine.commands.check_weights import WeightsResult
-from truedraft.engine.commands.terminal import console, printable, table
 from truedraft.engine.proposers.translated.pairing import TokenizerResult
+from truedraft.engine.terminal import console, printable, table
 
 
 @dataclass(frozen=True)

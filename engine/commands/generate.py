@@ -1,17 +1,16 @@
 """``truedraft generate``: stream one prompt to the terminal, accepted tokens in the colour of their source.
 
-With ``--compare`` the same prompt runs with and without speculation, and with n-grams alone where there is a
-draft model, several times in alternation, and the medians are printed side by side. Settings are the engine's
-own, from flags and ``TRUEDRAFT_*``.
+``--rounds`` prints what each round did instead. With ``--compare`` the same prompt runs with and without
+speculation, and with n-grams alone where there is a draft model, several times in alternation, and the
+medians are printed side by side. Settings are the engine's own, from flags and ``TRUEDRAFT_*``.
 """
 
 import secrets
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec import structs
 from pydantic import Field
@@ -21,12 +20,14 @@ from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from truedraft.engine.commands.options import command_options
-from truedraft.engine.commands.terminal import console, printable, stages, table
+from truedraft.engine.commands.rounds import RoundPrinter
 from truedraft.engine.config import EngineConfig
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.errors import ModelLoadError
-from truedraft.engine.llm import LLM, REPLACEMENT, Completion
+from truedraft.engine.llm import LLM, Completion
 from truedraft.engine.messages import DRAFT_MODEL, SamplingParams, TokenOutput
+from truedraft.engine.terminal import console, loading_bar, printable, stages, table
+from truedraft.engine.text.detokenizer import TextStream
 
 # Each source has its colour; other accepted tokens are green, too.
 COLOURS = {DRAFT_MODEL: "green", "ngram": "cyan", "prediction": "magenta", "grammar": "blue"}
@@ -39,6 +40,9 @@ class GenerateSettings(EngineConfig, BaseSettings):
 
     prompt: CliPositionalArg[str] = Field(description="Text to continue.")
     compare: bool = Field(False, description="Also decode without speculation and print both speeds.")
+    rounds: bool = Field(
+        False, description="Print each round: what was drafted, what the target made of it, the text."
+    )
     max_tokens: int = Field(200, ge=1, description="Largest number of tokens to generate.")
     temperature: float = Field(0.7, ge=0, le=2, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(
@@ -58,29 +62,18 @@ class Run:
         return len(self.completion.token_ids) / self.seconds
 
 
-# What an incomplete character is decoded to.
-
-
 class Printer:
     """Writes tokens as text as soon as they form whole characters; raw where there is no terminal."""
 
-    def __init__(self, tokenizer: Any, out: Console, before: Sequence[int] = ()) -> None:
-        """``before`` are tokens that the text goes on with: decoders may drop a space before the first."""
-        self.tokenizer = tokenizer.backend_tokenizer
-        self.token_ids = list(before)
-        self.num_printed = len(self._text().rstrip(REPLACEMENT))  # characters
+    def __init__(self, stream: TextStream, out: Console) -> None:
+        self.stream = stream
         self.out = out
 
     def write(self, output: TokenOutput) -> None:
         for token_id, colour in zip(output.token_ids, _colours(output), strict=True):
-            self.token_ids.append(token_id)
-            text = self._text()
-            if not text.endswith(REPLACEMENT):  # else the rest of a character is still to come
-                self.print(text[self.num_printed :], colour)
-                self.num_printed = len(text)
-
-    def _text(self) -> str:
-        return str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
+            self.print(self.stream.step(token_id), colour)
+        if output.finish_reason is not None:
+            self.print(self.stream.flush(is_cut=output.finish_reason == "length"))
 
     def print(self, text: str, style: str = "") -> None:
         if self.out.is_terminal:
@@ -100,9 +93,8 @@ def _colours(output: TokenOutput) -> Iterator[str]:
 def main(settings: GenerateSettings) -> int:
     transformers_logging.disable_progress_bar()
     try:
-        with stages(1) as progress:
-            progress.begin("Loading the models")
-            llm = LLM(**{name: getattr(settings, name) for name in EngineConfig.model_fields})
+        with loading_bar() as begin:
+            llm = LLM(begin=begin, **{name: getattr(settings, name) for name in EngineConfig.model_fields})
         _generate(llm, settings)
     except (ModelLoadError, RequestError) as error:
         print(f"truedraft: {error}", file=sys.stderr)
@@ -126,9 +118,12 @@ def _generate(llm: LLM, settings: GenerateSettings) -> None:
         origins=True,
     )
     out = console()
-    before = llm.text_before(llm.tokenizer.encode(settings.prompt))
-    first = _run(llm, settings.prompt, params, Printer(llm.tokenizer, out, before))
-    _print_acceptance(first.completion, llm, out)
+    prompt_ids = llm.tokenizer.encode(settings.prompt)
+    if settings.rounds:
+        first = _print_rounds(llm, settings.prompt, params, RoundPrinter(llm, settings.prompt, out))
+    else:
+        first = _run(llm, settings.prompt, params, Printer(llm.text_stream(prompt_ids), out)).completion
+    _print_acceptance(first, llm, out)
     if not settings.compare:
         return
     variants = {"plain": structs.replace(params, num_speculative_tokens=0), "speculative": params}
@@ -148,14 +143,23 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, printer: Printer | None 
     started = time.perf_counter()
     if printer:
         printer.print(prompt, "dim")
-    for output in llm.stream(prompt, params):
-        completion.add(output)
+    for delta in llm.stream(prompt, params):
+        completion.add_delta(delta)
         if printer:
-            printer.write(output)
+            printer.write(delta.output)
     seconds = time.perf_counter() - started
     if printer:
         printer.print("\n\n")
     return Run(completion, seconds)
+
+
+def _print_rounds(llm: LLM, prompt: str, params: SamplingParams, printer: RoundPrinter) -> Completion:
+    completion = Completion()
+    for delta in llm.stream(prompt, structs.replace(params, trace=True)):
+        completion.add_delta(delta)
+        if delta.output.trace is not None:
+            printer.print(delta.output.trace, delta.output.token_ids)
+    return completion
 
 
 def _print_acceptance(completion: Completion, llm: LLM, out: Console) -> None:

@@ -5,12 +5,15 @@ They are those of the HTTP API (``server.schemas``); a test compares the two.
 
 import re
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 from msgspec import structs
 
 from truedraft.engine.core.admission import RequestError
 from truedraft.engine.messages import SamplingParams
+
+P = TypeVar("P", bound=SamplingParams)
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_STOP_TOKENS = 1024
@@ -51,13 +54,13 @@ RANGES = {
 BIASES = Range(-100, 100)
 
 
-def checked(params: SamplingParams) -> SamplingParams:
+def checked(params: P) -> P:
     """Returns them, with 0 for a ``top_k`` of -1, another usual way to say "off"; ``RequestError`` names what
     has another type or is out of range."""
     if not isinstance(params, SamplingParams):
         raise RequestError("invalid_value", f"params must be SamplingParams, not {type(params).__name__}")
     try:
-        params = msgspec.convert(structs.asdict(params), SamplingParams)
+        params = msgspec.convert(structs.asdict(params), type(params))
     except msgspec.ValidationError as error:
         reason, _, place = str(error).partition(" - at ")
         name = re.sub(r".*\$\.(\w+).*", r"\1", place)

@@ -70,10 +70,15 @@ def serve_help() -> str:
     return f"{_filled(INTRODUCTION)}\n{_options(setting_groups())}"
 
 
+# Commands whose first word may be the target, without its flag.
+TARGET_FIRST = {"chat": ["[target]"]}
+
+
 def command_help(command: str, kind: type[BaseModel]) -> str:
     """Returns the help of any other command: its own options, and those that it shares."""
     (description, own), *groups = reversed(list(setting_groups(kind)))
     positional = [name for name, field in own.items() if field.is_required()]
+    positional += TARGET_FIRST.get(command, [])
     usage = " ".join(["usage: truedraft", command, *map(str.upper, positional), "[OPTIONS]"])
     introduction = COMMAND_INTRODUCTION.format(usage=usage, description=description)
     if issubclass(kind, EngineConfig):

@@ -14,6 +14,7 @@ import ssl
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from truedraft.engine.formats.gguf_file import is_gguf
 from truedraft.engine.machine.limits import num_cpus
 from truedraft.engine.machine.openmp import THREADS_VARIABLE
 from truedraft.engine.messages import Ready
+from truedraft.engine.terminal import loading_bar
 from truedraft.server.app import create_app
 from truedraft.server.cli.draining import CLOSING_SECONDS, Phase, Server, drain_on_signal
 from truedraft.server.generation.sampling_params import longest_request
@@ -52,6 +54,7 @@ MAX_DESCRIPTORS = 65536
 logger = logging.getLogger("truedraft.server")
 
 
+BAR_SECONDS = 0.1  # between looks at what loading is at
 # When loading says what it is at, after the time before: soon at first, then every half minute.
 PROGRESS_SECONDS = (3, 5, 8, 14, *repeat(30, 200))
 
@@ -249,18 +252,33 @@ async def _announce(services: Services, server: Server) -> None:
         worker = await services.wait_until_ready()
     finally:
         telling.cancel()
+        with suppress(asyncio.CancelledError):
+            await telling  # a bar is gone before anything else is printed
     # What is imported and loaded stays: to look through it again would stop every stream for a while.
     gc.freeze()
     _say(capacity(services.settings, worker), log_format)
 
 
 async def _tell_progress(services: Services) -> None:
-    """Says now and then what loading is at: a large model takes minutes."""
+    """Says now and then what loading is at: a large model takes minutes. A terminal shows a bar."""
+    if sys.stderr.isatty() and services.settings.log_format == "text":
+        await _show_progress(services)
     began = time.monotonic()
     for seconds in PROGRESS_SECONDS:
         await asyncio.sleep(seconds)
         stage = services.engine.workers[0].stage or "the engine"
         _say([f"  {time.monotonic() - began:.0f} s: loading {stage}"], services.settings.log_format)
+
+
+async def _show_progress(services: Services) -> None:
+    """Shows a bar until it is cancelled."""
+    with loading_bar() as begin:
+        shown = None
+        while True:
+            if (stage := services.engine.workers[0].stage) and stage != shown:
+                begin(stage)
+                shown = stage
+            await asyncio.sleep(BAR_SECONDS)
 
 
 def _introduction(settings: Settings, listener: socket.socket) -> list[str]:

@@ -30,14 +30,18 @@ S = TypeVar("S", bound=BaseSettings)
 def load_settings(flags: Sequence[str]) -> Settings:
     """Reads those of ``truedraft serve``, with usual short forms: the target first and without a flag, and
     ``--api-key`` for one key."""
-    spelled = ["--target", *flags] if flags and not flags[0].startswith("-") else flags
     return read_options(
         Settings,
         [
             f"--api-keys{flag.removeprefix('--api-key')}" if flag.partition("=")[0] == "--api-key" else flag
-            for flag in spelled
+            for flag in target_first(flags)
         ],
     )
+
+
+def target_first(flags: Sequence[str]) -> Sequence[str]:
+    """Returns flags of which the first may have been the target, without its flag."""
+    return ["--target", *flags] if flags and not flags[0].startswith("-") else flags
 
 
 def read_options(kind: type[S], flags: Sequence[str]) -> S:

@@ -6,12 +6,17 @@ Read once a second or so; rates are differences between two readings. Where ther
 
 import json
 import math
+import os
+import select
 import sys
+import termios
 import time
+import tty
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +28,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from truedraft.engine.commands.terminal import console, printable
+from truedraft.engine.terminal import console, printable
 from truedraft.loadtest.options import ClientOptions
 
 TIMEOUT_SECONDS = 5.0
@@ -155,7 +160,7 @@ def view(history: History, width: int = PANEL_WIDTH) -> RenderableType:
         _title(now),
         _panel("requests", _figures(history, width), width),
         _panel("acceptance by position", _positions(now, width), width),
-        Text(printable(f"speculation {now.speculation['why']}"), "dim"),
+        Text(printable(f"speculation {now.speculation['why']}"), "dim", no_wrap=False),
     )
 
 
@@ -239,24 +244,60 @@ def _times(ratio: float | None) -> str:
     return "       -" if ratio is None else f"{ratio:8.2f} times"
 
 
-def _watch(client: Client, interval: float) -> None:
-    """Shows the view until it is interrupted, and waits for a server that does not answer."""
-    history = History()
-    with Live(console=console(), screen=True, auto_refresh=False) as live:
-        while True:
-            try:
-                history.add(client.read())
-                live.update(view(history, live.console.width), refresh=True)
-            except UnreachableError as error:
-                live.update(Text(printable(f"{error}; trying again"), "yellow"), refresh=True)
-            time.sleep(interval)
+def _watch(client: Client, interval: float) -> int:
+    """Shows views until q or Ctrl-C, and leaves the last one on the screen. A server that does not answer is
+    waited for."""
+    history, status = History(), 0
+    last: RenderableType = Text()
+    with _keys() as pressed, Live(console=console(), screen=True, auto_refresh=False) as live:
+        try:
+            while not pressed("q", interval):
+                try:
+                    history.add(client.read())
+                    last = view(history, live.console.width)
+                    shown: RenderableType = Group(last, Text("q: leave", "dim"))
+                except UnreachableError as error:
+                    shown = Text(printable(f"{error}; trying again. q: leave"), "yellow")
+                live.update(shown, refresh=True)
+        except KeyboardInterrupt:
+            status = 130
+    console().print(last)
+    return status
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[str, float], bool]]:
+    """Reads single keys of a terminal: ``pressed(key, seconds)`` waits for one. The first call does not."""
+    is_terminal, is_first = sys.stdin.isatty(), True
+    before = termios.tcgetattr(sys.stdin) if is_terminal else None
+
+    def pressed(key: str, seconds: float) -> bool:
+        nonlocal is_first
+        timeout, is_first = 0.0 if is_first else seconds, False
+        end = time.monotonic() + timeout
+        if not is_terminal:
+            time.sleep(timeout)
+            return False
+        while select.select([sys.stdin], [], [], max(0.0, end - time.monotonic()))[0]:
+            typed = os.read(sys.stdin.fileno(), 64)
+            if not typed or key.encode() in typed.lower():
+                return True
+        return False
+
+    try:
+        if is_terminal:
+            tty.setcbreak(sys.stdin, termios.TCSADRAIN)
+        yield pressed
+    finally:
+        if before is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def main(options: TopOptions) -> int:
     client = Client(options.base_url, options.key)
     try:
         if not options.once and sys.stdout.isatty():
-            _watch(client, max(0.1, options.interval))
+            return _watch(client, max(0.1, options.interval))
         history = History()
         history.add(client.read())
         time.sleep(options.interval)

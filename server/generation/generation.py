@@ -9,6 +9,7 @@ import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from truedraft.engine.messages import FinishReason, TokenOutput
+from truedraft.engine.text.detokenizer import Detokenizer
 from truedraft.server.errors import (
     RequestTimeoutError,
     code_of,
@@ -18,7 +19,6 @@ from truedraft.server.observability.metrics import Metrics, RequestTimer
 from truedraft.server.observability.request_summary import Summary
 from truedraft.server.schemas.answer import CompletionTokensDetails, PromptTokensDetails, Usage
 from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice, SpeculationCounts
-from truedraft.server.text.detokenizer import Detokenizer
 from truedraft.server.text.message_parser import MessageParser
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.workers.engine_stream import EngineStream

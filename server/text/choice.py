@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 from truedraft.engine.messages import PredictionUse, RoundTrace, TokenLogprob, TokenOutput
+from truedraft.engine.text.detokenizer import Detokenizer
 from truedraft.server.schemas.answer import FinishReason, TokenOrigin
-from truedraft.server.text.detokenizer import Detokenizer
 from truedraft.server.text.logprobs import ScoredToken
 from truedraft.server.text.message_parser import MessageParser, Part, joined
 from truedraft.server.text.origins import OriginReader

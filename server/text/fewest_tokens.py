@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE
 
-from truedraft.server.text.vocabulary import BYTES
+from truedraft.engine.text.vocabulary import BYTES
 
 # Bytes of which NFC makes one, at most.
 COMPOSED = 4

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 from truedraft.engine.messages import TokenLogprob
+from truedraft.engine.text.vocabulary import Vocabulary
 from truedraft.server.schemas.logprobs import (
     ChatLogprobs,
     ChatTokenLogprob,
@@ -18,7 +19,6 @@ from truedraft.server.schemas.logprobs import (
 )
 from truedraft.server.text.prompt import TokenPrompt
 from truedraft.server.text.tokenizer import Tokenizer
-from truedraft.server.text.vocabulary import Vocabulary
 
 # OpenAI's number for "very unlikely": JSON has no minus infinity.
 VERY_UNLIKELY = -9999.0

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from truedraft.server.text.detokenizer import longest_stop_prefix
+from truedraft.engine.text.detokenizer import longest_stop_prefix
 from truedraft.server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
 from truedraft.server.text.tool_arguments import quoted_as_json, tagged_as_json
 

@@ -12,7 +12,9 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from truedraft.engine.formats.pretrained_tokenizer import load_pretrained_tokenizer
-from truedraft.server.text.detokenizer import TextStream
+from truedraft.engine.text.detokenizer import TextStream
+from truedraft.engine.text.text_stream import MarkedTextStream, continued, text_stream
+from truedraft.engine.text.vocabulary import Vocabulary
 from truedraft.server.text.families import (
     GENERIC,
     CallFormat,
@@ -22,13 +24,6 @@ from truedraft.server.text.families import (
 )
 from truedraft.server.text.fewest_tokens import FewestTokens
 from truedraft.server.text.template_process import template_process
-from truedraft.server.text.text_stream import (
-    REPLACEMENT,
-    ByteFallbackTextStream,
-    MarkedTextStream,
-    TokenTextStream,
-)
-from truedraft.server.text.vocabulary import Vocabulary
 
 # A folder with a tokenizer has at least one of them.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -68,30 +63,11 @@ class Tokenizer:
         Special tokens that are part of ``marks`` are text in any case.
         """
         shown = _part_of(marks, self.vocabulary.special) if skip_special_tokens else {}
-        make = partial(self._plain_stream, skip_special_tokens=skip_special_tokens)
+        make = partial(text_stream, self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens)
         stream = (
             MarkedTextStream(make, {token_id: text for text, token_id in shown.items()}) if shown else make()
         )
-        for token_id in self._end_of(after):
-            stream.step(token_id)
-        return stream
-
-    def _end_of(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Returns the last tokens, as many as have some text that no decoder drops; all if none has."""
-        length = 8
-        while length < len(token_ids):
-            text = self.decode(token_ids[-length:], skip_special_tokens=True)
-            if text.strip().strip(REPLACEMENT):
-                break
-            length *= 2
-        return token_ids[-length:]
-
-    def _plain_stream(self, *, skip_special_tokens: bool) -> TextStream:
-        if self.vocabulary.fallback_bytes:
-            return ByteFallbackTextStream(
-                self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens
-            )
-        return TokenTextStream(self._fast, self.vocabulary, skip_special_tokens=skip_special_tokens)
+        return continued(stream, self._fast, after)
 
     def grammar_ids(self, texts: Sequence[str]) -> dict[str, int]:
         """Returns the ids of tokens that are part of ``texts`` and that llguidance takes for no text."""

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any
 
-from truedraft.server.text.detokenizer import longest_stop_prefix
+from truedraft.engine.text.detokenizer import longest_stop_prefix
 
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>", re.DOTALL)
 NAME = re.compile(r"(?<=[{,])([^{}\[\],:]+):")

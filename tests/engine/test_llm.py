@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from copy import copy
 from itertools import zip_longest
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 
 from tests.server.test_text_stream import BYTE_IDS, TOKENIZERS
-from truedraft import LLM, Completion, RequestError, SamplingParams
+from truedraft import LLM, RequestError, SamplingParams
+from truedraft.engine import messages
 from truedraft.engine.core.engine import EngineCore
 from truedraft.engine.core.ranges import BIASES, MAX_STOP_TOKENS, RANGES, checked
-from truedraft.engine.messages import FinishReason
+from truedraft.engine.text.vocabulary import Vocabulary
 from truedraft.server.schemas import common
 from truedraft.server.schemas.chat import ChatRequest
 from truedraft.server.schemas.common import SpeculationOptions
@@ -55,9 +55,10 @@ def llm(loaded: LLM) -> Iterator[LLM]:
         (STORY, SamplingParams(max_tokens=-5), "max_tokens is -5"),
         (STORY, SamplingParams(max_tokens=9, grammar="start: ("), "grammar"),
         (STORY, SamplingParams(max_tokens=9, method="prediction"), "prediction"),
+        (STORY, SamplingParams(max_tokens=9, method="n-gram"), "n-gram"),
         (STORY, {"max_tokens": 9}, "SamplingParams"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_a_bad_prompt_fails_the_call_by_its_index(llm: LLM, bad: Any, params: Any, words: str) -> None:
     with pytest.raises(RequestError, match=f"^prompt 2: .*{words}"):
@@ -129,9 +130,9 @@ def test_streams_and_calls_inside_of_each_other(llm: LLM) -> None:
     alone = [llm.generate(text, GREEDY)[0].token_ids for text in ("A fox", "The sea")]
     streams = [llm.stream(text, GREEDY) for text in ("A fox", "The sea")]
     texts: list[list[int]] = [[], []]
-    for outputs in zip_longest(*streams):
-        for text, output in zip(texts, outputs, strict=True):
-            text += output.token_ids if output else []
+    for deltas in zip_longest(*streams):
+        for text, delta in zip(texts, deltas, strict=True):
+            text += delta.output.token_ids if delta else []
         llm.generate(STORY, GREEDY)
     assert texts == alone
 
@@ -201,7 +202,6 @@ def test_threads(llm: LLM) -> None:
         ({"logit_bias": {"3": 1}}, "logit_bias: expected `int`"),
         ({"seed": 2**63}, "seed is"),
         ({"min_tokens": 6}, "at most 5 tokens will be generated"),
-        ({"method": "n-gram"}, "method: invalid enum value"),
         ({"method": "none", "num_speculative_tokens": 2}, "drafts nothing"),
         ({"num_speculative_tokens": 33}, "0 to 32"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids has over 1024"),
@@ -237,7 +237,7 @@ def test_ranges_are_those_of_the_server(name: str) -> None:
 def test_every_number_has_a_range() -> None:
     numbers = {
         name
-        for name, kind in SamplingParams.__annotations__.items()
+        for name, kind in messages.SamplingParams.__annotations__.items()
         if {int, float} & {kind, *get_args(kind)} and kind is not bool and not str(kind).startswith("list")
     }
     assert numbers - {"logit_bias"} == RANGES.keys()
@@ -249,13 +249,14 @@ def test_every_number_has_a_range() -> None:
     assert MAX_STOP_TOKENS == common.MAX_STOP_TOKENS
 
 
-@pytest.mark.parametrize("finish_reason", ["length", "stop"])
-def test_a_text_goes_on_with_its_prompt(llm: LLM, finish_reason: FinishReason) -> None:
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_text_goes_on_with_its_prompt(llm: LLM, is_cut: bool) -> None:
     """SentencePiece's decoder drops the space before the first word; a cut character is left out."""
-    fast = TOKENIZERS["bpe"]._fast
     other = copy(llm)
-    other.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: fast.decode(ids))
-    completion = Completion([2, BYTE_IDS[0xE2], BYTE_IDS[0x82]], finish_reason=finish_reason)
-    end = "" if finish_reason == "length" else "\ufffd\ufffd"
-    assert other._text_after([3], completion) == f" the{end}"
-    assert other._text_after([], completion) == f"the{end}"
+    other._fast = TOKENIZERS["bpe"]._fast
+    other._vocabulary = Vocabulary(other._fast)
+    end = "" if is_cut else "\ufffd\ufffd"
+    for before, start in (([3], " the"), ([], "the")):
+        stream = other.text_stream(before)
+        text = "".join(map(stream.step, [2, BYTE_IDS[0xE2], BYTE_IDS[0x82]])) + stream.flush(is_cut=is_cut)
+        assert text == start + end

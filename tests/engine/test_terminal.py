@@ -3,7 +3,6 @@
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -11,8 +10,10 @@ from tokenizers import Tokenizer
 
 from tests.server.tiny_tokenizer import write_tokenizer
 from truedraft.engine.commands.generate import Printer
-from truedraft.engine.commands.terminal import console, printable, stages
 from truedraft.engine.messages import RoundOrigin, TokenOutput
+from truedraft.engine.terminal import console, printable, stages
+from truedraft.engine.text.text_stream import text_stream
+from truedraft.engine.text.vocabulary import Vocabulary
 
 HOSTILE = "<script>\x1b]0;title\x07\x1b[2J\x9b31m\r\x08\x7f\u202eevil [bold]\n\tend 😀"
 SHOWN = r"<script>\x1b]0;title\x07\x1b[2J\x9b31m\r\x08\x7f\u202eevil [bold]" + "\n\tend 😀"
@@ -26,7 +27,7 @@ def test_printable() -> None:
 def printer(folder: Path, out: Console) -> Printer:
     """Makes a printer for a tokenizer whose ids are bytes."""
     backend = Tokenizer.from_file(str(write_tokenizer(folder / "model") / "tokenizer.json"))
-    return Printer(SimpleNamespace(backend_tokenizer=backend), out)
+    return Printer(text_stream(backend, Vocabulary(backend), skip_special_tokens=True), out)
 
 
 def output(text: str, num_accepted: int = 0) -> TokenOutput:

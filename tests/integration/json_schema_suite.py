@@ -16,9 +16,9 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from truedraft.engine.sampling.grammar import Grammars
-from truedraft.server.text.grammar.requested import JSON_OPTIONS
-from truedraft.server.text.schema.cleaning import Cleaner
-from truedraft.server.text.schema.pattern import read_schema
+from truedraft.engine.text.schema.cleaning import Cleaner
+from truedraft.engine.text.schema.formats import JSON_OPTIONS
+from truedraft.engine.text.schema.pattern import read_schema
 
 
 def accepts(tokenizer: LLTokenizer, grammar: str, instance: Any) -> bool:

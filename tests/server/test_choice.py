@@ -20,9 +20,9 @@ from truedraft.engine.messages import (
     TokenLogprob,
     TokenOutput,
 )
+from truedraft.engine.text.detokenizer import Detokenizer
 from truedraft.server.text.chat_parts import whole_message
 from truedraft.server.text.choice import ChoiceDelta, ChoiceReader, FinishedChoice
-from truedraft.server.text.detokenizer import Detokenizer
 from truedraft.server.text.families import CALL_FORMATS, REASONING_MARKS
 from truedraft.server.text.message_parser import MessageFormat, MessageParser
 from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer

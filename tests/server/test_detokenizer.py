@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truedraft.server.text.detokenizer import Detokenizer, find_stop, longest_stop_prefix
+from truedraft.engine.text.detokenizer import Detokenizer, find_stop, longest_stop_prefix
 from truedraft.server.text.tokenizer import Tokenizer
 
 

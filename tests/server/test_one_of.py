@@ -8,8 +8,8 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, Field
 
-from truedraft.server.text.schema.one_of import as_any_of
-from truedraft.server.text.schema.pattern import read_schema
+from truedraft.engine.text.schema.one_of import as_any_of
+from truedraft.engine.text.schema.pattern import read_schema
 
 
 class Cat(BaseModel):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from truedraft.server.text.schema.pattern import exact_pattern, exact_regex, exact_schema
+from truedraft.engine.text.schema.pattern import exact_pattern, exact_regex, exact_schema
 
 BYTES = LLTokenizer("byte")
 CHARACTERS = 'ab1_-"\\/]^ \n\r\t\x00\x01\x0b\x1c\x1f\x7f\x85\xa0éſ٣²\u0301\u2028\u200d\ufeff名😀'

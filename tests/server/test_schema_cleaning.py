@@ -11,13 +11,13 @@ from pydantic import BaseModel, Field
 from tests.server.refusals import CHAT, COMPLETIONS, refused
 from tests.server.running import RunningServer
 from tests.server.test_tools import TEMPLATE, flat, saying, tool
+from truedraft.engine.text.schema.cleaning import Cleaner, SchemaError
+from truedraft.engine.text.schema.pattern import read_schema
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.families import CALL_FORMATS
 from truedraft.server.text.grammar.tool_calls import arguments_schema, call_grammar
 from truedraft.server.text.grammar.tool_schemas import cleaned as cleaned_tool
-from truedraft.server.text.schema.cleaning import Cleaner, SchemaError
-from truedraft.server.text.schema.pattern import read_schema
 
 RESPONSES = "/v1/responses"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from tests.server.tiny_tokenizer import byte_characters
-from truedraft.server.text.detokenizer import Detokenizer
+from truedraft.engine.text.detokenizer import Detokenizer
 from truedraft.server.text.tokenizer import ChatTemplates, Tokenizer
 
 WORDS = ["<unk>", "▁", "▁the", "a", "é", "▁▁"]

@@ -1,7 +1,11 @@
 """``truedraft top`` against the real application: the figures of ``/metrics`` and ``/speculation``."""
 
 import io
+import os
+import pty
 import re
+import signal
+import termios
 
 import pytest
 from rich.cells import cell_len
@@ -9,6 +13,7 @@ from rich.console import Console
 
 from tests.server.conftest import StartServer
 from tests.server.running import RunningServer
+from truedraft.server.cli import top
 from truedraft.server.cli.main import main
 from truedraft.server.cli.top import Client, History, sparkline, view
 
@@ -90,3 +95,44 @@ def test_the_live_view_fits(server: RunningServer, width: int) -> None:
     assert max(map(cell_len, text.splitlines())) <= width
     for unit in (" ms", " of "):
         assert unit in text
+
+
+def test_q_ends_the_live_view_and_leaves_the_last_one(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads = 0
+    honest = Client.read
+
+    def read(client: Client) -> top.Reading:
+        nonlocal reads
+        reads += 1
+        if reads == 3:
+            os.write(ours, b"xq")
+        assert reads < 20
+        return honest(client)
+
+    monkeypatch.setattr(Client, "read", read)
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    with os.fdopen(theirs) as keys, monkeypatch.context() as patch:
+        patch.setattr("sys.stdin", keys)
+        assert top._watch(Client(server.url, ""), 0.1) == 0
+        assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    assert reads == 3
+    assert "acceptance by position" in capsys.readouterr().out
+
+
+def test_ctrl_c_leaves_the_last_view_too(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = top.view
+
+    def view_and_interrupt(history: History, width: int) -> object:
+        signal.raise_signal(signal.SIGINT) if history.before else None
+        return honest(history, width)
+
+    monkeypatch.setattr(top, "view", view_and_interrupt)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert top._watch(Client(server.url, ""), 0.1) == 130
+    assert "acceptance by position" in capsys.readouterr().out

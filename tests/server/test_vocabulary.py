@@ -3,8 +3,8 @@
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from truedraft.engine.text.vocabulary import Vocabulary
 from truedraft.server.text.tokenizer import Tokenizer as ServerTokenizer
-from truedraft.server.text.vocabulary import Vocabulary
 
 
 def test_byte_level(tokenizer: ServerTokenizer) -> None:

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, Protocol
 
-from truedraft.server.text.schema.cleaning import ENFORCED, NOT_ENFORCED
+from truedraft.engine.text.schema.cleaning import ENFORCED, NOT_ENFORCED
 
 # What stands around a name; none can be part of it.
 NOT_IN_NAMES = re.compile(r"[{}\[\],:\s]")

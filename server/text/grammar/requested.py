@@ -5,12 +5,13 @@ The worker compiles it again, and finds out which tokens may come next. Called b
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from llguidance import LLMatcher
 from pydantic_core import from_json
 
 from truedraft.engine.machine.deep_stack import on_deep_stack
+from truedraft.engine.text.schema.cleaning import Cleaner, SchemaError
+from truedraft.engine.text.schema.formats import JSON_OPTIONS, Format, grammar_of
 from truedraft.server.errors import InvalidRequestError, UnsupportedParameterError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.common import GenerationRequest, SamplingRequest
@@ -24,15 +25,8 @@ from truedraft.server.schemas.structured import (
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.grammar.tool_schemas import loosen
 from truedraft.server.text.grammar.validator import GrammarValidator
-from truedraft.server.text.schema.cleaning import Cleaner, SchemaError
-from truedraft.server.text.schema.pattern import exact_regex, read_schema
 from truedraft.server.text.tokenizer import Tokenizer
 from truedraft.server.text.tools import Reasoning, ToolUse
-
-# Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
-# overrides it.
-JSON_OPTIONS = {"whitespace_flexible": False}
-
 
 # Memory that reading a schema of the largest size may take.
 READING_BYTES = 64 << 20
@@ -45,7 +39,7 @@ class Wanted(NamedTuple):
     it is the schema of an answer that calls none. All of a ``strict`` schema is enforced or refused."""
 
     param: str
-    kind: str
+    kind: Format | Literal["tools"]
     source: Any
     strict: bool = True
 
@@ -165,7 +159,7 @@ def _wanted(request: SamplingRequest) -> list[Wanted]:
 
 
 def _structured(asked: StructuredOutputs) -> Wanted:
-    sources = {
+    sources: dict[Format, Any] = {
         "json": asked.json_schema,
         "regex": asked.regex,
         "choice": asked.choice,
@@ -206,7 +200,7 @@ class _Reader:
         if kind == "json":
             source = self._cleaned(source)
         self._check_size(source if isinstance(source, str) else json.dumps(source, ensure_ascii=False))
-        return _grammar(kind, source)
+        return grammar_of(kind, source)
 
     def _cleaned(self, source: Any) -> Any:
         return self._cleaner.clean(
@@ -222,16 +216,3 @@ class _Reader:
                 param=param,
                 code="invalid_grammar",
             )
-
-
-def _grammar(kind: str, source: Any) -> str:
-    match kind:
-        case "json":
-            return LLMatcher.grammar_from_json_schema(read_schema(source), defaults=JSON_OPTIONS)  # type: ignore[arg-type]
-        case "regex":
-            return LLMatcher.grammar_from_regex(exact_regex(source))
-        case "choice":
-            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in source)
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
-        case _:
-            return LLMatcher.grammar_from_lark(source)

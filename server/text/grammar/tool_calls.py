@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from truedraft.engine.text.schema.one_of import as_any_of
+from truedraft.engine.text.schema.pattern import read_schema
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.families import HEADER_END, MESSAGE_END, CallFormat, ReasoningMarks
 from truedraft.server.text.grammar.quoted_arguments import QuotedArguments
-from truedraft.server.text.schema.one_of import as_any_of
-from truedraft.server.text.schema.pattern import read_schema
 from truedraft.server.text.tool_arguments import is_plain_text, properties_of
 
 JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -7,14 +7,14 @@ enforced: a keyword at first, and the whole schema if it still has no grammar.
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from truedraft.engine.text.schema.cleaning import NOT_ENFORCED, Cleaner, SchemaError
+from truedraft.engine.text.schema.one_of import as_any_of
 from truedraft.server.errors import InvalidRequestError
 from truedraft.server.leniency import Leniency
 from truedraft.server.schemas.tools import FunctionDefinition
 from truedraft.server.text.families import CallFormat
 from truedraft.server.text.grammar import quoted_arguments
 from truedraft.server.text.grammar.tool_calls import NOT_IN_TEXT
-from truedraft.server.text.schema.cleaning import NOT_ENFORCED, Cleaner, SchemaError
-from truedraft.server.text.schema.one_of import as_any_of
 from truedraft.server.text.tool_arguments import is_plain_text, properties_of
 
 ANY_OBJECT = {"type": "object"}

@@ -2,8 +2,7 @@
 
 Never splits a UTF-8 character over two pieces, never lets a stop string out (unless asked to), and holds
 text back while it could still become one. Records where each token stands in the text, and which
-tokens have all of their text out. Knows nothing of HTTP or of the engine; ``server.text.choice`` has one
-``Detokenizer`` per choice.
+tokens have all of their text out. One ``Detokenizer`` reads one sequence.
 """
 
 from collections import deque

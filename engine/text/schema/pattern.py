@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from truedraft.server.text.schema.one_of import NAMED_SCHEMAS, VALUES, as_any_of
+from truedraft.engine.text.schema.one_of import NAMED_SCHEMAS, VALUES, as_any_of
 
 SPACE = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
 # What every dialect has in a class, and what any has: the inside of a class each.

@@ -4,18 +4,29 @@ rich decides by the stream: NO_COLOR, TERM and FORCE_COLOR are respected, and a 
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
 
 # Wide enough for every table where there is no terminal whose width would count.
 PLAIN_WIDTH = 250
 GAP = 2  # between columns
+# The engine, the target, the draft, caches and costs: without a draft one less.
+NUM_LOADING_STAGES = 4
 # Joiners: without them some emoji and scripts fall apart.
 JOINERS = "\u200c\u200d"
 
@@ -123,3 +134,43 @@ def stages(total: int) -> Iterator[Stages]:
     shown = out.is_terminal
     with Progress(*columns, console=out, transient=True, refresh_per_second=4, disable=not shown) as progress:
         yield Stages(progress, total)
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[str], None]]:
+    """Shows what loading is at. What it yields is called with the name of each stage."""
+    with stages(NUM_LOADING_STAGES) as progress:
+        progress.begin("Loading the engine")
+        yield lambda stage: progress.begin(f"Loading {stage}")
+
+
+class PromptBar:
+    """A bar of the texts that are done, with the tokens per second of all."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("texts", total=total, speed="")
+        self._num_tokens = 0
+        self._begun = time.perf_counter()
+
+    def advance(self, num_tokens: int, *, is_done: bool) -> None:
+        self._num_tokens += num_tokens
+        seconds = time.perf_counter() - self._begun
+        speed = f"{self._num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        self._progress.update(self._task, advance=int(is_done), speed=speed)
+
+
+@contextmanager
+def prompt_bar(total: int, *, shown: bool) -> Iterator[PromptBar]:
+    """Shown on stderr for several texts if that is a terminal, and gone at the end."""
+    out = console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
+    shown = shown and total > 1 and out.is_terminal
+    with Progress(*columns, console=out, transient=True, refresh_per_second=4, disable=not shown) as progress:
+        yield PromptBar(progress, total)

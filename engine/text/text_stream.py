@@ -5,13 +5,13 @@ UTF-8 does that to the whole run of ``<0x0A>`` tokens around it, so bytes above 
 """
 
 import codecs
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-from truedraft.server.text.detokenizer import TextStream
-from truedraft.server.text.vocabulary import Vocabulary
+from truedraft.engine.text.detokenizer import TextStream
+from truedraft.engine.text.vocabulary import Vocabulary
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Takes the place of bytes above ASCII in the decoder.
@@ -123,6 +123,30 @@ class MarkedTextStream:
 
     def flush(self, *, is_cut: bool = False) -> str:
         return self._stream.flush(is_cut=is_cut)
+
+
+def text_stream(fast: FastTokenizer, vocabulary: Vocabulary, *, skip_special_tokens: bool) -> TextStream:
+    """Starts a text of the kind that the vocabulary needs."""
+    kind = ByteFallbackTextStream if vocabulary.fallback_bytes else TokenTextStream
+    return kind(fast, vocabulary, skip_special_tokens=skip_special_tokens)
+
+
+def continued(stream: TextStream, fast: FastTokenizer, after: Sequence[int]) -> TextStream:
+    """Lets a stream continue the tokens ``after``: a decoder may drop a space before its first one."""
+    for token_id in _end_of(fast, after):
+        stream.step(token_id)
+    return stream
+
+
+def _end_of(fast: FastTokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    """Returns the last tokens, as many as have some text that no decoder drops; all if none has."""
+    length = 8
+    while length < len(token_ids):
+        (text,) = fast.decode_batch([list(token_ids[-length:])], skip_special_tokens=True)
+        if text.strip().strip(REPLACEMENT):
+            break
+        length *= 2
+    return token_ids[-length:]
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:

@@ -1,14 +1,14 @@
 """``Cleaner`` rids a JSON schema of what says nothing about a text, so that only the grammar is counted.
 
 Libraries write more into schemas than can be enforced. Unless a schema is strict, that is left out and
-reported by its path. What remains is for ``server.text.schema.pattern`` and llguidance.
+reported by its path. What remains is for ``engine.text.schema.pattern`` and llguidance.
 """
 
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from truedraft.server.text.schema.one_of import NAMED_SCHEMAS, VALUES
-from truedraft.server.text.schema.pattern import exact_pattern
+from truedraft.engine.text.schema.one_of import NAMED_SCHEMAS, VALUES
+from truedraft.engine.text.schema.pattern import exact_pattern
 
 NOTES = {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
 NOTES |= {"$comment", "externalDocs", "markdownDescription", "enumDescriptions", "errorMessage"}

@@ -1,8 +1,7 @@
 """The exact bytes of every token, read from the vocabulary instead of decoded, and a text for each.
 
 A token may be part of a character only, and decoding such a token alone loses its bytes. Byte-level
-vocabularies (GPT-2's alphabet) and those with byte fallback (``<0x0A>``) tell them. Used by
-``server.text.logprobs``.
+vocabularies (GPT-2's alphabet) and those with byte fallback (``<0x0A>``) tell them.
 """
 
 import json

@@ -1,0 +1,82 @@
+"""What a caller of the library asks of a text, and how it becomes the engine's parameters.
+
+The engine knows tokens only: stop strings are looked for in the text, and a schema becomes a grammar here.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from truedraft.engine import messages
+from truedraft.engine.core.admission import RequestError
+from truedraft.engine.core.ranges import checked
+from truedraft.engine.text.schema.cleaning import Cleaner
+from truedraft.engine.text.schema.formats import Format, grammar_of
+
+MAX_COMPLETIONS = 128
+
+
+class SamplingParams(messages.SamplingParams, frozen=True, kw_only=True):
+    """Says how the tokens of one prompt's completions are drawn, and what their text must be.
+
+    ``n`` completions are made of a prompt; with a ``seed`` each has its own stream of random numbers. The
+    text ends before the first of the strings ``stop``, or after it with ``include_stop_str_in_output``. It
+    matches one of ``json_schema`` (an object, or written out), ``regex`` (the whole text), ``choice`` (one of
+    these texts) and ``grammar``. ``prediction`` is what the text is expected to be, or most of it: it is
+    drafted from, and changes nothing but the speed.
+    """
+
+    n: int = 1
+    stop: str | list[str] = []
+    include_stop_str_in_output: bool = False
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    prediction: str | None = None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def for_engine(self) -> messages.SamplingParams:
+        """Returns what concerns tokens, a schema as a grammar."""
+        names = messages.SamplingParams.__struct_fields__
+        values = {name: getattr(self, name) for name in names}
+        return messages.SamplingParams(**values | {"grammar": self._grammar()})
+
+    def _grammar(self) -> str | None:
+        asked: dict[str, tuple[Format, Any]] = {
+            "json_schema": ("json", self.json_schema),
+            "regex": ("regex", self.regex),
+            "choice": ("choice", self.choice),
+        }
+        given = [name for name, (_, source) in asked.items() if source is not None]
+        given += [] if self.grammar is None else ["grammar"]
+        if len(given) > 1:
+            raise RequestError("invalid_value", f"{' and '.join(given)} exclude each other")
+        if not given or given == ["grammar"]:
+            return self.grammar
+        kind, source = asked[given[0]]
+        try:
+            if kind == "json":
+                source = msgspec.json.decode(source) if isinstance(source, str) else source
+                source = Cleaner(None).clean(source, "json_schema")
+            return grammar_of(kind, source)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise RequestError("invalid_grammar", f"{given[0]} cannot be used: {error}") from error
+
+
+def checked_params(params: messages.SamplingParams) -> SamplingParams:
+    """Returns them with every field there; ``RequestError`` names one that has another type or is out of
+    range."""
+    params = checked(params)
+    if not isinstance(params, SamplingParams):
+        params = SamplingParams(**structs.asdict(params))
+    if not 1 <= params.n <= MAX_COMPLETIONS:
+        raise RequestError("invalid_value", f"n is {params.n}, but must be 1 to {MAX_COMPLETIONS}")
+    if "" in params.stop_strings:
+        raise RequestError("invalid_value", "stop has an empty string, which would end every text at once")
+    if params.choice is not None and not params.choice:
+        raise RequestError("invalid_value", "choice has no text to choose")
+    return params

@@ -1,0 +1,35 @@
+"""What an output must match, in the words of its user, becomes a grammar in llguidance's notation here.
+
+The server does this for requests, within limits; ``engine.llm`` for calls of the library.
+"""
+
+import json
+from typing import Any, Literal
+
+from llguidance import LLMatcher
+
+from truedraft.engine.text.schema.pattern import exact_regex, read_schema
+
+Format = Literal["json", "regex", "choice", "grammar"]
+
+# Without spaces and line ends between values all of a document's structure is certain; x-guidance in a schema
+# overrides it.
+JSON_OPTIONS = {"whitespace_flexible": False}
+
+
+def grammar_of(kind: Format, source: Any) -> str:
+    """Returns the grammar; ``ValueError`` says what in ``source`` cannot be enforced.
+
+    ``source`` is a JSON schema as an object or written out, a regular expression of the whole text, a list of
+    texts, or a grammar in Lark's notation.
+    """
+    match kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(read_schema(source), defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+        case "regex":
+            return LLMatcher.grammar_from_regex(exact_regex(source))
+        case "choice":
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in source)
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case "grammar":
+            return LLMatcher.grammar_from_lark(source)
