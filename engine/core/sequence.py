@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 from truedraft.engine.core.needs import Need, Needs
 from truedraft.engine.core.prediction import PredictionCursor
 from truedraft.engine.memory.block_table import BlockTable
-from truedraft.engine.messages import FinishReason, SamplingParams, TokenLogprob, Verification
+from truedraft.engine.messages import (
+    DraftSampleMethod,
+    FinishReason,
+    SamplingParams,
+    TokenLogprob,
+    Verification,
+)
 
 if TYPE_CHECKING:
     from truedraft.engine.sampling.grammar import Matcher
@@ -47,11 +53,15 @@ class Sequence:
     prediction: PredictionCursor | None = None  # if it is a source
     matcher: "Matcher | None" = None  # of the output's grammar, behind the last token
     has_rules: bool = False  # the checkpoint forbids or forces tokens (``sampling.rules``)
+    draft_sample_method: DraftSampleMethod | None = None  # None: the draft draws as the target does
     greedy: bool = field(init=False)
+    drafts_greedily: bool = field(init=False)
     needs: Needs = field(init=False)  # in every round; what else a step adds is in its plan
 
     def __post_init__(self) -> None:
-        self.greedy = self.params.temperature == 0 or self.params.top_k == 1
+        self.greedy = is_greedy(self.params)
+        method = self.draft_sample_method
+        self.drafts_greedily = self.greedy if method is None else method == "greedy"
         self.needs = self._needs()
 
     def _needs(self) -> Needs:
@@ -59,6 +69,7 @@ class Sequence:
         penalties = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
         asked = {
             Need.SAMPLING: not self.greedy,
+            Need.OTHER_DRAWS: self.drafts_greedily != self.greedy,
             Need.BLOCK_RULE: not self.greedy and self.verification == "block",
             Need.BIAS: bool(params.logit_bias) or params.min_tokens > 0,
             Need.PENALTIES: penalties != (0, 0, 1),
@@ -124,3 +135,8 @@ class Sequence:
             if self.finish_reason:
                 return token_ids[:count]
         return token_ids
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Tells whether the target's most likely token is the only one that may come."""
+    return params.temperature == 0 or params.top_k == 1

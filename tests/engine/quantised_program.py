@@ -60,7 +60,10 @@ def compile_program(compiler: str, processor: Sequence[str], has_dot_products: b
     main = made.with_name(f"{made.name}.c")
     main.write_text(PROGRAM)
     flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
-    sources = [*(str(FOLDER / name) for name in ("quantised.c", "quantised_blocks.c", "threads.c")), str(main)]
+    sources = [
+        *(str(FOLDER / name) for name in ("quantised.c", "quantised_blocks.c", "threads.c")),
+        str(main),
+    ]
     command = [
         *compiler.split(),
         *flags,
