@@ -61,7 +61,7 @@ DECIDING: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"stop_token_ids": [0, 3]},
     "grammar": {"grammar": GRAMMAR},
 }
-# Those that decide how a draft model draws, and so nothing of what comes out.
+# These parameters decide how a draft model draws, and so nothing of what comes out.
 DRAWING: dict[str, dict[str, Any]] = {
     f"draft_sample_method: {method}": {"draft_sample_method": method}
     for method in ("greedy", "probabilistic")

@@ -1,4 +1,4 @@
-"""Requests to sequences: limits checked, defaults filled in, seeds drawn. No tensors.
+"""Makes sequences of requests: limits are checked, defaults filled in, seeds drawn; without tensors.
 
 The front end has checked ranges already; what is checked here depends on the loaded models.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RequestError(Exception):
-    """A request the engine cannot serve; ``code`` names the reason for the client."""
+    """Says why the engine cannot serve a request; ``code`` names the reason for the client."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class EncoderDecoderLimits:
-    """What an encoder-decoder target reads and writes at most, and what its decoder starts with.
+    """Says what an encoder-decoder target reads and writes at most, and what its decoder starts with.
 
     ``max_output_len`` does not count ``start_ids``. ``forced_eos_token_id`` ends what ``max_tokens`` cuts.
     """
@@ -43,7 +43,7 @@ class EncoderDecoderLimits:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the loaded pair allows, and what requests get that do not say.
+    """Says what the loaded pair allows, and what requests get that leave it open.
 
     ``methods`` are the sources that can draft here, in the order in which sequences have them; ``method`` is
     auto, one of them or none. ``num_speculative_tokens`` None leaves the draft length
@@ -68,7 +68,7 @@ class Admission:
     grammars: "Grammars | None" = None
 
     def sequences(self, request: Generate) -> list[Sequence]:
-        """The request's ``n`` sequences; ``RequestError`` if it can never be served."""
+        """Returns the request's ``n`` sequences; raises ``RequestError`` if it can never be served."""
         params, prompt = request.params, request.prompt_token_ids
         self._check(request)
         start_ids: tuple[int, ...] = ()
@@ -115,7 +115,7 @@ class Admission:
         ]
 
     def room(self, num_prompt_tokens: int) -> int:
-        """Output tokens that the context leaves after such a prompt."""
+        """Returns how many output tokens the context leaves after such a prompt."""
         if self.encoder_decoder is not None:
             return self.encoder_decoder.max_output_len
         return self.max_model_len - num_prompt_tokens
@@ -178,7 +178,7 @@ class Admission:
         return params.draft_sample_method or self.draft_sample_method
 
     def _matchers(self, request: Generate) -> "list[Matcher | None]":
-        """One for each choice."""
+        """Makes a matcher for each choice."""
         params = request.params
         if params.grammar is None:
             return [None] * request.n
@@ -217,7 +217,7 @@ class Admission:
         return params.verification or self.verification or by_seed
 
     def _speculation(self, request: Generate) -> tuple[tuple[str, ...], int, bool]:
-        """The sources that may draft; how many tokens; whether exactly that many or at most."""
+        """Returns the sources that may draft, how many tokens, and whether it is always that many."""
         asked = request.params.num_speculative_tokens
         length = self.num_speculative_tokens if asked is None else asked
         sources = () if length == 0 else self._sources(request)

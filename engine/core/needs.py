@@ -1,4 +1,4 @@
-"""What the rows of a step ask of a runner: sets of names, as those are quick to unite and to compare."""
+"""Names what the rows of a step ask of a runner. Sets of names are quick to unite and to compare."""
 
 from collections.abc import Set
 from enum import StrEnum, auto

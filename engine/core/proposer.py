@@ -97,7 +97,7 @@ class Proposer:
 
 
 class ProposerCache:
-    """A pool of a proposer's own, and the table that each sequence has there."""
+    """Holds a pool of a proposer's own, and the table that each sequence has there."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from tests.gguf_blocks import dequantised, random_blocks, rounded_inputs
+from truedraft.engine.layers.quantised_blocks import TYPES
 from truedraft.engine.native.compiler import FLAGS
 from truedraft.engine.native.headers import FOLDER
-from truedraft.engine.layers.quantised_blocks import TYPES
 
 IN_FEATURES, OUT_FEATURES, ROWS = 512, 40, 9
 PROGRAM = r"""

@@ -134,7 +134,7 @@ def test_layers_of_different_sizes() -> None:
 def test_a_part_without_room_writes_nothing(
     right: str, wrong: str, mlp: int, fresh_library: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Room that is not reserved is not given out, although the memory behind it may be there."""
+    """Room that is not reserved is not given out, although memory may follow."""
     fresh_library.setattr(library, "SOURCES", plant(library.SOURCES, right, wrong, tmp_path))
     sizes = [UNEVEN[0]._replace(mlp=8), UNEVEN[1]._replace(mlp=mlp)]
     with pytest.raises(MemoryError):

@@ -1,4 +1,4 @@
-"""How a draft is drawn and how it is verified are chosen independently: every pair is exact or refused."""
+"""Draws and verdicts are chosen independently of each other: every pair is exact, or refused by name."""
 
 import msgspec
 import pytest

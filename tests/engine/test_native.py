@@ -22,7 +22,6 @@ from truedraft.engine.memory.block_table import BlockTable
 from truedraft.engine.memory.kv_cache import AttentionCache, KVCache
 from truedraft.engine.models.decoder import FusedDecoder
 from truedraft.engine.native import compiler, library
-from truedraft.engine.native.native_run import NativeKernels, serves
 from truedraft.engine.native.linear import NativeLinear, half_scale, linear_library
 from truedraft.engine.native.native_run import NativeKernels, serves
 from truedraft.engine.native.threads import set_num_threads
