@@ -424,6 +424,8 @@ def group_name(sequence: Sequence) -> str:
     name = "greedy" if temperature == 0 else "up to 0.8" if temperature <= 0.8 else "above 0.8"
     if temperature and sequence.verification == "coupled":
         name += ", coupled"
+    if sequence.drafts_greedily != sequence.greedy:
+        name += ", greedy drafts" if sequence.drafts_greedily else ", random drafts"
     if sequence.matcher is not None:
         name += ", constrained"
     return name

@@ -15,6 +15,7 @@ from truedraft.engine.core.needs import Need
 from truedraft.engine.messages import DraftSampleMethod, Generate, SamplingParams
 from truedraft.engine.runtime.cuda.runner import CudaRunner
 from truedraft.engine.sampling.sampler import DraftDraw, Rule, Sampler
+from truedraft.engine.speculation.planner import group_name
 
 SAMPLED_RULES = (Rule.REJECTION, Rule.BLOCK, Rule.COUPLED)
 METHODS: tuple[DraftSampleMethod, ...] = ("greedy", "probabilistic")
@@ -146,6 +147,20 @@ def test_the_servers_setting_is_the_default(models: Models) -> None:
         for config, one in (({}, params), ({}, asked), ({"draft_sample_method": "greedy"}, params))
     ]
     assert texts[1] == texts[2] != texts[0]
+
+
+def test_what_is_drawn_in_another_way_is_learned_apart(models: Models) -> None:
+    """Acceptance depends on how drafts are drawn."""
+    core = drafting(models)
+    names = [
+        group_name(core.admission.sequences(Generate("x", [1], params))[0])
+        for params in (
+            SamplingParams(max_tokens=3, temperature=temperature, draft_sample_method=method)
+            for temperature in (0.0, 0.5)
+            for method in METHODS
+        )
+    ]
+    assert names == ["greedy", "greedy, random drafts", "up to 0.8, greedy drafts", "up to 0.8"]
 
 
 def test_only_the_phases_draw_in_another_way(models: Models) -> None:
