@@ -276,18 +276,20 @@ class SpeculationPlanner:
 
     def _look_up(self, option: Option) -> None:
         """Drafts from known text what promises more than the draft model's: a row's first that does."""
+        # Explorations try other drafts, but forced tokens, which are accepted in any case, stay.
         exploring = option.choice.exploration is not None
         asked = [
-            (row, [lookup for lookup in row.lookups if is_asked(lookup, exploring)]) for row in option.rows
+            (row, lookups)
+            for row in option.rows
+            if (lookups := [one for one in row.lookups if one.is_asked and (one.in_round or not exploring)])
         ]
-        option.num_asked = sum([len(lookups) for _, lookups in asked])
-        if not option.num_asked:
+        if not asked:
             return
+        option.num_asked = sum([len(lookups) for _, lookups in asked])
         read_all([lookup for _, lookups in asked for lookup in lookups])
         findings = Findings(has_free=any(sequence.matcher is None for sequence in option.drafts))
         for row, lookups in asked:
-            if lookups:
-                self._look_up_for(row, lookups, option, findings)
+            self._look_up_for(row, lookups, option, findings)
         if findings.drafts and findings.saved >= findings.alone:
             option.drafts.update(findings.drafts)
             option.is_mixed = option.is_known = True
@@ -429,12 +431,6 @@ def group_name(sequence: Sequence) -> str:
     if sequence.matcher is not None:
         name += ", constrained"
     return name
-
-
-def is_asked(lookup: RowLookup, exploring: bool) -> bool:
-    """Tells whether a look-up takes part in a step. Explorations try other drafts, but forced tokens, which
-    are accepted in any case, stay."""
-    return lookup.is_asked and (not exploring or lookup.in_round is not None)
 
 
 def timing(step: Observed, shape: Shape) -> Timing:
