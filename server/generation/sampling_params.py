@@ -34,6 +34,9 @@ TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 # OpenAI's largest top_logprobs, and ours of prompt_logprobs.
 MAX_TOP_LOGPROBS = 20
 
+# Methods whose drafts are known text: there is nothing to draw.
+CERTAIN_METHODS = frozenset({"ngram", "prediction", "grammar"})
+
 # Tokens that a round may draft where the request leaves it to the engine.
 MAX_DRAFTED = 32
 
@@ -359,9 +362,9 @@ def _draft_sample_method(speculation: SpeculationOptions, worker: Ready) -> Draf
     method = worker.method if speculation.method == "auto" else speculation.method
     if asked != "probabilistic" or method == "none":
         return asked
-    if "draft_model" not in worker.methods:
+    if CERTAIN_METHODS.issuperset(worker.methods):
         reason = "this server has none"
-    elif method in ("ngram", "prediction", "grammar"):
+    elif method in CERTAIN_METHODS:
         reason = f"method {method!r} does not use it"
     else:
         return asked
