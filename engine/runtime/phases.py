@@ -36,7 +36,7 @@ class PhaseRunner:
         self.target = target
         self.proposers = proposers
         self._observers = [proposer for proposer in proposers if not proposer.can_lag]
-        num_layers = len(target.model.layers)
+        num_layers = len(target.model.caches)
         self._taps_of = {
             proposer.name: [tap % num_layers for tap in proposer.taps] for proposer in self._observers
         }
